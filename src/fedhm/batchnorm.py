@@ -1,0 +1,84 @@
+"""Static batch normalisation: statistics of the finished model, gathered over the clients' data.
+
+A client runs the model over its samples in training mode, without gradients, and counts for every BatchNorm layer
+how many values each channel saw, their mean and their variance. Counts, means and variances of several clients
+pool exactly to those of their joint data:
+
+    N = Σ nᵢ    M = Σ nᵢ mᵢ / N    V = Σ nᵢ (vᵢ + (mᵢ − M)²) / N
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedhm.messages import Tensors
+
+
+class Moments(NamedTuple):
+    values: Tensor  # (): how many each channel saw
+    mean: Tensor  # (channels,)
+    variance: Tensor  # (channels,), of the population
+
+    def pooled(self, other: "Moments") -> "Moments":
+        count = self.values + other.values
+        share = other.values / count
+        shift = other.mean - self.mean
+        variance = self.variance + share * (other.variance - self.variance) + share * (1 - share) * shift**2
+        return Moments(count, self.mean + share * shift, variance)
+
+
+def tracked_layers(network: nn.Module) -> dict[str, _BatchNorm]:
+    """The BatchNorm layers that normalise by stored statistics in evaluation."""
+    return {n: m for n, m in network.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+
+
+def running_names(network: nn.Module) -> set[str]:
+    """The names under which `network` stores its BatchNorm statistics."""
+    layers = tracked_layers(network)
+    return {f"{name}.{part}" if name else part for name in layers for part in ("running_mean", "running_var")}
+
+
+@torch.no_grad()
+def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
+    """The input statistics of every BatchNorm layer over all batches, as tensors to send."""
+    found: dict[str, Moments] = {}
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            values = arguments[0].double()
+            over = [axis for axis in range(values.ndim) if axis != 1]
+            variance, mean = torch.var_mean(values, dim=over, correction=0)
+            count = torch.tensor(values.numel() / values.shape[1], dtype=torch.float64)
+            seen = Moments(count, mean, variance)
+            found[name] = found[name].pooled(seen) if name in found else seen
+
+        return layers[name].register_forward_pre_hook(hook)
+
+    layers = tracked_layers(network)
+    handles = [watch(name) for name in layers]
+    try:
+        network.train()
+        for batch in inputs:
+            network(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {f"{name}/{part}": t for name, m in found.items() for part, t in m._asdict().items()}
+
+
+def pool(gathered: Iterable[Tensors]) -> Tensors:
+    """Merges what the clients sent into the statistics of their joint data, named as a network stores them."""
+    total: dict[str, Moments] = {}
+    for tensors in gathered:
+        for name in {key.rpartition("/")[0] for key in tensors}:
+            seen = Moments(*(tensors[f"{name}/{part}"] for part in Moments._fields))
+            total[name] = total[name].pooled(seen) if name in total else seen
+    stored: Tensors = {}
+    for name, moments in total.items():
+        prefix = f"{name}." if name else ""
+        stored[f"{prefix}running_mean"] = moments.mean.float()
+        stored[f"{prefix}running_var"] = moments.variance.float()
+    return stored

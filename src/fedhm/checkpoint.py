@@ -1,0 +1,88 @@
+"""The server's state after each round, on disk: one safetensors file, written whole or not at all."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from fedhm.errors import FedhmError
+from fedhm.files import write_atomically
+from fedhm.messages import Tensors
+from fedhm.methods.method import State
+
+FORMAT = "fedhm-checkpoint-1"
+KEPT = 2  # the newest and the one before
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    round: int
+    state: State
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str) -> None:
+    """`run` is the fingerprint of the run's config."""
+    state = checkpoint.state
+    tensors = {f"weights/{name}": t for name, t in state.weights.items()}
+    tensors |= {f"memory/{name}": t for name, t in state.memory.items()}
+    metadata = {
+        "format": FORMAT,
+        "round": str(checkpoint.round),
+        "run": run,
+        "diagnostics": json.dumps(state.diagnostics),
+        "sha256": _digest(tensors),
+    }
+    write_atomically(_path(folder, checkpoint.round), save(tensors, metadata))
+    for old in _existing(folder)[:-KEPT]:
+        old.unlink()
+
+
+def newest_checkpoint(folder: Path, run: str) -> Checkpoint | None:
+    existing = _existing(folder)
+    return _read(existing[-1], run) if existing else None
+
+
+def _read(path: Path, run: str) -> Checkpoint:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise FedhmError(f"the checkpoint {path} is damaged ({error}); {_way_out(path)}") from None
+    if metadata.get("format") != FORMAT:
+        raise FedhmError(f"{path} is not a checkpoint of this library")
+    if metadata["run"] != run:
+        raise FedhmError(f"the checkpoint {path} belongs to another run: the config beside it has changed since")
+    if metadata["sha256"] != _digest(tensors):
+        raise FedhmError(
+            f"the checkpoint {path} is damaged (its content does not match its checksum); {_way_out(path)}"
+        )
+    weights = {n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")}
+    memory = {n.removeprefix("memory/"): t for n, t in tensors.items() if n.startswith("memory/")}
+    return Checkpoint(int(metadata["round"]), State(weights, memory, json.loads(metadata["diagnostics"])))
+
+
+def _way_out(path: Path) -> str:
+    if len(_existing(path.parent)) > 1:
+        return "remove it to go on from the one before"
+    return "remove it to start the run again"
+
+
+def _path(folder: Path, round_number: int) -> Path:
+    return folder / f"round-{round_number:06d}.safetensors"
+
+
+def _existing(folder: Path) -> list[Path]:
+    return sorted(folder.glob("round-*.safetensors"))
+
+
+def _digest(tensors: Tensors) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,158 @@
+"""The command line: fedhm run · resume · sizes · report · presets."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fedhm.config import Config, load_config, presets
+from fedhm.cost import measure, training_memory
+from fedhm.errors import FedhmError
+from fedhm.files import write_atomically
+from fedhm.folder import RunFolder, read_config
+from fedhm.methods import make_method
+from fedhm.report.plots import save_plots
+from fedhm.report.progress import progress
+from fedhm.report.runs import read_runs
+from fedhm.report.tables import as_csv, markdown, readable_bytes, rich_table
+from fedhm.run import build_model, input_format, prepare
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        options.verb(options)
+    except FedhmError as error:
+        print(f"fedhm: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nfedhm: stopped{_where_to_go_on(options)}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fedhm",
+        description="Federated learning for devices that are not alike: every client trains the largest "
+        "low-rank version of one model that it can afford.",
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    run = verbs.add_parser("run", help="run an experiment", description="Run a preset or a config file.")
+    _add_config(run)
+    run.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: a new one below runs/)")
+    run.set_defaults(verb=_run)
+
+    resume = verbs.add_parser("resume", help="go on with a run that was interrupted")
+    resume.add_argument("folder", type=Path, metavar="DIR")
+    resume.set_defaults(verb=_resume)
+
+    sizes = verbs.add_parser("sizes", help="what each tier costs: parameters, MACs, bytes, training memory")
+    _add_config(sizes)
+    sizes.set_defaults(verb=_sizes)
+
+    report = verbs.add_parser("report", help="tables and plots of one or several runs")
+    report.add_argument("folders", type=Path, nargs="+", metavar="DIR")
+    report.add_argument("--out", type=Path, metavar="DIR", help="where to (default: the run's folder, or ./report)")
+    report.set_defaults(verb=_report)
+
+    listing = verbs.add_parser("presets", help="list the presets")
+    listing.set_defaults(verb=_presets)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", default="digits", metavar="PRESET or file.toml", help="default: digits")
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change settings, such as train.lr=0.05",
+    )
+
+
+def _run(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.changes).resolved()
+    path = options.out or _new_folder(Path(options.config).stem)
+    RunFolder.check_free(path)
+    _execute(options, config, lambda: RunFolder.create(path, config))
+
+
+def _resume(options: argparse.Namespace) -> None:
+    _execute(options, read_config(options.folder), lambda: RunFolder.open(options.folder))
+
+
+def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[[], RunFolder]) -> None:
+    """Everything that can be wrong with settings and data is found before a folder is made."""
+    console = Console()
+    with progress(console) as bar:
+        experiment = prepare(config, [bar])
+        with open_folder() as folder:
+            options.started = folder.path
+            experiment.run(folder)
+    _show([folder.path], folder.path, console)
+
+
+def _sizes(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.changes)
+    shape, classes = input_format(config)
+    method = make_method(build_model(config, shape, classes), config.method)
+    table = Table(title=f"{options.config}: one sample {'×'.join(map(str, shape))}, batch {config.train.batch}")
+    for column in ("tier", "parameters", "MACs/sample", "bytes each way", "training memory"):
+        table.add_column(column, justify="left" if column == "tier" else "right")
+    for tier in method.tiers:
+        network = method.network(tier)
+        cost = measure(network, shape)
+        memory = training_memory(network, shape, config.train.batch)
+        table.add_row(
+            tier,
+            f"{cost.parameters:,}",
+            f"{cost.macs / 1e6:,.1f} M",
+            readable_bytes(cost.bytes),
+            readable_bytes(memory),
+        )
+    Console().print(table)
+
+
+def _report(options: argparse.Namespace) -> None:
+    default = options.folders[0] if len(options.folders) == 1 else Path("report")
+    _show(options.folders, options.out or default, Console())
+
+
+def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
+    runs = read_runs(folders)
+    for run in runs:
+        console.print(rich_table(run))
+    write_atomically(out / "report.md", markdown(runs))
+    write_atomically(out / "report.csv", as_csv(runs))
+    for path in [out / "report.md", out / "report.csv", *save_plots(runs, out)]:
+        console.print(str(path), highlight=False, soft_wrap=True)
+
+
+def _presets(_: argparse.Namespace) -> None:
+    for name, text in presets().items():
+        print(f"{name:24}{text.splitlines()[0].removeprefix('# ')}")
+
+
+def _new_folder(name: str) -> Path:
+    """runs/NAME, or the first of runs/NAME-2, -3, … that is free."""
+    path, number = Path("runs") / name, 2
+    while path.exists():
+        path, number = Path("runs") / f"{name}-{number}", number + 1
+    return path
+
+
+def _where_to_go_on(options: argparse.Namespace) -> str:
+    started = getattr(options, "started", None)
+    return f"; 'fedhm resume {started}' goes on from the last complete round" if started else ""

@@ -1,0 +1,249 @@
+"""The settings of a run: typed, validated, read from TOML, written back as resolved."""
+
+import difflib
+import hashlib
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from fedhm.errors import FedhmError
+
+
+def _as_ratio(value: object) -> object:
+    """Ratios may be written as "1/8"."""
+    if isinstance(value, str):
+        try:
+            return float(Fraction(value))
+        except (ValueError, ZeroDivisionError):
+            return value
+    return value
+
+
+Ratio = Annotated[float, BeforeValidator(_as_ratio), Field(gt=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Weighting = Literal["uniform", "samples", "softmax", "softmax-inverse"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(Section):
+    source: str = "digits"  # digits, fashion-mnist, cifar10, cifar100, tinyimagenet or hf:NAME
+    folder: Path | None = None  # where the files are; without it FEDHM_DATA or ./data
+    partition: Literal["iid", "dirichlet", "dirichlet-unequal"] = "iid"  # dirichlet: equal sizes
+    alpha: Annotated[float, Field(gt=0)] = 0.5
+    crop: Annotated[int, Field(ge=0)] = 0
+    flip: bool = False
+
+
+class ModelConfig(Section):
+    name: Literal["cnn", "resnet18", "resnet34"] = "cnn"
+    width: Annotated[float, Field(gt=0)] = 1.0
+
+
+class FederationConfig(Section):
+    clients: Positive = 20
+    participation: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of the clients sampled each round
+    heterogeneity: Literal["fixed", "dynamic"] = "fixed"  # client p has tier p mod Γ, or draws one each round
+    assignment: tuple[str, ...] = ()  # each client's tier by name, in place of p mod Γ
+
+
+class TrainConfig(Section):
+    rounds: Positive = 20
+    epochs: Positive = 1
+    batch: Positive = 64
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
+    lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
+    decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
+    masked_loss: bool = True  # logits of labels that a client does not hold count as 0
+    clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
+    on_bad_update: Literal["stop", "drop"] = "stop"
+
+    def learning_rate(self, round_number: int) -> float:
+        """Of round 1, 2, …; a milestone is the last round before a drop."""
+        return self.lr * self.lr_decay ** sum(round_number > milestone for milestone in self.milestones)
+
+
+class EvaluationConfig(Section):
+    every: Positive = 1  # rounds between evaluations; the last round is always evaluated
+    static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0  # after this round, BatchNorm statistics are
+    # gathered at the clients; up to it, their running averages are used
+    batch: Positive = 500
+
+
+class FedHMConfig(Section):
+    name: Literal["fedhm"] = "fedhm"
+    tiers: Annotated[tuple[Ratio, ...], Field(min_length=1)] = (1.0, 1 / 2, 1 / 4, 1 / 8)
+    keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
+    weighting: Weighting = "uniform"
+    temperature: Annotated[float, Field(gt=0)] = 5.0  # τ of the softmax weightings
+    aggregate: Literal["models", "updates"] = "models"  # updates: directions that a tier cannot carry are left alone
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "FedHMConfig":
+        if len(set(self.tiers)) != len(self.tiers):
+            raise ValueError("a tier is listed twice")
+        return self
+
+
+class FedAvgConfig(Section):
+    name: Literal["fedavg"] = "fedavg"
+    tier: Ratio = 1.0  # one network for all clients: the full one, or its hybrid network at this ratio
+    keep: Annotated[int, Field(ge=0)] = 1
+    weighting: Literal["uniform", "samples"] = "uniform"
+
+
+MethodConfig = Annotated[FedHMConfig | FedAvgConfig, Field(discriminator="name")]
+
+
+class EngineConfig(Section):
+    name: Literal["local"] = "local"
+    threads: Annotated[int, Field(ge=0)] = 0  # of PyTorch; 0 is one per core. Resuming uses the same number
+
+
+class Config(Section):
+    """`data` and `model` are None where a run is started from Python with a user's own."""
+
+    seed: int = 0
+    data: DataConfig | None = None
+    model: ModelConfig | None = None
+    federation: FederationConfig = FederationConfig()
+    train: TrainConfig = TrainConfig()
+    method: MethodConfig = FedHMConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    engine: EngineConfig = EngineConfig()
+
+    def resolved(self) -> "Config":
+        """With the choices filled in that depend on the machine, so that a resumed run repeats them."""
+        threads = self.engine.threads or len(os.sched_getaffinity(0))
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"threads": threads})})
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether a checkpoint belongs to this run."""
+        return hashlib.sha256(self.to_toml().encode()).hexdigest()[:16]
+
+
+def presets() -> dict[str, str]:
+    """Preset name → its TOML text."""
+    folder = resources.files("fedhm") / "presets"
+    texts = {f.name.removesuffix(".toml"): f.read_text() for f in folder.iterdir() if f.name.endswith(".toml")}
+    return dict(sorted(texts.items()))
+
+
+def load_config(name: str, changes: Iterable[str] = ()) -> Config:
+    """The config of a preset or a TOML file, with `section.key=value` changes applied."""
+    known = presets()
+    if name in known:
+        text, where = known[name], f"preset '{name}'"
+    elif name.endswith(".toml") or os.sep in name:
+        where = name
+        try:
+            text = Path(name).read_text()
+        except OSError as error:
+            raise FedhmError(f"cannot read {name}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise FedhmError(f"{name} is not a text file") from None
+    else:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "known are " + ", ".join(known)
+        raise FedhmError(f"there is no preset '{name}': {hint} (a config file ends in .toml)")
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FedhmError(f"{where} is not valid TOML: {error}") from None
+    return parse(_changed(table, changes), where)
+
+
+def parse(table: dict[str, Any], where: str) -> Config:
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise FedhmError("\n".join(f"{where}: {sentence}" for sentence in _sentences(error, table))) from None
+
+
+def _changed(table: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    pairs: list[tuple[list[str], Any]] = []
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or not key.strip():
+            raise FedhmError(f"--set takes KEY=VALUE, such as train.lr=0.05, not '{change}'")
+        pairs.append((key.strip().split("."), _value(text.strip())))
+    for path, value in pairs:
+        if path == ["method", "name"] and table.get("method", {}).get("name") != value:
+            table["method"] = {}  # another method has other settings: its section starts anew
+    for path, value in pairs:
+        section = table
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise FedhmError(f"--set {'.'.join(path)}: '{part}' is not a section")
+        section[path[-1]] = value
+    return table
+
+
+def _value(text: str) -> Any:
+    """As TOML would read it; a bare word is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
+    method = table.get("method", {}).get("name", "fedhm") if isinstance(table.get("method", {}), dict) else "fedhm"
+    known = list(_known_keys(method))
+    for problem in error.errors():
+        # pydantic puts the name of a union's branch into the path; the user never wrote it
+        path = [str(part) for part in problem["loc"]]
+        if path[:1] == ["method"] and len(path) > 1 and path[1] in ("fedhm", "fedavg"):
+            del path[1]
+        key = ".".join(part for part in path if not part.startswith(("constrained-", "literal[")))
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            yield f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else "")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            got = problem["input"]
+            shown = "" if isinstance(got, dict | BaseModel) else f" (got {got!r})"
+            yield f"{key}: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _known_keys(method: str) -> Iterator[str]:
+    sections: dict[str, type[BaseModel]] = {
+        "data": DataConfig,
+        "model": ModelConfig,
+        "federation": FederationConfig,
+        "train": TrainConfig,
+        "method": FedAvgConfig if method == "fedavg" else FedHMConfig,
+        "evaluation": EvaluationConfig,
+        "engine": EngineConfig,
+    }
+    yield "seed"
+    for name, section in sections.items():
+        yield name
+        yield from (f"{name}.{key}" for key in section.model_fields)
+
+
+def tier_name(ratio: float) -> str:
+    """How a tier is called everywhere: full, 1/2, 1/8, or the plain number."""
+    if ratio == 1:
+        return "full"
+    fraction = Fraction(ratio).limit_denominator(64)
+    return str(fraction) if math.isclose(float(fraction), ratio, rel_tol=1e-9) else f"{ratio:g}"

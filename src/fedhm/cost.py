@@ -1,0 +1,93 @@
+"""What a network costs: parameters, multiply-accumulates, bytes on the wire, memory in training."""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from fedhm.errors import FedhmError
+from fedhm.exchange import exchanged
+from fedhm.messages import size_in_bytes
+
+
+@dataclass(frozen=True)
+class Cost:
+    parameters: int  # trainable
+    macs: int  # multiply-accumulates of one sample's forward pass
+    bytes: int  # of one transfer of the network, in one direction
+
+
+def measure(model: nn.Module, input_shape: tuple[int, ...]) -> Cost:
+    """Counts `model` on one input of `input_shape`, without the batch axis: (3, 32, 32)."""
+    training = model.training
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            model.eval()(_sample(model, 1, input_shape))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise FedhmError(f"the model does not accept one input of shape {tuple(input_shape)}: {error}") from error
+    finally:
+        model.train(training)
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return Cost(parameters, counter.get_total_flops() // 2, size_in_bytes(exchanged(model)))
+
+
+def training_memory(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> int:
+    """The most bytes of tensors alive at once in one SGD step with momentum on `batch` samples, measured.
+
+    Weights, gradients, momentum, activations and whatever the step makes on its way count; the model that was handed
+    in is changed by the step.
+    """
+    model.train()
+    inputs = _sample(model, batch, input_shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    watch = _AliveBytes()
+    for tensor in [*model.parameters(), *model.buffers(), inputs]:
+        watch.see(tensor)
+    with watch:
+        for _ in range(2):  # momentum exists from the second step on
+            optimizer.zero_grad()
+            output = model(inputs)
+            output.logsumexp(-1).sum().backward()
+            optimizer.step()
+    return watch.peak
+
+
+class _AliveBytes(TorchDispatchMode):
+    """Follows every storage from the operation that made it to its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known: set[int] = set()
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(storage._cdata)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._gone, storage._cdata, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        return result
+
+
+def _sample(model: nn.Module, batch: int, shape: tuple[int, ...]) -> Tensor:
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    return torch.zeros(batch, *shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,68 @@
+"""Labelled samples, held whole in memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedhm.errors import FedhmError
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`inputs` (N, …) and `labels` (N,). Images are uint8 (N, C, H, W); any other input is taken as it is."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        if self.labels.ndim != 1 or len(self.labels) != len(self.inputs):
+            raise FedhmError(
+                f"labels must be one integer per sample: got inputs {tuple(self.inputs.shape)} "
+                f"and labels {tuple(self.labels.shape)}"
+            )
+        if self.labels.dtype != torch.int64:
+            raise FedhmError(f"labels must be int64 class numbers, not {self.labels.dtype}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def are_images(self) -> bool:
+        return self.inputs.dtype == torch.uint8 and self.inputs.ndim == 4
+
+    def subset(self, indices: Tensor) -> "Samples":
+        return Samples(self.inputs[indices], self.labels[indices])
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set as read from disk: samples to train on, samples to test on, and how to show them to a network."""
+
+    train: Samples
+    test: Samples
+    classes: int
+    mean: tuple[float, ...]  # per channel, of pixels in 0…1
+    std: tuple[float, ...]
+
+
+def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel of uint8 images (N, C, H, W), in units of 0…1, exactly.
+
+    Counted over the 256 pixel values, so no float copy of the data set is made.
+    """
+    values = torch.arange(256, dtype=torch.float64) / 255
+    means: list[float] = []
+    deviations: list[float] = []
+    for channel in range(images.shape[1]):
+        counts = torch.bincount(images[:, channel].flatten(), minlength=256).double()
+        mean = (counts * values).sum() / counts.sum()
+        variance = (counts * (values - mean) ** 2).sum() / counts.sum()
+        means.append(mean.item())
+        deviations.append(max(variance.sqrt().item(), 1e-6))  # a constant channel must not divide by zero
+    return tuple(means), tuple(deviations)
+
+
+def concatenate(parts: Sequence[Samples]) -> Samples:
+    return Samples(torch.cat([p.inputs for p in parts]), torch.cat([p.labels for p in parts]))

@@ -1,0 +1,25 @@
+"""The protocol of an engine: a map over tasks, wherever they run."""
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from fedhm.messages import Reply, Task
+
+
+class Engine(Protocol):
+    def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        """One reply for each task, in any order; `position` counts the tasks from 0."""
+        ...
+
+
+def in_task_order(replies: Iterable[Reply]) -> Iterator[Reply]:
+    """Holds back what came early, so that sums do not depend on who was faster."""
+    early: dict[int, Reply] = {}
+    following = 0
+    for reply in replies:
+        early[reply.position] = reply
+        while following in early:
+            yield early.pop(following)
+            following += 1
+    for position in sorted(early):
+        yield early[position]

@@ -1,0 +1,15 @@
+"""The local engine: tasks run one after the other in this process."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from fedhm.client import Client
+from fedhm.messages import Reply, Task
+
+
+class LocalEngine:
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self._clients = clients
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        for position, task in enumerate(tasks):
+            yield self._clients[task.client].run(task, position)

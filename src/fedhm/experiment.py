@@ -1,0 +1,175 @@
+"""The loop: tasks → engine → updates → admission → merge → evaluate each tier → record → checkpoint."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fedhm.admission import objection
+from fedhm.batchnorm import pool, running_names
+from fedhm.checkpoint import Checkpoint
+from fedhm.client import Client
+from fedhm.config import Config
+from fedhm.cost import Cost, measure
+from fedhm.data.batches import Feed
+from fedhm.data.federation import Federation
+from fedhm.engines.engine import Engine, in_task_order
+from fedhm.engines.local import LocalEngine
+from fedhm.errors import FedhmError
+from fedhm.evaluate import Score, evaluate
+from fedhm.exchange import exchanged, load
+from fedhm.folder import RunFolder
+from fedhm.messages import Failure, Task, Update
+from fedhm.methods import make_method
+from fedhm.methods.method import State
+from fedhm.records import Record
+from fedhm.sampling import participants
+
+
+class Watcher(Protocol):
+    """Is told how a run goes."""
+
+    def started(self, done: int, rounds: int) -> None: ...
+    def task_done(self, round_number: int, what: str, done: int, of: int) -> None: ...
+    def round_done(self, record: Record) -> None: ...
+
+
+@dataclass(frozen=True)
+class Result:
+    records: list[Record]
+    networks: dict[str, nn.Module]  # the final model of every tier
+    costs: dict[str, Cost]
+
+    @property
+    def scores(self) -> dict[str, Score]:
+        return self.records[-1].scores
+
+
+class Experiment:
+    def __init__(
+        self,
+        model: nn.Module,
+        federation: Federation,
+        config: Config,
+        engine: Engine | None = None,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        self.config, self.watchers = config, watchers
+        self.clients = len(federation.clients)
+        self.method = make_method(model, config.method)
+        self.cost = cache(lambda name: measure(self.method.network(name), federation.input_shape))
+        self.running_names = cache(lambda name: running_names(self.method.network(name)))
+        self.costs = {tier: self.cost(tier) for tier in self.method.tiers}
+        parts = (federation.preprocessing, self.method.network, config.train, config.seed)
+        self.engine = engine or LocalEngine([Client(samples, *parts) for samples in federation.clients])
+        self._initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
+        self._test = Feed(federation.test, federation.preprocessing)
+
+    def run(self, folder: RunFolder | None = None) -> Result:
+        """Runs the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
+        rounds, every = self.config.train.rounds, self.config.evaluation.every
+        if self.config.engine.threads:
+            torch.set_num_threads(self.config.engine.threads)
+        state, records = self._begin(folder)
+        networks: dict[str, nn.Module] = {}
+        for number in range(len(records) + 1, rounds + 1):
+            chosen = participants(self.config.federation, self.clients, self.method.tiers, self.config.seed, number)
+            record = Record(number, chosen)
+            with record.phase("merge"):
+                updates = self._updates(self.method.tasks(state, chosen, number), record)
+                state = self.method.merge(state, record.timed("train", updates))
+            record.seconds["merge"] -= record.seconds["train"]  # merging waits for training
+            record.diagnostics = state.diagnostics
+            if number % every == 0 or number == rounds:
+                networks = self._tier_networks(state, record)
+                record.scores = self._scores(networks, record)
+            records.append(record)
+            if folder:
+                folder.commit(record, Checkpoint(number, state))
+            for watcher in self.watchers:
+                watcher.round_done(record)
+        # A run that was complete already is asked for its models once more.
+        networks = networks or self._tier_networks(state, deepcopy(records[-1]))
+        if folder:
+            folder.save_models(networks)
+        return Result(records, networks, self.costs)
+
+    def _begin(self, folder: RunFolder | None) -> tuple[State, list[Record]]:
+        checkpoint, records = folder.restore() if folder else (None, [])
+        if folder:
+            folder.save_costs(self.costs)
+        state = checkpoint.state if checkpoint else self.method.start(self._initial)
+        for tier in self.method.tiers:  # a state that belongs to another model is told apart here
+            load(self.method.network(tier), self.method.weights(state, tier))
+        for watcher in self.watchers:
+            watcher.started(len(records), self.config.train.rounds)
+        return state, records
+
+    def _updates(self, tasks: Iterable[Task], record: Record) -> Iterator[Update]:
+        """Sends tasks to the engine and lets their updates in, in the order of the tasks."""
+        sent = [self._without_running(task) if self._static(task.round) else task for task in tasks]
+        losses: dict[str, list[float]] = {}
+        admitted = 0
+        for reply in in_task_order(self.engine.run(sent)):
+            task = sent[reply.position]
+            update = None if isinstance(reply, Failure) else reply
+            reason = reply.reason if isinstance(reply, Failure) else objection(reply, task)
+            record.count(task, update, self._macs(task))
+            for watcher in self.watchers:
+                watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
+            if reason is not None:
+                self._refuse(task, reason, record)
+            elif update is not None:
+                admitted += 1
+                losses.setdefault(task.tier, []).append(update.loss)
+                yield update
+        if not admitted:
+            raise FedhmError(
+                f"no client's update could be used in round {record.round}; the first: {record.dropped[0]}"
+            )
+        if task.kind == "train":
+            record.train_loss = {tier: sum(values) / len(values) for tier, values in losses.items()}
+
+    def _refuse(self, task: Task, reason: str, record: Record) -> None:
+        if self.config.train.on_bad_update == "stop":
+            hint = "lower train.lr, set train.clip_norm" if "loss" in reason else "mend the client"
+            raise FedhmError(
+                f"the update of client {task.client} (tier {task.tier}) in round {task.round} cannot be used: "
+                f"{reason}; {hint}, or go on without such updates with train.on_bad_update = 'drop'"
+            )
+        record.dropped.append({"client": task.client, "tier": task.tier, "kind": task.kind, "reason": reason})
+
+    def _tier_networks(self, state: State, record: Record) -> dict[str, nn.Module]:
+        """The model of every tier, its BatchNorm statistics gathered at the round's participants."""
+        networks: dict[str, nn.Module] = {}
+        for tier in self.method.tiers:
+            weights = self.method.weights(state, tier)
+            networks[tier] = load(self.method.network(tier), weights)
+            if self._static(record.round) and self.running_names(tier):
+                with record.phase("statistics"):
+                    chosen = record.participants
+                    tasks = [Task("statistics", record.round, p.client, p.tier, tier, weights) for p in chosen]
+                    load(networks[tier], pool(update.tensors for update in self._updates(tasks, record)))
+        return networks
+
+    def _scores(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Score]:
+        with record.phase("evaluate"):
+            return {t: evaluate(network, self._test, self.config.evaluation.batch) for t, network in networks.items()}
+
+    def _static(self, round_number: int) -> bool:
+        start = self.config.evaluation.static_from
+        return start != "never" and round_number > start
+
+    def _without_running(self, task: Task) -> Task:
+        """Static batch normalisation: running averages are neither sent nor sent back."""
+        names = self.running_names(task.network)
+        return replace(task, tensors={name: t for name, t in task.tensors.items() if name not in names})
+
+    def _macs(self, task: Task) -> int:
+        """MACs that a task spends on each sample, as the paper counts them."""
+        macs: int = self.cost(task.network).macs
+        return macs * self.config.train.epochs if task.kind == "train" else macs

@@ -1,0 +1,96 @@
+"""A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time."""
+
+import fcntl
+import json
+import os
+import tomllib
+from pathlib import Path
+
+from torch import nn
+
+from fedhm.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
+from fedhm.config import Config, parse
+from fedhm.cost import Cost
+from fedhm.errors import FedhmError
+from fedhm.files import write_atomically
+from fedhm.records import Record, append_record, read_records
+from fedhm.tier_files import save_tier
+
+
+class RunFolder:
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path = path
+        self.config = config
+        # The lock ends with the process, however that ends.
+        self._lock = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise FedhmError(f"another process is running in {path}") from None
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        if (path / "config.toml").exists():
+            raise FedhmError(f"{path} holds a run already: go on with 'fedhm resume {path}', or choose another folder")
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> "RunFolder":
+        cls.check_free(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FedhmError(f"cannot make the folder {path}: {error.strerror}") from None
+        folder = cls(path, config.resolved())
+        write_atomically(path / "config.toml", folder.config.to_toml())
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        return cls(path, read_config(path))
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def restore(self) -> tuple[Checkpoint | None, list[Record]]:
+        """The last complete round. A record of a round whose checkpoint was not finished is taken back."""
+        checkpoint = newest_checkpoint(self.path / "checkpoints", self.config.fingerprint)
+        done = checkpoint.round if checkpoint else 0
+        records = read_records(self.path / "records.jsonl")[:done]
+        if [record.round for record in records] != list(range(1, done + 1)):
+            raise FedhmError(f"{self.path}/records.jsonl does not hold the {done} rounds that the checkpoint has seen")
+        write_atomically(self.path / "records.jsonl", "".join(record.to_json() + "\n" for record in records))
+        return checkpoint, records
+
+    def commit(self, record: Record, checkpoint: Checkpoint) -> None:
+        """The checkpoint comes last: it is what makes the round count."""
+        append_record(self.path / "records.jsonl", record)
+        save_checkpoint(self.path / "checkpoints", checkpoint, self.config.fingerprint)
+
+    def save_costs(self, costs: dict[str, Cost]) -> None:
+        write_atomically(self.path / "tiers.json", json.dumps({t: vars(cost) for t, cost in costs.items()}, indent=2))
+
+    def save_models(self, networks: dict[str, nn.Module]) -> None:
+        for tier, network in networks.items():
+            save_tier(self.path / "models" / f"{tier.replace('/', '-')}.safetensors", network, tier)
+
+
+def read_config(path: Path) -> Config:
+    file = path / "config.toml"
+    if not file.exists():
+        raise FedhmError(f"{path} is not the folder of a run: there is no config.toml in it")
+    try:
+        return parse(tomllib.loads(file.read_text()), str(file))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FedhmError(f"{file} is damaged: {error}") from None
+
+
+def read_costs(path: Path) -> dict[str, Cost]:
+    """Tier → cost, as a run wrote them at its start."""
+    try:
+        return {tier: Cost(**cost) for tier, cost in json.loads((path / "tiers.json").read_text()).items()}
+    except (OSError, ValueError, TypeError) as error:
+        raise FedhmError(f"cannot read {path}/tiers.json: {error}") from None

@@ -1,0 +1,64 @@
+"""Any network + rank plan → hybrid network, and back to the full network's state."""
+
+import copy
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from fedhm.errors import FedhmError
+from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, largest_rank
+
+
+def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:
+    """A copy of `model` in which every layer of `plan` is factorized at its rank.
+
+    The factors are the truncated SVD of the model's weights (spectral initialisation). With `spectral=False` they
+    are zero, for a network whose weights are loaded right after.
+    """
+    hybrid = copy.deepcopy(model)
+    layers = dict(hybrid.named_modules())
+    for name, rank in plan.items():
+        dense = layers.get(name)
+        if not isinstance(dense, nn.Conv2d | nn.Linear):
+            found = "has no such layer" if dense is None else f"it is a {type(dense).__name__} there"
+            raise FedhmError(f"the rank plan factorizes '{name}', but the model {found}")
+        if not 1 <= rank <= largest_rank(dense.weight.shape):
+            raise FedhmError(
+                f"rank {rank} is impossible for layer '{name}': "
+                f"it must lie between 1 and {largest_rank(dense.weight.shape)}"
+            )
+        low_rank: LowRank
+        if isinstance(dense, nn.Conv2d):
+            if dense.groups > 1:
+                raise FedhmError(f"the rank plan factorizes '{name}', a grouped convolution, which has no such form")
+            low_rank = LowRankConv2d(dense, rank, spectral=spectral)
+        else:
+            low_rank = LowRankLinear(dense, rank, spectral=spectral)
+        if dense is hybrid:
+            return low_rank
+        _replace_everywhere(hybrid, dense, low_rank)
+    return hybrid
+
+
+def to_full(hybrid: nn.Module) -> dict[str, Tensor]:
+    """The state of the full network that `hybrid` stands for: each factor pair becomes the weight that it equals."""
+    full = {name: tensor.detach() for name, tensor in hybrid.state_dict().items()}
+    for name, layer in hybrid.named_modules(remove_duplicate=False):
+        if isinstance(layer, LowRank):
+            prefix = f"{name}." if name else ""
+            del full[f"{prefix}u"], full[f"{prefix}v"]
+            full[f"{prefix}weight"] = layer.weight.detach()
+    return full
+
+
+def plan_of(hybrid: nn.Module) -> dict[str, int]:
+    """Layer name → rank of a network that is already factorized."""
+    return {name: layer.rank for name, layer in hybrid.named_modules() if isinstance(layer, LowRank)}
+
+
+def _replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """A layer that is used in several places stays one layer."""
+    for parent in root.modules():
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = new

@@ -1,0 +1,92 @@
+"""Factorized layers: each equals the dense layer whose weight is the product of its two factors."""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedhm.lowrank.svd import factorize
+from fedhm.lowrank.unroll import join, roll, split, unroll, unrolled_shape
+
+
+class LowRank(nn.Module):
+    """The two factors of one layer, and the dense weight that they stand for.
+
+    W = roll(L R), with L (m k₁, r) held as `u` and R (r, n k₂) held as `v`; `unroll` tells how.
+    """
+
+    def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, *, spectral: bool = True) -> None:
+        super().__init__()
+        weight = dense.weight.detach()
+        self.dense_shape = weight.shape
+        self.rank = rank
+        if spectral:
+            factors = factorize(unroll(weight.float()), rank)
+            left, right = (part.to(weight.dtype) for part in factors[:2])
+        else:
+            rows, columns = unrolled_shape(weight.shape)
+            left, right = weight.new_zeros(rows, rank), weight.new_zeros(rank, columns)
+        u, v = split(left, right, weight.shape)
+        self.u = nn.Parameter(u, requires_grad=dense.weight.requires_grad)
+        self.v = nn.Parameter(v, requires_grad=dense.weight.requires_grad)
+        self.bias = dense.bias
+        self.train(dense.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """The recovered dense weight, for owners that reach for `layer.weight` instead of calling the layer."""
+        left, right = join(self.u, self.v)
+        return roll(left @ right, self.dense_shape)
+
+
+class LowRankLinear(LowRank):
+    """y = (x uᵀ) vᵀ + b, with u (r, m), v (n, r)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.u), self.v, self.bias)
+
+    def extra_repr(self) -> str:
+        n, m = self.dense_shape
+        return f"in_features={m}, out_features={n}, rank={self.rank}, bias={self.bias is not None}"
+
+
+class LowRankConv2d(LowRank):
+    """A k₁×1 convolution m → r, then a 1×k₂ convolution r → n; a bias stays on the second.
+
+    Stride, padding and dilation are split by axis, so the pair equals the dense convolution also at stride 2.
+    """
+
+    def __init__(self, dense: nn.Conv2d, rank: int, *, spectral: bool = True) -> None:
+        super().__init__(dense, rank, spectral=spectral)
+        self.stride = cast(tuple[int, int], dense.stride)
+        self.dilation = cast(tuple[int, int], dense.dilation)
+        self.padding = dense.padding
+        self.padding_mode = dense.padding_mode
+        # (left, right, top, bottom), worked out by torch for "same" too
+        self._pads: list[int] = list(dense._reversed_padding_repeated_twice)
+
+    def forward(self, x: Tensor) -> Tensor:
+        vertical: str | tuple[int, int]
+        horizontal: str | tuple[int, int]
+        if self.padding_mode != "zeros":
+            # Padding by columns commutes with a vertical convolution, so each axis can be padded just before its own.
+            x = F.pad(x, [0, 0, *self._pads[2:]], mode=self.padding_mode)
+            vertical = horizontal = (0, 0)
+        elif isinstance(self.padding, str):
+            vertical = horizontal = self.padding
+        else:
+            vertical, horizontal = (self.padding[0], 0), (0, self.padding[1])
+        x = F.conv2d(x, self.u, None, (self.stride[0], 1), vertical, (self.dilation[0], 1))
+        if self.padding_mode != "zeros":
+            x = F.pad(x, [*self._pads[:2], 0, 0], mode=self.padding_mode)
+        return F.conv2d(x, self.v, self.bias, (1, self.stride[1]), horizontal, (1, self.dilation[1]))
+
+    def extra_repr(self) -> str:
+        n, m, k1, k2 = self.dense_shape
+        return f"{m}, {n}, kernel_size=({k1}, {k2}), rank={self.rank}, stride={self.stride}, padding={self.padding}"
+
+
+def largest_rank(shape: torch.Size) -> int:
+    """The rank at which a factorized layer can express every weight of `shape`."""
+    return min(unrolled_shape(shape))

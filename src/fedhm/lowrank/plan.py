@@ -1,0 +1,135 @@
+"""Rank plans: which layers of a network are factorized, at which rank, and why the others are not.
+
+The paper's hybrid network [ρ, L, γ]: the first ρ layers, 1×1 convolutions and the classifier stay dense; every
+other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linear).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fedhm.errors import FedhmError
+from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.unroll import unrolled_shape
+
+
+@dataclass(frozen=True)
+class RankPlan(Mapping[str, int]):
+    """Layer name → rank, for the layers that are factorized. `dense` says of every other layer why it is not."""
+
+    ranks: dict[str, int]
+    dense: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, layer: str) -> int:
+        return self.ranks[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        rows = [(name, f"rank {rank}") for name, rank in self.ranks.items()]
+        rows += [(name, f"dense: {reason}") for name, reason in self.dense.items()]
+        width = max((len(name) for name, _ in rows), default=0)
+        return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
+
+
+def plan_ranks(
+    model: nn.Module,
+    ratio: float,
+    keep: int = 1,
+    *,
+    classifier: str | None = "auto",
+    pointwise: bool = False,
+    dense: Collection[str] = (),
+) -> RankPlan:
+    """Plans the hybrid network of `model` at rank ratio γ = `ratio`.
+
+    keep        how many layers to leave dense at the start (the paper's ρ), in the order in which the model
+                defines them; 1×1 convolutions and the classifier do not count
+    classifier  the layer that gives the logits and stays dense; "auto" is the model's last layer if that is a
+                Linear, None is no layer
+    pointwise   factorize 1×1 convolutions too
+    dense       further layers to leave as they are
+    """
+    if not 0 < ratio <= 1:
+        raise FedhmError(f"a rank ratio lies above 0 and at most at 1, not at {ratio:g}")
+    if keep < 0:
+        raise FedhmError(f"the number of layers to keep dense cannot be {keep}")
+    layers = dict(_weighted_modules(model))
+    if unknown := set(dense) - set(layers):
+        raise FedhmError(f"there is no layer '{min(unknown)}' with a weight matrix in this model to keep dense")
+    if classifier == "auto":
+        classifier = find_classifier(model)
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+
+    ranks: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    counted = 0
+    for name, layer in layers.items():
+        reason = _structural_reason(layer, owners)
+        if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and not pointwise:
+            reason = reason or "a 1×1 convolution"
+        elif name == classifier:
+            reason = "the classifier"
+        elif isinstance(layer, nn.Conv2d | nn.Linear):
+            counted += 1
+            if counted <= keep:
+                reason = reason or f"among the first {keep} layers"
+        if reason is None and name in dense:
+            reason = "asked for"
+        if reason is None and ratio == 1:
+            reason = "the ratio is 1: the full network"
+        if reason is None:
+            assert isinstance(layer, nn.Conv2d | nn.Linear)
+            rank, reason = _affordable_rank(layer, ratio)
+            if reason is None:
+                ranks[name] = rank
+                continue
+        assert reason is not None
+        reasons[name] = reason
+    return RankPlan(ranks, reasons)
+
+
+def find_classifier(model: nn.Module) -> str | None:
+    """The name of the layer that gives the logits: the last layer with a weight matrix, if that is a Linear."""
+    layers = list(_weighted_modules(model))
+    return layers[-1][0] if layers and isinstance(layers[-1][1], nn.Linear) else None
+
+
+def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if any(p.ndim >= 2 for p in module.parameters(recurse=False)):
+            yield name, module
+
+
+def _structural_reason(layer: nn.Module, owners: Counter[int]) -> str | None:
+    """Why a layer of this kind cannot be replaced at all, whatever the ratio."""
+    if type(layer) not in (nn.Conv2d, nn.Linear):
+        kind = type(layer).__name__
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            return f"a {kind}, whose owner may use its weight without calling it"
+        return f"a {kind}: only Conv2d and Linear are factorized"
+    assert isinstance(layer, nn.Conv2d | nn.Linear)
+    if not isinstance(layer._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed from other parameters"
+    if owners[id(layer.weight)] > 1:
+        return "its weight is tied to another layer's"
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return "hooks are registered on it, which a new layer would lose"
+    if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+        return f"a grouped convolution ({layer.groups} groups)"
+    return None
+
+
+def _affordable_rank(layer: nn.Conv2d | nn.Linear, ratio: float) -> tuple[int, str | None]:
+    size = layer.out_channels if isinstance(layer, nn.Conv2d) else min(layer.weight.shape)
+    rank = min(max(1, round(ratio * size)), largest_rank(layer.weight.shape))
+    factored = rank * sum(unrolled_shape(layer.weight.shape))
+    if factored >= layer.weight.numel():
+        return rank, f"rank {rank} would hold {factored:,} parameters instead of {layer.weight.numel():,}"
+    return rank, None

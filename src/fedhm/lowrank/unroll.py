@@ -1,0 +1,55 @@
+"""Between the weight of a layer and the matrix that is decomposed.
+
+A convolution (n, m, k₁, k₂) unrolls to the matrix with rows (m, k₁) and columns (n, k₂): each row belongs to one
+input channel and vertical offset, each column to one output channel and horizontal offset. That is a permutation
+of axes, not a plain reshape, and it is what makes the factors a vertical and a horizontal convolution.
+A Linear weight (n, m) unrolls to its transpose, the same rule with k₁ = k₂ = 1.
+"""
+
+import torch
+from torch import Tensor
+
+
+def unroll(weight: Tensor) -> Tensor:
+    """(n, m, k₁, k₂) → (m k₁, n k₂); (n, m) → (m, n)."""
+    if weight.ndim == 2:
+        return weight.T
+    n, m, k1, k2 = weight.shape
+    return weight.permute(1, 2, 0, 3).reshape(m * k1, n * k2)
+
+
+def roll(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `unroll`: back to a weight of `shape`."""
+    if len(shape) == 2:
+        return matrix.T.contiguous()
+    n, m, k1, k2 = shape
+    return matrix.reshape(m, k1, n, k2).permute(2, 0, 1, 3).contiguous()
+
+
+def unrolled_shape(shape: torch.Size) -> tuple[int, int]:
+    if len(shape) == 2:
+        return shape[1], shape[0]
+    n, m, k1, k2 = shape
+    return m * k1, n * k2
+
+
+def split(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Matrix factors (m k₁, r), (r, n k₂) → the two layers' weights u, v for a dense weight of `shape`.
+
+    Convolution: u (r, m, k₁, 1), v (n, r, 1, k₂). Linear: u (r, m), v (n, r).
+    """
+    rank = left.shape[1]
+    if len(shape) == 2:
+        return left.T.contiguous(), right.T.contiguous()
+    n, m, k1, k2 = shape
+    u = left.T.reshape(rank, m, k1, 1)
+    v = right.reshape(rank, n, 1, k2).permute(1, 0, 2, 3)
+    return u.contiguous(), v.contiguous()
+
+
+def join(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of `split`: the layers' weights back to matrix factors."""
+    rank = u.shape[0]
+    if u.ndim == 2:
+        return u.T, v.T
+    return u.reshape(rank, -1).T, v.permute(1, 0, 2, 3).reshape(rank, -1)

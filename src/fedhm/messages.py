@@ -1,0 +1,65 @@
+"""What goes between server and clients: tasks down, updates up. Tensors and plain values only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Kind = Literal["train", "statistics"]
+
+
+@dataclass(frozen=True)
+class Participant:
+    """A client that takes part in a round, and the tier that it can afford."""
+
+    client: int
+    tier: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Server → client: do this with that network.
+
+    train       train the network on your samples and send it back
+    statistics  run the network over your samples and send its BatchNorm layers' input statistics
+    """
+
+    kind: Kind
+    round: int  # counted from 1
+    client: int
+    tier: str  # what the client can afford
+    network: str  # which of the method's networks the tensors belong to; often named as the tier
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Update:
+    """Client → server: what came of a task."""
+
+    kind: Kind
+    round: int
+    client: int
+    tier: str
+    network: str
+    tensors: Tensors
+    samples: int
+    labels: tuple[int, ...] | None  # the labels that the client holds, where its loss was masked to them
+    loss: float  # mean over the last epoch
+    position: int = 0  # its task's place in the round's list
+
+
+@dataclass(frozen=True)
+class Failure:
+    """In place of an update: the client could not do its task."""
+
+    client: int
+    reason: str
+    position: int = 0
+
+
+Reply = Update | Failure
+
+
+def size_in_bytes(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

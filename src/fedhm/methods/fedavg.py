@@ -1,0 +1,59 @@
+"""FedAvg: one network for everybody, averaged tensor by tensor.
+
+The network is the full model, or its hybrid network at one rank ratio; then the factors themselves are averaged.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import nn
+
+from fedhm.config import FedAvgConfig, tier_name
+from fedhm.errors import FedhmError
+from fedhm.exchange import exchanged, load
+from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.lowrank.plan import find_classifier, plan_ranks
+from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.methods.mean import WeightedMean, held_rows
+from fedhm.methods.method import State
+
+
+class FedAvg:
+    def __init__(self, model: nn.Module, config: FedAvgConfig) -> None:
+        self.config = config
+        self.tier = tier_name(config.tier)
+        self.plan = plan_ranks(model, config.tier, config.keep)
+        if not self.plan and self.tier != "full":
+            raise FedhmError(
+                f"there is nothing to factorize for tier {self.tier}: every layer stays dense\n{self.plan}"
+            )
+        self._model = model
+        self._classifier = find_classifier(model)
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        return (self.tier,)
+
+    def start(self, weights: Tensors) -> State:
+        model = load(to_hybrid(self._model, {}), weights)
+        return State({name: t.clone() for name, t in exchanged(to_hybrid(model, self.plan)).items()})
+
+    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        for p in participants:
+            yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
+
+    def merge(self, state: State, updates: Iterable[Update]) -> State:
+        mean = WeightedMean(state.weights)
+        for update in updates:
+            weight = float(update.samples) if self.config.weighting == "samples" else 1.0
+            rows = held_rows(update.labels, len(update.tensors.get(f"{self._classifier}.weight", ())))
+            for name, tensor in update.tensors.items():
+                mean.add(name, tensor, weight, rows if name.rpartition(".")[0] == self._classifier else None)
+        return State(mean.result())
+
+    def network(self, name: str) -> nn.Module:
+        if name != self.tier:
+            raise FedhmError(f"FedAvg has one network, '{self.tier}', not '{name}'")
+        return to_hybrid(self._model, self.plan, spectral=False)
+
+    def weights(self, state: State, tier: str) -> Tensors:  # noqa: ARG002
+        return state.weights

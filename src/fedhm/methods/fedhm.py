@@ -1,0 +1,127 @@
+"""FedHM: every tier trains a hybrid network at its own rank; the server recovers, averages, factorizes again.
+
+Round t, with the full model W and one decomposition L R of every factorized layer at the largest rank:
+
+    tasks    tier γ gets the dense layers of W and the first r_γ directions of L R
+    merge    W ← Σ αₚ recoveredₚ / Σ αₚ,  recoveredₚ = Uₚ Vₚᵀ or the dense weight of a full client     (models)
+             W ← W + Σ αₚ (recoveredₚ − sentₚ) / Σ αₚ                                                (updates)
+
+The paper averages models. Directions beyond a tier's rank then shrink every round by the share of the clients that
+could not carry them; averaging updates leaves them alone.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from fedhm.config import FedHMConfig, tier_name
+from fedhm.errors import FedhmError
+from fedhm.lowrank.convergence import largest_norm, spectral_constants
+from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.lowrank.plan import RankPlan, find_classifier, plan_ranks
+from fedhm.lowrank.svd import factorize
+from fedhm.lowrank.unroll import join, split, unroll
+from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.methods.mean import WeightedMean, held_rows
+from fedhm.methods.method import State
+
+
+class FedHM:
+    def __init__(self, model: nn.Module, config: FedHMConfig) -> None:
+        self.config = config
+        self.ratios = {tier_name(ratio): ratio for ratio in sorted(config.tiers, reverse=True)}
+        self.plans = {tier: plan_ranks(model, ratio, config.keep) for tier, ratio in self.ratios.items()}
+        for tier, plan in self.plans.items():
+            if not plan and tier != "full":
+                raise FedhmError(f"there is nothing to factorize for tier {tier}: every layer stays dense\n{plan}")
+        self._model = model
+        self._classifier = find_classifier(model)
+        self._largest: dict[str, int] = {}  # layer → the largest rank that any tier asks for
+        for plan in self.plans.values():
+            for layer, rank in plan.items():
+                self._largest[layer] = max(rank, self._largest.get(layer, 0))
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        return tuple(self.ratios)
+
+    def start(self, weights: Tensors) -> State:
+        return State(weights, self._factorized(weights))
+
+    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        sent = {tier: self.weights(state, tier) for tier in {p.tier for p in participants}}
+        for p in participants:
+            yield Task("train", round_number, p.client, p.tier, p.tier, sent[p.tier])
+
+    def merge(self, state: State, updates: Iterable[Update]) -> State:
+        mean = WeightedMean(state.weights)
+        weight_of_tier: dict[str, float] = defaultdict(float)
+        ranks: list[RankPlan] = []
+        kappa_uv = 0.0
+        for update in updates:
+            plan = self.plans[update.tier]
+            weight = _weight(self.config, self.ratios[update.tier], update.samples)
+            weight_of_tier[update.tier] += weight
+            ranks.append(plan)
+            kappa_uv = max(kappa_uv, self._fold(mean, update, plan, weight))
+        if self.config.aggregate == "updates":
+            self._complete(mean, state, weight_of_tier)
+        weights = mean.result()
+        spectra = {layer: state.memory[f"{layer}/spectrum"] for layer in self._largest}
+        kappa_1, kappa_2 = spectral_constants(spectra, ranks) if ranks else (0.0, 0.0)
+        diagnostics = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
+        return State(weights, self._factorized(weights), diagnostics)
+
+    def network(self, name: str) -> nn.Module:
+        return to_hybrid(self._model, self.plans[name], spectral=False)
+
+    def weights(self, state: State, tier: str) -> Tensors:
+        plan = self.plans[tier]
+        tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
+        for layer, rank in plan.items():
+            left, right = state.memory[f"{layer}/left"], state.memory[f"{layer}/right"]
+            shape = state.weights[f"{layer}.weight"].shape
+            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(left[:, :rank], right[:rank], shape)
+        return tensors
+
+    def _factorized(self, weights: Tensors) -> Tensors:
+        """One decomposition per layer, at the largest rank: the smaller tiers are its leading columns."""
+        memory: Tensors = {}
+        for layer, rank in self._largest.items():
+            factors = factorize(unroll(weights[f"{layer}.weight"]), rank)
+            memory |= {f"{layer}/{part}": tensor.contiguous() for part, tensor in factors._asdict().items()}
+        return memory
+
+    def _fold(self, mean: WeightedMean, update: Update, plan: RankPlan, weight: float) -> float:
+        """Adds one client's model to the mean; its κ_UV."""
+        classes = len(update.tensors.get(f"{self._classifier}.weight", ()))
+        rows = held_rows(update.labels, classes)
+        norm = 0.0
+        for layer in plan:
+            u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]
+            mean.add_product(f"{layer}.weight", *join(u, v), weight)
+            norm = max(norm, largest_norm((u, v)))
+        for name, tensor in update.tensors.items():
+            layer, _, part = name.rpartition(".")
+            if part not in ("u", "v") or layer not in plan:
+                mean.add(name, tensor, weight, rows if layer == self._classifier else None)
+        return norm
+
+    def _complete(self, mean: WeightedMean, state: State, weight_of_tier: Mapping[str, float]) -> None:
+        """Turns every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
+        for tier, weight in weight_of_tier.items():
+            for layer, rank in self.plans[tier].items():
+                left, right = state.memory[f"{layer}/left"], state.memory[f"{layer}/right"]
+                mean.correct_product(f"{layer}.weight", left[:, :rank], right[:rank], -weight)
+                mean.correct(f"{layer}.weight", state.weights[f"{layer}.weight"], weight)
+
+
+def _weight(config: FedHMConfig, ratio: float, samples: int) -> float:
+    """αₚ up to a common factor, which the mean divides out; the exponents are at most 0, so nothing overflows."""
+    if config.weighting == "softmax":  # the paper: softmax(γ / τ)
+        return math.exp((ratio - 1) / config.temperature)
+    if config.weighting == "softmax-inverse":  # published code: softmax(−(1 / γ) / τ)
+        return math.exp((1 - 1 / ratio) / config.temperature)
+    return float(samples) if config.weighting == "samples" else 1.0

@@ -1,0 +1,82 @@
+"""The weighted mean of client models, folded one at a time, dense or in factor form."""
+
+import torch
+from torch import Tensor
+
+from fedhm.lowrank.unroll import roll, unrolled_shape
+from fedhm.messages import Tensors
+
+
+class WeightedMean:
+    """Σ αₚ xₚ / Σ αₚ for every tensor by name; whatever nobody contributed to keeps its old value.
+
+    Dense and factored contributions go to separate buffers, so that dense clients are summed by the very same
+    operations whether or not there are factored ones beside them.
+    """
+
+    def __init__(self, old: Tensors) -> None:
+        self._old = old
+        self._sums: Tensors = {}
+        self._products: Tensors = {}  # in unrolled form
+        self._weights: dict[str, Tensor] = {}  # a number, or one per row
+
+    def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
+        """Folds in a dense tensor; with `rows`, a mask, only those of its rows."""
+        share = torch.tensor(weight) if rows is None else rows * weight
+        if name not in self._sums:
+            self._sums[name] = torch.zeros_like(self._old[name])
+        if rows is None:
+            self._sums[name].add_(tensor, alpha=weight)
+        else:
+            self._sums[name].addcmul_(tensor, _per_row(share, tensor))
+        self._count(name, share)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
+        """Folds in the weight that unrolls to `left @ right`, without forming it."""
+        self._fold_product(name, left, right, weight)
+        self._count(name, torch.tensor(weight))
+
+    def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
+        """Adds `weight · left @ right` to the sum, but is nobody's contribution."""
+        self._fold_product(name, left, right, weight)
+
+    def correct(self, name: str, tensor: Tensor, weight: float) -> None:
+        """Adds `weight · tensor` to the sum, but is nobody's contribution."""
+        if name not in self._sums:
+            self._sums[name] = torch.zeros_like(self._old[name])
+        self._sums[name].add_(tensor, alpha=weight)
+
+    def result(self) -> Tensors:
+        merged: Tensors = {}
+        for name, old in self._old.items():
+            if name not in self._weights:
+                merged[name] = old
+                continue
+            total = self._sums[name] if name in self._sums else torch.zeros_like(old)
+            if name in self._products:
+                total = total + roll(self._products[name], old.shape)
+            weight = _per_row(self._weights[name], old)
+            merged[name] = torch.where(weight > 0, total / weight, old).to(old.dtype)
+        return merged
+
+    def _fold_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
+        if name not in self._products:
+            self._products[name] = self._old[name].new_zeros(unrolled_shape(self._old[name].shape))
+        self._products[name].addmm_(left, right, alpha=weight)
+
+    def _count(self, name: str, share: Tensor) -> None:
+        self._weights[name] = self._weights[name] + share if name in self._weights else share
+
+
+def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
+    """One weight per row, shaped to multiply a tensor of any rank."""
+    return weight.reshape(-1, *[1] * (tensor.ndim - 1)) if weight.ndim else weight
+
+
+def held_rows(labels: tuple[int, ...] | None, classes: int) -> Tensor | None:
+    """The mask of the classifier rows that a client trained; None if it trained them all."""
+    if labels is None or len(labels) == classes:
+        return None
+    rows = torch.zeros(classes)
+    rows[list(labels)] = 1.0
+    return rows

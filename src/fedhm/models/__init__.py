@@ -1,0 +1,12 @@
+"""Networks that come with the library. Any other `nn.Module` works as well."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from fedhm.models.cnn import cnn
+from fedhm.models.resnet import resnet18, resnet34
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"cnn": cnn, "resnet18": resnet18, "resnet34": resnet34}
+
+__all__ = ["MODELS", "cnn", "resnet18", "resnet34"]

@@ -1,0 +1,104 @@
+"""What a round left behind, one line of JSON each."""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedhm.errors import FedhmError
+from fedhm.evaluate import Score
+from fedhm.messages import Participant, Task, Update, size_in_bytes
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Traffic:
+    """What one tier's participants exchanged and computed in a round."""
+
+    clients: int = 0
+    down: int = 0  # bytes, server → clients
+    up: int = 0
+    macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
+
+
+@dataclass
+class Record:
+    round: int
+    participants: list[Participant] = field(default_factory=list)
+    scores: dict[str, Score] = field(default_factory=dict)  # by tier; empty where the round was not evaluated
+    train_loss: dict[str, float] = field(default_factory=dict)  # by tier, mean over its participants
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier
+    statistics: Traffic = field(default_factory=Traffic)  # of gathering BatchNorm statistics
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+
+    def count(self, task: Task, update: Update | None, macs: int) -> None:
+        """Books one task and its update, which is None if the client failed."""
+        trained = task.kind == "train"
+        traffic = self.traffic.setdefault(task.tier, Traffic()) if trained else self.statistics
+        traffic.clients += 1
+        traffic.down += size_in_bytes(task.tensors)
+        if update is not None:
+            traffic.up += size_in_bytes(update.tensors)
+            traffic.macs += macs * update.samples
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def timed(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
+        """Passes `items` on; the time spent waiting for them belongs to phase `name`."""
+        iterator = iter(items)
+        while True:
+            with self.phase(name):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
+
+    def to_json(self) -> str:
+        table = asdict(self)
+        table["scores"] = {tier: score._asdict() for tier, score in self.scores.items()}
+        table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
+        return json.dumps(table)
+
+    @classmethod
+    def from_json(cls, line: str) -> "Record":
+        table = json.loads(line)
+        table["participants"] = [Participant(**p) for p in table["participants"]]
+        table["scores"] = {tier: Score(**score) for tier, score in table["scores"].items()}
+        table["traffic"] = {tier: Traffic(**traffic) for tier, traffic in table["traffic"].items()}
+        table["statistics"] = Traffic(**table["statistics"])
+        return cls(**table)
+
+
+def append_record(path: Path, record: Record) -> None:
+    with path.open("a") as file:
+        file.write(record.to_json() + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a run, up to the first line that was not finished."""
+    records: list[Record] = []
+    if not path.exists():
+        return records
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break  # the run was killed while it wrote this line
+        try:
+            records.append(Record.from_json(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FedhmError(f"line {number} of {path} is not a round's record: {error}") from None
+    return records

@@ -1,0 +1,85 @@
+"""How a run goes, while it goes: a live bar in a terminal, a line per evaluated round elsewhere."""
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fedhm.records import Record
+
+
+class LiveBar:
+    """Rounds as a bar, with the current round's tasks and the last accuracies beside it."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]round"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[doing]}"),
+            TextColumn("[green]{task.fields[accuracy]}"),
+            console=console,
+        )
+        self._bar = self._progress.add_task("", total=None, doing="", accuracy="")
+
+    def __enter__(self) -> "LiveBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.update(self._bar, doing="")
+        self._progress.stop()
+
+    def started(self, done: int, rounds: int) -> None:
+        self._progress.update(self._bar, completed=done, total=rounds)
+
+    def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
+        self._progress.update(self._bar, completed=round_number - 1, doing=f"{what} {done}/{of}")
+
+    def round_done(self, record: Record) -> None:
+        self._progress.update(self._bar, completed=record.round)
+        if record.scores:
+            self._progress.update(self._bar, accuracy=_accuracies(record))
+
+
+class Lines:
+    """For logs: one line for each evaluated round."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rounds = 0
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def started(self, done: int, rounds: int) -> None:
+        self._rounds = rounds
+        if done:
+            self._console.print(f"{done} of {rounds} rounds are done")
+
+    def task_done(self, *_: object) -> None:
+        return
+
+    def round_done(self, record: Record) -> None:
+        if record.scores:
+            seconds = sum(record.seconds.values())
+            self._console.print(f"round {record.round}/{self._rounds}  {_accuracies(record)}  {seconds:.1f} s")
+
+
+def progress(console: Console) -> LiveBar | Lines:
+    return LiveBar(console) if console.is_terminal else Lines(console)
+
+
+def _accuracies(record: Record) -> str:
+    return "  ".join(f"{tier} {100 * score.accuracy:.1f}%" for tier, score in record.scores.items())

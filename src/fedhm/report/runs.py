@@ -1,0 +1,57 @@
+"""A finished or unfinished run, as read back from its folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedhm.config import Config
+from fedhm.cost import Cost
+from fedhm.errors import FedhmError
+from fedhm.folder import read_config, read_costs
+from fedhm.records import Record, read_records
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    config: Config
+    records: list[Record]
+    costs: dict[str, Cost]
+
+    @property
+    def tiers(self) -> list[str]:
+        return list(self.costs)
+
+    @property
+    def evaluated(self) -> list[Record]:
+        return [record for record in self.records if record.scores]
+
+    def bytes_per_client(self, tier: str) -> float:
+        """Measured bytes, both ways, that training cost one participant of a tier in one round."""
+        traffic = [record.traffic[tier] for record in self.records if tier in record.traffic]
+        clients = sum(t.clients for t in traffic)
+        return sum(t.down + t.up for t in traffic) / clients if clients else float("nan")
+
+    def cumulative_bytes(self) -> list[int]:
+        """By round: all that was sent so far in both directions, gathering of statistics included."""
+        total, sums = 0, []
+        for record in self.records:
+            total += sum(t.down + t.up for t in [*record.traffic.values(), record.statistics])
+            sums.append(total)
+        return sums
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Named by their folders; by the whole path where two folders are called alike."""
+    runs = [_read(path) for path in paths]
+    names = [run.name for run in runs]
+    return [replace(r, name=str(p)) if names.count(r.name) > 1 else r for r, p in zip(runs, paths, strict=True)]
+
+
+def _read(path: Path) -> Run:
+    if not path.is_dir():
+        raise FedhmError(f"there is no folder {path}")
+    run = Run(path.resolve().name, read_config(path), read_records(path / "records.jsonl"), read_costs(path))
+    if not run.evaluated:
+        raise FedhmError(f"{path} has no evaluated round yet")
+    return run

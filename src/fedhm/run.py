@@ -1,0 +1,82 @@
+"""From a config, or from a user's own model and data, to a finished run."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedhm.config import Config, parse
+from fedhm.data.federation import DataLike, Federation, gathered, partitioned
+from fedhm.data.sources import SHAPES
+from fedhm.errors import FedhmError
+from fedhm.experiment import Experiment, Result, Watcher
+from fedhm.folder import RunFolder
+from fedhm.models import MODELS
+from fedhm.seeds import derive
+
+
+def run(
+    model: nn.Module,
+    clients: Sequence[DataLike],
+    test: DataLike,
+    config: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    watchers: Sequence[Watcher] = (),
+) -> Result:
+    """Trains `model` in a federation of `clients`, each of which holds its own samples.
+
+    clients, test  pairs (inputs, labels) of arrays, or datasets of such pairs; uint8 images are normalised
+    config         sections as in a config file: {"train": {"rounds": 20}, "method": {"tiers": [1, "1/4"]}}
+    out            a folder for records, checkpoints and models; if it holds an unfinished run of this config,
+                   that is gone on with
+    """
+    table = dict(config or {})
+    if given := {"data", "model"} & set(table):
+        raise FedhmError(f"the section '{min(given)}' is for runs from a config file; here data and model are given")
+    table["federation"] = {**table.get("federation", {}), "clients": len(clients)}
+    settings = parse(table, "config").resolved()
+    federation = gathered(clients, test)
+    experiment = Experiment(model, federation, settings, watchers=watchers)
+    if out is None:
+        return experiment.run()
+    path = Path(out)
+    holds_run = (path / "config.toml").exists()
+    with RunFolder.open(path) if holds_run else RunFolder.create(path, settings) as folder:
+        if folder.config != settings:
+            raise FedhmError(f"{path} holds a run with other settings: choose another folder")
+        return experiment.run(folder)
+
+
+def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:
+    """Reads the data and builds the model that a config names."""
+    federation = read_federation(config)
+    model = build_model(config, federation.input_shape, federation.classes)
+    return Experiment(model, federation, config, watchers=watchers)
+
+
+def read_federation(config: Config) -> Federation:
+    if config.data is None:
+        raise FedhmError(
+            "this run has no [data] section: it was started from Python with its own data, "
+            "and is resumed there, by fedhm.run with the same arguments"
+        )
+    return partitioned(config.data, config.federation.clients, config.seed)
+
+
+def build_model(config: Config, input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The model that the config names, initialised from its seed."""
+    if config.model is None:
+        raise FedhmError("the config has no [model] section")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(config.seed, "model"))
+        return MODELS[config.model.name](num_classes=classes, in_channels=input_shape[0], width=config.model.width)
+
+
+def input_format(config: Config) -> tuple[tuple[int, ...], int]:
+    """Input shape and number of classes, without reading data where the source is a known one."""
+    if config.data is not None and config.data.source in SHAPES:
+        return SHAPES[config.data.source]
+    federation = read_federation(config)
+    return federation.input_shape, federation.classes

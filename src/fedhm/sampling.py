@@ -1,0 +1,30 @@
+"""Who takes part in a round, and at which tier."""
+
+from collections.abc import Sequence
+
+from fedhm.config import FederationConfig
+from fedhm.errors import FedhmError
+from fedhm.messages import Participant
+from fedhm.seeds import numpy_generator
+
+
+def participants(
+    config: FederationConfig, clients: int, tiers: Sequence[str], seed: int, round_number: int
+) -> list[Participant]:
+    """A random share of the clients, in the order of their numbers."""
+    count = max(1, round(config.participation * clients))
+    chosen = sorted(numpy_generator(seed, "participants", round_number).choice(clients, count, replace=False).tolist())
+    if config.heterogeneity == "dynamic":
+        drawn = numpy_generator(seed, "tiers", round_number).integers(len(tiers), size=clients)
+        return [Participant(client, tiers[drawn[client]]) for client in chosen]
+    if config.assignment:
+        _check(config, clients, tiers)
+        return [Participant(client, config.assignment[client]) for client in chosen]
+    return [Participant(client, tiers[client % len(tiers)]) for client in chosen]
+
+
+def _check(config: FederationConfig, clients: int, tiers: Sequence[str]) -> None:
+    if len(config.assignment) != clients:
+        raise FedhmError(f"federation.assignment names {len(config.assignment)} tiers for {clients} clients")
+    if unknown := set(config.assignment) - set(tiers):
+        raise FedhmError(f"federation.assignment: there is no tier '{min(unknown)}', known are {', '.join(tiers)}")
