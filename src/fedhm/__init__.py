@@ -12,7 +12,8 @@ each version to full shape, averages, and factorizes again. The way data goes:
 """
 
 from fedhm import models
-from fedhm.config import Config, load_config
+from fedhm.config import Config
+from fedhm.config_file import load_config
 from fedhm.cost import Cost, measure, training_memory
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples

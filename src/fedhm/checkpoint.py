@@ -1,16 +1,13 @@
 """The server's state after each round, on disk: one safetensors file, written whole or not at all."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from fedhm.errors import FedhmError
-from fedhm.files import write_atomically
+from fedhm.files import read_tensors, write_tensors
 from fedhm.messages import Tensors
 from fedhm.methods.method import State
 
@@ -29,14 +26,14 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str) -> None:
     state = checkpoint.state
     tensors = {f"weights/{name}": t for name, t in state.weights.items()}
     tensors |= {f"memory/{name}": t for name, t in state.memory.items()}
-    metadata = {
+    header = {
         "format": FORMAT,
-        "round": str(checkpoint.round),
+        "round": checkpoint.round,
         "run": run,
-        "diagnostics": json.dumps(state.diagnostics),
+        "diagnostics": state.diagnostics,
         "sha256": _digest(tensors),
     }
-    write_atomically(_path(folder, checkpoint.round), save(tensors, metadata))
+    write_tensors(_path(folder, checkpoint.round), tensors, header)
     for old in _existing(folder)[:-KEPT]:
         old.unlink()
 
@@ -48,22 +45,20 @@ def newest_checkpoint(folder: Path, run: str) -> Checkpoint | None:
 
 def _read(path: Path, run: str) -> Checkpoint:
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        tensors, header = read_tensors(path)
+    except (OSError, ValueError) as error:
         raise FedhmError(f"the checkpoint {path} is damaged ({error}); {_way_out(path)}") from None
-    if metadata.get("format") != FORMAT:
+    if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a checkpoint of this library")
-    if metadata["run"] != run:
+    if header["run"] != run:
         raise FedhmError(f"the checkpoint {path} belongs to another run: the config beside it has changed since")
-    if metadata["sha256"] != _digest(tensors):
+    if header["sha256"] != _digest(tensors):
         raise FedhmError(
             f"the checkpoint {path} is damaged (its content does not match its checksum); {_way_out(path)}"
         )
     weights = {n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")}
     memory = {n.removeprefix("memory/"): t for n, t in tensors.items() if n.startswith("memory/")}
-    return Checkpoint(int(metadata["round"]), State(weights, memory, json.loads(metadata["diagnostics"])))
+    return Checkpoint(header["round"], State(weights, memory, header["diagnostics"]))
 
 
 def _way_out(path: Path) -> str:

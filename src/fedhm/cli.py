@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from fedhm.config import Config, load_config, presets
+from fedhm.config import Config
+from fedhm.config_file import load_config, presets
 from fedhm.cost import measure, training_memory
 from fedhm.errors import FedhmError
 from fedhm.files import write_atomically

@@ -1,11 +1,15 @@
 """What a network costs: parameters, multiply-accumulates, bytes on the wire, memory in training."""
 
+import math
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,15 +28,12 @@ class Cost:
 
 def measure(model: nn.Module, input_shape: tuple[int, ...]) -> Cost:
     """Counts `model` on one input of `input_shape`, without the batch axis: (3, 32, 32)."""
-    training = model.training
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
     try:
-        with torch.no_grad(), counter:
-            model.eval()(_sample(model, 1, input_shape))
-    except (RuntimeError, ValueError, TypeError) as error:
+        with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
+            model(_sample(model, 1, input_shape))
+    except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {tuple(input_shape)}: {error}") from error
-    finally:
-        model.train(training)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Cost(parameters, counter.get_total_flops() // 2, size_in_bytes(exchanged(model)))
 
@@ -43,26 +44,59 @@ def training_memory(model: nn.Module, input_shape: tuple[int, ...], batch: int) 
     Weights, gradients, momentum, activations and whatever the step makes on its way count; the model that was handed
     in is changed by the step.
     """
-    model.train()
-    inputs = _sample(model, batch, input_shape)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     watch = _AliveBytes()
-    for tensor in [*model.parameters(), *model.buffers(), inputs]:
-        watch.see(tensor)
-    with watch:
-        for _ in range(2):  # momentum exists from the second step on
-            optimizer.zero_grad()
-            output = model(inputs)
-            output.logsumexp(-1).sum().backward()
-            optimizer.step()
+    try:
+        inputs = _sample(model, batch, input_shape)
+        optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-3, momentum=0.9)
+        for tensor in [*model.parameters(), *model.buffers(), inputs]:
+            watch.see(tensor)
+        with watch:
+            for _ in range(2):  # momentum exists from the second step on
+                optimizer.zero_grad()
+                output = model(inputs)
+                output.logsumexp(-1).sum().backward()
+                optimizer.step()
+    except Exception as error:
+        shape = (batch, *input_shape)
+        raise FedhmError(f"the model cannot be trained on a batch of shape {shape}: {error}") from error
     return watch.peak
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards every module is back in its own, which need not be the model's."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        model.train(modes[0][1])
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _unfused_attention() -> Iterator[None]:
+    """Fused kernels hide their products from the counter."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def _lstm_flops(x: Sequence[int], to_input: Sequence[int], to_hidden: Sequence[int], *_: Any, **__: Any) -> int:
+    """One layer and direction of an LSTM, which torch counts only where it is not fused: x (time, batch, features)."""
+    return 2 * x[0] * x[1] * (math.prod(to_input) + math.prod(to_hidden))
 
 
 class _AliveBytes(TorchDispatchMode):
     """Follows every storage from the operation that made it to its end."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = self.peak = 0
         self._known: set[int] = set()
 

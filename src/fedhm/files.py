@@ -1,7 +1,13 @@
-"""Files that are either there whole or not at all."""
+"""Files that are either there whole or not at all, and tensors with a header in one of them."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
@@ -18,3 +24,19 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    """A safetensors file. The header is one JSON text, since the order of several entries would differ by chance."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, save(contiguous, {"fedhm": json.dumps(header)}))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and header; a file by someone else has an empty header, a damaged one raises OSError or ValueError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get("fedhm", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None

@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import nn
 
 from fedhm.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
-from fedhm.config import Config, parse
+from fedhm.config import Config
+from fedhm.config_file import parse
 from fedhm.cost import Cost
 from fedhm.errors import FedhmError
 from fedhm.files import write_atomically
@@ -42,7 +43,11 @@ class RunFolder:
         except OSError as error:
             raise FedhmError(f"cannot make the folder {path}: {error.strerror}") from None
         folder = cls(path, config.resolved())
-        write_atomically(path / "config.toml", folder.config.to_toml())
+        try:
+            write_atomically(path / "config.toml", folder.config.to_toml())
+        except BaseException:
+            folder.__exit__()
+            raise
         return folder
 
     @classmethod

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedhm.config import Config, parse
+from fedhm.config import Config
+from fedhm.config_file import parse
 from fedhm.data.federation import DataLike, Federation, gathered, partitioned
 from fedhm.data.sources import SHAPES
 from fedhm.errors import FedhmError

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -92,12 +93,24 @@ def _as_samples(data: DataLike, whose: str) -> Samples:
         return data
     if isinstance(data, tuple) and len(data) == 2:
         return Samples(torch.as_tensor(data[0]), torch.as_tensor(data[1]).long())
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, str):
+        kind = type(data).__name__
+        raise FedhmError(f"{whose} must be a pair (inputs, labels) or a dataset with a length, not a {kind}")
+    try:
         pairs = [data[index] for index in range(len(data))]
-        if not pairs:
-            raise FedhmError(f"{whose} has no samples")
-        inputs: list[Tensor] = [torch.as_tensor(np.asarray(pair[0])) for pair in pairs]
-        if any(x.shape != inputs[0].shape for x in inputs):
-            raise FedhmError(f"the samples of {whose} differ in shape: bring them to one size first")
-        return Samples(torch.stack(inputs), torch.tensor([int(pair[1]) for pair in pairs]))
-    raise FedhmError(f"{whose} must be a pair (inputs, labels) or a dataset with a length, not a {type(data).__name__}")
+        inputs = [_as_tensor(pair[0]) for pair in pairs]
+        labels = [int(pair[1]) for pair in pairs]
+    except (TypeError, ValueError, IndexError) as error:
+        raise FedhmError(f"the samples of {whose} must be pairs of an array and a class number: {error}") from None
+    if not pairs:
+        raise FedhmError(f"{whose} has no samples")
+    if any(x.shape != inputs[0].shape for x in inputs):
+        raise FedhmError(f"the samples of {whose} differ in shape: bring them to one size first")
+    return Samples(torch.stack(inputs), torch.tensor(labels))
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Image):  # (H, W) or (H, W, C) → (C, H, W), as torchvision's data sets hold them
+        pixels = torch.from_numpy(np.array(value))
+        return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+    return torch.as_tensor(value)

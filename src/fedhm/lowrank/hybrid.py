@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Mapping
+from numbers import Integral
 
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, largest_rank
+from fedhm.lowrank.plan import obstacle, weight_owners
 
 
 def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:
@@ -17,20 +19,21 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
     """
     hybrid = copy.deepcopy(model)
     layers = dict(hybrid.named_modules())
+    owners = weight_owners(hybrid)
     for name, rank in plan.items():
         dense = layers.get(name)
-        if not isinstance(dense, nn.Conv2d | nn.Linear):
-            found = "has no such layer" if dense is None else f"it is a {type(dense).__name__} there"
-            raise FedhmError(f"the rank plan factorizes '{name}', but the model {found}")
-        if not 1 <= rank <= largest_rank(dense.weight.shape):
+        if dense is None:
+            raise FedhmError(f"the rank plan factorizes '{name}', but the model has no such layer")
+        if reason := obstacle(dense, owners):
+            raise FedhmError(f"the rank plan factorizes '{name}', but it must stay dense: {reason}")
+        assert isinstance(dense, nn.Conv2d | nn.Linear)
+        if not isinstance(rank, Integral) or not 1 <= rank <= largest_rank(dense.weight.shape):
             raise FedhmError(
                 f"rank {rank} is impossible for layer '{name}': "
                 f"it must lie between 1 and {largest_rank(dense.weight.shape)}"
             )
         low_rank: LowRank
         if isinstance(dense, nn.Conv2d):
-            if dense.groups > 1:
-                raise FedhmError(f"the rank plan factorizes '{name}', a grouped convolution, which has no such form")
             low_rank = LowRankConv2d(dense, rank, spectral=spectral)
         else:
             low_rank = LowRankLinear(dense, rank, spectral=spectral)

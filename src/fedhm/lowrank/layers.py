@@ -22,8 +22,7 @@ class LowRank(nn.Module):
         self.dense_shape = weight.shape
         self.rank = rank
         if spectral:
-            factors = factorize(unroll(weight.float()), rank)
-            left, right = (part.to(weight.dtype) for part in factors[:2])
+            left, right = factorize(unroll(weight), rank).prefix(rank)
         else:
             rows, columns = unrolled_shape(weight.shape)
             left, right = weight.new_zeros(rows, rank), weight.new_zeros(rank, columns)

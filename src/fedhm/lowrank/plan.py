@@ -9,13 +9,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.unroll import unrolled_shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal as mappings are: the same ranks
 class RankPlan(Mapping[str, int]):
     """Layer name → rank, for the layers that are factorized. `dense` says of every other layer why it is not."""
 
@@ -65,13 +67,15 @@ def plan_ranks(
         raise FedhmError(f"there is no layer '{min(unknown)}' with a weight matrix in this model to keep dense")
     if classifier == "auto":
         classifier = find_classifier(model)
-    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    elif classifier is not None and classifier not in layers:
+        raise FedhmError(f"there is no layer '{classifier}' with a weight matrix in this model to be the classifier")
+    owners = weight_owners(model)
 
     ranks: dict[str, int] = {}
     reasons: dict[str, str] = {}
     counted = 0
     for name, layer in layers.items():
-        reason = _structural_reason(layer, owners)
+        reason = obstacle(layer, owners)
         if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and not pointwise:
             reason = reason or "a 1×1 convolution"
         elif name == classifier:
@@ -101,14 +105,17 @@ def find_classifier(model: nn.Module) -> str | None:
     return layers[-1][0] if layers and isinstance(layers[-1][1], nn.Linear) else None
 
 
-def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if any(p.ndim >= 2 for p in module.parameters(recurse=False)):
-            yield name, module
+def weight_owners(model: nn.Module) -> Counter[int]:
+    """Parameter's id → how many modules of the model hold it."""
+    return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
-def _structural_reason(layer: nn.Module, owners: Counter[int]) -> str | None:
+def obstacle(layer: nn.Module, owners: Counter[int]) -> str | None:
     """Why a layer of this kind cannot be replaced at all, whatever the ratio."""
+    if is_parametrized(layer):
+        return "its weight is computed from other parameters"
+    if any(is_lazy(p) for p in layer.parameters(recurse=False)):
+        return "its weight has no shape before the model has run once"
     if type(layer) not in (nn.Conv2d, nn.Linear):
         kind = type(layer).__name__
         if isinstance(layer, nn.Conv2d | nn.Linear):
@@ -124,6 +131,16 @@ def _structural_reason(layer: nn.Module, owners: Counter[int]) -> str | None:
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         return f"a grouped convolution ({layer.groups} groups)"
     return None
+
+
+def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue  # a part of the layer that it is computed for
+        # the weight of a parametrized or a lazy layer is not among its own matrices
+        computed = isinstance(module, nn.Conv2d | nn.Linear) or is_parametrized(module)
+        if computed or any(p.ndim >= 2 for p in module.parameters(recurse=False)):
+            yield name, module
 
 
 def _affordable_rank(layer: nn.Conv2d | nn.Linear, ratio: float) -> tuple[int, str | None]:

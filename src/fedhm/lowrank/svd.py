@@ -23,11 +23,14 @@ class Factors(NamedTuple):
 
 def factorize(matrix: Tensor, rank: int) -> Factors:
     """Decomposes `matrix` (M, N) exactly and keeps its `rank` largest directions."""
-    U, spectrum, Vt = torch.linalg.svd(matrix, full_matrices=False)
+    # half precision has no decomposition of its own
+    precise = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    U, spectrum, Vt = torch.linalg.svd(precise, full_matrices=False)
     root = spectrum[:rank].sqrt()
-    return Factors(U[:, :rank] * root, root[:, None] * Vt[:rank], spectrum)
+    left, right = U[:, :rank] * root, root[:, None] * Vt[:rank]
+    return Factors(left.to(matrix.dtype), right.to(matrix.dtype), spectrum)
 
 
 def truncation_error(spectrum: Tensor, rank: int) -> float:
     """‖W − W_r‖_F, by Eckart–Young the norm of the singular values that were cut off."""
-    return spectrum[rank:].norm().item()
+    return float(spectrum[rank:].norm())

@@ -22,7 +22,7 @@ class WeightedMean:
 
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
         """Folds in a dense tensor; with `rows`, a mask, only those of its rows."""
-        share = torch.tensor(weight) if rows is None else rows * weight
+        share = torch.tensor(weight, dtype=torch.float64) if rows is None else rows * weight
         if name not in self._sums:
             self._sums[name] = torch.zeros_like(self._old[name])
         if rows is None:
@@ -34,7 +34,7 @@ class WeightedMean:
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Folds in the weight that unrolls to `left @ right`, without forming it."""
         self._fold_product(name, left, right, weight)
-        self._count(name, torch.tensor(weight))
+        self._count(name, torch.tensor(weight, dtype=torch.float64))
 
     def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Adds `weight · left @ right` to the sum, but is nobody's contribution."""
@@ -56,7 +56,7 @@ class WeightedMean:
             if name in self._products:
                 total = total + roll(self._products[name], old.shape)
             weight = _per_row(self._weights[name], old)
-            merged[name] = torch.where(weight > 0, total / weight, old).to(old.dtype)
+            merged[name] = torch.where(weight > 0, total / weight, old)
         return merged
 
     def _fold_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
@@ -69,14 +69,15 @@ class WeightedMean:
 
 
 def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
-    """One weight per row, shaped to multiply a tensor of any rank."""
-    return weight.reshape(-1, *[1] * (tensor.ndim - 1)) if weight.ndim else weight
+    """One weight per row, shaped and typed to multiply `tensor`."""
+    shaped = weight.reshape(-1, *[1] * (tensor.ndim - 1)) if weight.ndim else weight
+    return shaped.to(tensor.dtype)
 
 
 def held_rows(labels: tuple[int, ...] | None, classes: int) -> Tensor | None:
     """The mask of the classifier rows that a client trained; None if it trained them all."""
     if labels is None or len(labels) == classes:
         return None
-    rows = torch.zeros(classes)
+    rows = torch.zeros(classes, dtype=torch.float64)
     rows[list(labels)] = 1.0
     return rows

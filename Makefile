@@ -1,0 +1,42 @@
+# `make demo` and `make test` set everything up by themselves; nothing is installed outside .venv
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: demo test quick lint format clean
+
+demo: .venv/demo-installed
+	$(BIN)/fedhm run digits
+
+test: .venv/dev-installed
+	$(BIN)/python -m pytest
+
+quick: .venv/dev-installed
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: .venv/dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/dev-installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "fedhm needs Python 3.11 or newer; name it with: make PYTHON=/path/to/python3.11 …"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/demo-installed: .venv/bin/python pyproject.toml constraints.txt
+	@echo "Installing into .venv (some minutes the first time) …"
+	$(INSTALL) --editable .
+	@touch $@
+
+.venv/dev-installed: .venv/demo-installed
+	$(INSTALL) --editable '.[dev]'
+	@touch $@

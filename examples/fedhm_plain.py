@@ -1,0 +1,158 @@
+"""FedHM in plain PyTorch: the paper's Algorithm 1, to be read from top to bottom.
+
+Nothing of the library is used and nothing is done for speed: every tier is factorized anew, every client's model is
+recovered to full shape and kept. The test beside this example holds the library to the same numbers.
+BatchNorm trains here by batch statistics, as in the library, but gathering them for evaluation is left out.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 1e-4  # of everything but the factors
+    frobenius_decay: float = 1e-4  # λ, of the factors
+    keep: int = 1  # ρ: so many layers stay dense at the start
+    temperature: float = math.inf  # τ; at infinity every client counts the same
+
+
+class Factored(nn.Module):
+    """W ≈ U Vᵀ: a k×1 convolution m → r, then a 1×k convolution r → n. A Linear layer is the case k = 1."""
+
+    def __init__(self, layer: nn.Conv2d | nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.shape, self.bias = layer.weight.shape, layer.bias
+        self.stride, self.padding = (layer.stride, layer.padding) if isinstance(layer, nn.Conv2d) else ((1, 1), (0, 0))
+        n, m, k1, k2 = (*self.shape, 1, 1)[:4]
+        matrix = layer.weight.detach().reshape(n, m, k1, k2).permute(1, 2, 0, 3).reshape(m * k1, n * k2)
+        U, S, Vt = torch.linalg.svd(matrix, full_matrices=False)
+        left, right = U[:, :rank] * S[:rank].sqrt(), S[:rank, None].sqrt() * Vt[:rank]
+        self.u = nn.Parameter(left.T.reshape(rank, m, k1, 1))
+        self.v = nn.Parameter(right.reshape(rank, n, 1, k2).transpose(0, 1))
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight that the factors stand for."""
+        return torch.einsum("rmi,nrj->nmij", self.u[:, :, :, 0], self.v[:, :, 0, :]).reshape(self.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.reshape(*x.shape[:2], *(x.shape[2:] or (1, 1)))
+        y = F.conv2d(y, self.u, None, (self.stride[0], 1), (int(self.padding[0]), 0))
+        y = F.conv2d(y, self.v, self.bias, (1, self.stride[1]), (0, int(self.padding[1])))
+        return y if x.ndim == 4 else y.flatten(1)
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
+    """The layers that count, in order; 1×1 convolutions do not. The last one is the classifier."""
+    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
+    return {name: layer for name, layer in found.items() if layer.weight.shape[2:] != (1, 1)}
+
+
+def hybrid_network(model: nn.Module, ratio: float, keep: int) -> nn.Module:
+    """The [ρ, L, γ] network: the first ρ layers and the classifier stay dense, and what would not become smaller."""
+    hybrid = copy.deepcopy(model)
+    for name, layer in list(layers_of(hybrid).items())[keep:-1]:
+        n, m, k1, k2 = (*layer.weight.shape, 1, 1)[:4]
+        rank = max(1, round(ratio * (n if isinstance(layer, nn.Conv2d) else min(n, m))))
+        if ratio < 1 and rank * (m * k1 + n * k2) < layer.weight.numel():
+            parent, _, child = name.rpartition(".")
+            setattr(hybrid.get_submodule(parent), child, Factored(layer, rank))
+    return hybrid
+
+
+def train(network: nn.Module, batches: Batches, held: Tensor, settings: Settings) -> None:
+    """LocalUpdate: SGD on the client's batches; `held` masks the labels that the client has."""
+    pairs = [module for module in network.modules() if isinstance(module, Factored)]
+    factors = [factor for pair in pairs for factor in (pair.u, pair.v)]
+    others = [p for p in network.parameters() if all(p is not factor for factor in factors)]
+    optimizer = torch.optim.SGD(others, settings.lr, settings.momentum, weight_decay=settings.weight_decay)
+    optimizer.add_param_group({"params": factors, "weight_decay": 0.0})
+    network.train()
+    for inputs, labels in batches:
+        loss = F.cross_entropy(network(inputs) * held, labels)
+        penalty = sum(pair.weight.square().sum() for pair in pairs)
+        optimizer.zero_grad()
+        (loss + settings.frobenius_decay / 2 * penalty).backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def merge(model: nn.Module, recovered: Sequence[dict[str, Tensor]], alpha: Tensor, held: Tensor) -> None:
+    """W ← Σ αₚ Wₚ, a row of the classifier only over the clients that hold its label; without any, it stays."""
+    classifier = list(layers_of(model))[-1]
+    for name, old in model.named_parameters():
+        weights = torch.stack([full[name] for full in recovered])  # (clients, *shape)
+        rows = held if name.startswith(f"{classifier}.") else torch.ones(len(alpha), 1)
+        share = (alpha[:, None] * rows).reshape(*rows.shape, *[1] * (old.ndim - 1))
+        old.copy_(torch.where(share.sum(0) > 0, (share * weights).sum(0) / share.sum(0), old))
+
+
+def one_round(
+    model: nn.Module,
+    participants: Sequence[tuple[int, float]],  # client, rank ratio γ
+    batches: Callable[[int, float], Batches],  # what a client trains on
+    held: Tensor,  # (clients, classes): who holds which label
+    settings: Settings,
+) -> None:
+    """One round of FedHM; `model`, the server's, becomes the next one."""
+    hybrids = {ratio: hybrid_network(model, ratio, settings.keep) for ratio in {ratio for _, ratio in participants}}
+    recovered = []
+    for client, ratio in participants:
+        network = copy.deepcopy(hybrids[ratio])
+        train(network, batches(client, ratio), held[client], settings)
+        recovered.append({name: attrgetter(name)(network).detach() for name, _ in model.named_parameters()})
+    ratios = torch.tensor([ratio for _, ratio in participants], dtype=torch.float64)
+    merge(model, recovered, torch.softmax(ratios / settings.temperature, 0), held[[c for c, _ in participants]])
+
+
+def small_network() -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in [(1, 16, 1), (16, 32, 2), (32, 64, 2)]:
+        convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        layers += [convolution, nn.GroupNorm(4, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def main(rounds: int = 12, clients: int = 12, tiers: tuple[float, ...] = (1, 1 / 2, 1 / 4, 1 / 8)) -> None:
+    from sklearn.datasets import load_digits
+
+    torch.manual_seed(0)
+    digits = load_digits()
+    inputs = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(digits.target)
+    train_labels, test = labels[:1500], slice(1500, None)
+    shares = torch.distributions.Dirichlet(torch.full((clients,), 0.5)).sample((10,))  # of every label's samples
+    owner = torch.multinomial(shares[train_labels], 1).squeeze(1)
+    held = torch.stack([torch.bincount(train_labels[owner == c], minlength=10) > 0 for c in range(clients)])
+
+    def batches(client: int, _: float) -> Batches:
+        mine = torch.nonzero(owner == client).squeeze(1)
+        for indices in mine[torch.randperm(len(mine))].split(32):
+            yield inputs[indices], labels[indices]
+
+    model, settings = small_network(), Settings()
+    for number in range(1, rounds + 1):
+        chosen = torch.randperm(clients)[: clients // 2].tolist()
+        one_round(model, [(c, tiers[c % len(tiers)]) for c in chosen], batches, held, settings)
+        print(f"round {number:2}", end="")
+        for ratio in tiers:
+            network = hybrid_network(model, ratio, settings.keep).eval()
+            accuracy = (network(inputs[test]).argmax(1) == labels[test]).float().mean()
+            print(f"   γ = {ratio:g}: {accuracy:.1%}", end="")
+        print()
+
+
+if __name__ == "__main__":
+    main()

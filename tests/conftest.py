@@ -1,0 +1,57 @@
+"""Small federations that the tests share. One thread: the tests' tensors are too small to share between cores."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedhm.config import Config
+from fedhm.config_file import parse
+from fedhm.data.federation import Federation, gathered
+
+torch.set_num_threads(1)
+
+
+def small_config(**sections: dict[str, object]) -> Config:
+    """Four tiers, eight clients, two rounds; any section's keys can be changed."""
+    table: dict[str, dict[str, object]] = {
+        "federation": {"clients": 8, "participation": 0.5},
+        "train": {"rounds": 2, "epochs": 1, "batch": 8, "lr": 0.05},
+        "method": {"name": "fedhm"},
+        "engine": {"threads": 1},
+    }
+    for name, section in sections.items():
+        old = {} if section.get("name") else table.get(name, {})
+        table[name] = {**old, **section}
+    return parse(table, "test")
+
+
+def small_model(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(16 * 9, 24),
+            nn.ReLU(),
+            nn.Linear(24, 4),
+        )
+
+
+@pytest.fixture
+def federation() -> Federation:
+    """Eight clients with 6×6 images of four learnable classes; some clients lack some labels."""
+    rng = np.random.default_rng(0)
+    prototypes = rng.integers(0, 200, (4, 1, 6, 6))
+
+    def draw(labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        images = prototypes[labels] + rng.integers(0, 56, (len(labels), 1, 6, 6))
+        return torch.from_numpy(images.astype(np.uint8)), torch.from_numpy(labels)
+
+    clients = [draw(rng.choice(4 if number % 2 else 3, 20)) for number in range(8)]
+    return gathered(clients, draw(np.arange(40) % 4))

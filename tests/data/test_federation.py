@@ -1,0 +1,82 @@
+"""A federation is checked when it is made."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import TensorDataset
+
+from fedhm.config import DataConfig
+from fedhm.data.federation import Federation, gathered, partitioned
+from fedhm.errors import FedhmError
+
+
+def test_digits_are_dealt_out_by_seed() -> None:
+    first, again = (partitioned(DataConfig(partition="dirichlet"), 20, seed=1) for _ in range(2))
+    other = partitioned(DataConfig(partition="dirichlet"), 20, seed=2)
+    assert sum(len(samples) for samples in first.clients) == 1442
+    assert (first.classes, first.input_shape) == (10, (1, 8, 8))
+    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first.clients, again.clients, strict=True))
+    assert not all(torch.equal(a.inputs, b.inputs) for a, b in zip(first.clients, other.clients, strict=True))
+
+
+def test_a_client_without_samples_is_an_error() -> None:
+    with pytest.raises(FedhmError, match=r"client \d+ has no samples: use fewer clients"):
+        partitioned(DataConfig(partition="dirichlet-unequal", alpha=0.001), 50, seed=0)
+    with pytest.raises(FedhmError, match="2000 clients cannot share 1442 samples"):
+        partitioned(DataConfig(), 2000, seed=0)
+
+
+def test_own_data_in_any_form() -> None:
+    inputs, labels = torch.randn(10, 4), torch.arange(10) % 3
+    for data in [
+        (inputs, labels),
+        (inputs.numpy(), labels.numpy()),
+        TensorDataset(inputs, labels),
+        [(x.numpy(), int(y)) for x, y in zip(inputs, labels, strict=True)],
+    ]:
+        federation = gathered([data], data)  # type: ignore[list-item, arg-type]
+        assert torch.equal(federation.clients[0].inputs, inputs)
+        assert torch.equal(federation.test.labels, labels)
+        assert federation.classes == 3
+
+
+def test_own_images_as_pillow_images() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
+    pairs = [(Image.fromarray(image), 0) for image in pixels]
+    federation = gathered([pairs], pairs)  # type: ignore[list-item, arg-type]
+    assert torch.equal(federation.test.inputs, torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    assert federation.test.are_images
+
+
+def test_own_images_are_normalised_by_the_clients_pixels() -> None:
+    pixels = torch.full((4, 1, 2, 2), 51, dtype=torch.uint8)
+    pixels[:, :, 0] = 153
+    federation = gathered([(pixels, torch.zeros(4))], (pixels, torch.zeros(4)))
+    assert federation.preprocessing.mean == pytest.approx((0.4,))
+    assert federation.preprocessing.std == pytest.approx((0.2,))
+
+
+@pytest.mark.parametrize(
+    ("clients", "sentence"),
+    [
+        ([], "at least one client"),
+        ([(torch.zeros(0, 4), torch.zeros(0))], "client 0 has no samples"),
+        ([(torch.zeros(3, 5), torch.zeros(3))], r"client 0 has inputs of shape \(5,\), the test set of shape \(4,\)"),
+        ([(torch.zeros(3, 4), torch.zeros(2))], "labels must be one integer per sample"),
+        ([(torch.zeros(3, 4), torch.tensor([0, -1, 0]))], "labels outside 0…1"),
+        (["data"], "a pair"),
+        ([["one", "two"]], "must be pairs of an array and a class number"),
+        ([[(np.zeros(2), 0), (np.zeros(3), 0)]], "differ in shape"),
+        ([TensorDataset(torch.zeros(0, 4), torch.zeros(0))], "client 0 has no samples"),
+    ],
+)
+def test_wrong_data_is_one_sentence(clients: list[object], sentence: str) -> None:
+    with pytest.raises(FedhmError, match=sentence):
+        gathered(clients, (torch.zeros(2, 4), torch.tensor([0, 1])))  # type: ignore[arg-type]
+
+
+def test_an_empty_test_set_is_an_error(federation: Federation) -> None:
+    empty = federation.test.subset(torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(FedhmError, match="test set is empty"):
+        Federation(federation.clients, empty, 4, federation.preprocessing)

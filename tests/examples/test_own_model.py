@@ -1,0 +1,23 @@
+"""The example runs as a user would run it, and every tier has learnt."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
+
+
+def test_every_tier_learns() -> None:
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240, check=False, env=one_thread
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    accuracies = dict(re.findall(r"^tier (\S+) .* accuracy ([\d.]+)%$", done.stdout, re.MULTILINE))
+    assert list(accuracies) == ["full", "1/2", "1/4", "1/8"]
+    assert all(float(accuracy) > 80 for accuracy in accuracies.values()), accuracies  # chance is 10 %
+    assert re.search(r"^conv +rank 8$", done.stdout, re.MULTILINE)
+    assert re.search(r"^tier 1/8 reads a \d, which is a \d$", done.stdout, re.MULTILINE)

@@ -1,0 +1,223 @@
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+from torch import nn
+
+from fedhm.cost import measure
+from fedhm.errors import FedhmError
+from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.lowrank.plan import RankPlan, find_classifier, plan_ranks
+from fedhm.models import resnet18, resnet34
+
+RATIOS = (1.0, 1 / 2, 1 / 4, 1 / 8)
+# the paper's networks: keep, input, parameters of the four ratios, MACs in millions as printed
+NETWORKS = {
+    "resnet18-10": (3, 32, (11_173_962, 4_157_514, 2_209_866, 1_236_042), ("555.4", "259.7", "171.6", "127.6")),
+    "resnet34-100": (15, 32, (21_328_292, 8_401_316, 4_985_252, 3_277_220), ("1159.4", "744.2", "631.0", "574.3")),
+    "resnet34-200": (15, 64, (21_379_592, 8_452_616, 5_036_552, 3_328_520), ("4637.7", "2976.7", "2523.8", "2297.3")),
+}
+
+
+@cache
+def paper_network(name: str) -> nn.Module:
+    kind, classes = name.split("-")
+    return {"resnet18": resnet18, "resnet34": resnet34}[kind](int(classes))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("tier", range(4))
+def test_sizes_of_the_paper(name: str, tier: int) -> None:
+    keep, side, parameters, macs = NETWORKS[name]
+    model = paper_network(name)
+    hybrid = to_hybrid(model, plan_ranks(model, RATIOS[tier], keep), spectral=False)
+    cost = measure(hybrid, (3, side, side))
+    assert cost.parameters == parameters[tier]
+    assert f"{cost.macs / 1e6:.1f}" == macs[tier]
+
+
+def test_layers_of_resnet18_that_stay_dense() -> None:
+    plan = plan_ranks(paper_network("resnet18-10"), 1 / 4, keep=3)
+    first = "among the first 3 layers"
+    assert plan.dense == {
+        "conv1": first,
+        "layer1.0.conv1": first,
+        "layer1.0.conv2": first,
+        "layer2.0.shortcut.0": "a 1×1 convolution",
+        "layer3.0.shortcut.0": "a 1×1 convolution",
+        "layer4.0.shortcut.0": "a 1×1 convolution",
+        "fc": "the classifier",
+    }
+    assert plan["layer1.1.conv1"] == 16
+    assert plan["layer2.0.conv1"] == 32
+    assert plan["layer4.1.conv2"] == 128
+    assert len(plan) == 14
+
+
+def test_layers_of_resnet34_that_stay_dense() -> None:
+    plan = plan_ranks(paper_network("resnet34-100"), 1 / 2, keep=15)
+    assert {name.split(".")[0] for name in plan} == {"layer3", "layer4"}
+    assert len(plan) == 2 * (6 + 3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "ratio", "rank"),
+    [
+        (nn.Conv2d(64, 128, 3), 1 / 4, 32),
+        (nn.Conv2d(128, 64, 3), 1 / 4, 16),  # of the output channels, whatever comes in
+        (nn.Conv2d(64, 64, 3), 0.001, 1),  # never 0
+        (nn.Conv2d(64, 63, 3), 1 / 4, 16),  # 15.75
+        (nn.Conv2d(64, 61, 3), 1 / 4, 15),  # 15.25
+        (nn.Linear(64, 256), 1 / 4, 16),  # of the smaller side
+        (nn.Linear(256, 64), 1 / 4, 16),
+        (nn.Linear(30, 30), 0.3, 9),
+        (nn.Linear(30, 30), 0.001, 1),
+        (nn.Conv2d(2, 64, 3), 1 / 16, 4),
+    ],
+)
+def test_rank_rule(layer: nn.Module, ratio: float, rank: int) -> None:
+    assert plan_ranks(nn.Sequential(layer), ratio, keep=0, classifier=None) == {"0": rank}
+
+
+@pytest.mark.parametrize(
+    ("layer", "ratio", "reason"),
+    [
+        (nn.Linear(8, 8), 1 / 2, "rank 4 would hold 64 parameters instead of 64"),
+        (nn.Linear(100, 100), 0.9, "rank 90 would hold 18,000 parameters instead of 10,000"),
+        # 1/2 of 64 output channels is 32, but the unrolled matrix (3, 192) has at most rank 3
+        (nn.Conv2d(1, 64, 3), 1 / 2, "rank 3 would hold 585 parameters instead of 576"),
+    ],
+)
+def test_a_rank_that_saves_nothing_stays_dense(layer: nn.Module, ratio: float, reason: str) -> None:
+    plan = plan_ranks(nn.Sequential(layer), ratio, keep=0, classifier=None)
+    assert len(plan) == 0
+    assert plan.dense == {"0": reason}
+
+
+def body() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3),
+        nn.Conv2d(32, 32, 1),
+        nn.BatchNorm2d(32),
+        nn.Conv2d(32, 32, 3),
+        nn.Conv2d(32, 32, 3, groups=2),
+        nn.Conv2d(32, 32, 3),
+        nn.Flatten(),
+        nn.Linear(32, 32),
+        nn.Linear(32, 10),
+    )
+
+
+def test_every_weighted_layer_is_in_the_plan_or_has_a_reason() -> None:
+    plan = plan_ranks(body(), 1 / 4)
+    assert plan == {"3": 8, "5": 8, "7": 8}
+    assert plan.dense == {
+        "0": "among the first 1 layers",
+        "1": "a 1×1 convolution",
+        "4": "a grouped convolution (2 groups)",
+        "8": "the classifier",
+    }
+
+
+@pytest.mark.parametrize(
+    ("keep", "layers"),
+    [(0, {"0", "3", "5", "7"}), (1, {"3", "5", "7"}), (2, {"5", "7"}), (3, {"5", "7"}), (4, {"7"}), (99, set())],
+)
+def test_keep_counts_neither_pointwise_convolutions_nor_the_classifier(keep: int, layers: set[str]) -> None:
+    assert set(plan_ranks(body(), 1 / 4, keep)) == layers
+
+
+def test_ratio_one_is_the_full_network() -> None:
+    plan = plan_ranks(body(), 1)
+    assert plan == {}
+    assert plan.dense["3"] == "the ratio is 1: the full network"
+    assert plan.dense["0"] == "among the first 1 layers"
+    assert plan.dense.keys() == {"0", "1", "3", "4", "5", "7", "8"}
+
+
+def test_pointwise_factorizes_1x1_convolutions_too() -> None:
+    assert plan_ranks(body(), 1 / 4, pointwise=True) == {"1": 8, "3": 8, "5": 8, "7": 8}
+    # then they count as layers to keep
+    assert plan_ranks(body(), 1 / 4, keep=2, pointwise=True) == {"3": 8, "5": 8, "7": 8}
+
+
+def test_classifier_can_be_named_or_absent() -> None:
+    assert plan_ranks(body(), 1 / 4, classifier=None) == {"3": 8, "5": 8, "7": 8, "8": 2}
+    named = plan_ranks(body(), 1 / 4, classifier="7")
+    assert named == {"3": 8, "5": 8, "8": 2}
+    assert named.dense["7"] == "the classifier"
+
+
+def test_dense_leaves_further_layers_as_they_are() -> None:
+    plan = plan_ranks(body(), 1 / 4, dense=["5", "7"])
+    assert plan == {"3": 8}
+    assert plan.dense["5"] == plan.dense["7"] == "asked for"
+
+
+def test_auto_classifier_is_a_linear_at_the_end() -> None:
+    assert find_classifier(body()) == "8"
+    assert find_classifier(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU())) == "0"
+    assert find_classifier(nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 3, 3))) is None
+    assert find_classifier(nn.Sequential(nn.ReLU())) is None
+    assert find_classifier(nn.Linear(3, 3)) == ""
+
+
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.5, float("nan"), float("inf")])
+def test_wrong_ratio(ratio: float) -> None:
+    with pytest.raises(FedhmError, match=rf"a rank ratio lies above 0 and at most at 1, not at {ratio:g}"):
+        plan_ranks(body(), ratio)
+
+
+def test_negative_keep() -> None:
+    with pytest.raises(FedhmError, match="the number of layers to keep dense cannot be -1"):
+        plan_ranks(body(), 1 / 2, keep=-1)
+
+
+@pytest.mark.parametrize("name", ["9", "2", "conv1"])  # "2" has no weight matrix
+def test_unknown_layers(name: str) -> None:
+    with pytest.raises(
+        FedhmError, match=rf"there is no layer '{name}' with a weight matrix in this model to keep dense"
+    ):
+        plan_ranks(body(), 1 / 2, dense=["3", name])
+    with pytest.raises(FedhmError, match=rf"there is no layer '{name}' .* to be the classifier"):
+        plan_ranks(body(), 1 / 2, classifier=name)
+
+
+def test_model_without_layers_has_an_empty_plan() -> None:
+    plan = plan_ranks(nn.Sequential(nn.ReLU()), 1 / 2)
+    assert plan == {}
+    assert str(plan) == ""
+
+
+def test_str_is_a_table() -> None:
+    plan = RankPlan({"a.conv": 4}, {"stem": "among the first 1 layers", "classifier": "the classifier"})
+    assert str(plan).splitlines() == [
+        "a.conv      rank 4",
+        "stem        dense: among the first 1 layers",
+        "classifier  dense: the classifier",
+    ]
+
+
+def test_plan_is_a_mapping() -> None:
+    plan = RankPlan({"a": 1, "b": 2}, {"c": "asked for"})
+    assert isinstance(plan, Mapping)
+    assert list(plan) == ["a", "b"]
+    assert dict(plan) == {"a": 1, "b": 2}
+    assert list(plan.items()) == [("a", 1), ("b", 2)]
+    assert plan == {"a": 1, "b": 2}
+    assert plan == RankPlan({"b": 2, "a": 1})
+    assert plan != RankPlan({"a": 1, "b": 3})
+    assert "c" not in plan
+    assert plan.get("c", 7) == 7
+    with pytest.raises(KeyError):
+        plan["c"]
+    assert not RankPlan({})
+    with pytest.raises(TypeError):
+        plan["a"] = 3  # type: ignore[index]
+
+
+def test_model_is_not_changed_by_planning() -> None:
+    model = body()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    plan_ranks(model, 1 / 4)
+    assert {name: id(p) for name, p in model.named_parameters()} == before

@@ -1,0 +1,224 @@
+"""FedHM against its formulas."""
+
+import copy
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from conftest import small_config, small_model
+from fedhm.config import FedAvgConfig, FedHMConfig
+from fedhm.data.federation import Federation
+from fedhm.errors import FedhmError
+from fedhm.exchange import exchanged, load
+from fedhm.experiment import Experiment
+from fedhm.lowrank.hybrid import to_full
+from fedhm.lowrank.svd import truncation_error
+from fedhm.lowrank.unroll import unroll
+from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.methods.fedavg import FedAvg
+from fedhm.methods.fedhm import FedHM, _weight
+from fedhm.methods.method import Method, State
+
+TIERS = ("full", "1/2", "1/4", "1/8")
+
+
+def start(method: Method, model: nn.Module) -> State:
+    return method.start({name: t.clone() for name, t in exchanged(model).items()})
+
+
+def answer(task: Task, seed: int = 0, labels: tuple[int, ...] | None = None, samples: int = 10) -> Update:
+    """What a client might send: everything moved a little."""
+    generator = torch.Generator().manual_seed(1000 * seed + task.client)
+    moved = {n: t + 0.1 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in task.tensors.items()}
+    return Update("train", task.round, task.client, task.tier, task.network, moved, samples, labels, 0.1)
+
+
+def recovered(method: FedHM, update: Update) -> Tensors:
+    """The full model that an update stands for, by way of the network itself."""
+    full = to_full(load(method.network(update.network), update.tensors))
+    return {name: tensor for name, tensor in full.items() if tensor.is_floating_point()}
+
+
+def round_of(method: Method, state: State, tiers: Sequence[str]) -> list[Task]:
+    return list(method.tasks(state, [Participant(number, tier) for number, tier in enumerate(tiers)], 1))
+
+
+def test_each_tier_is_sent_the_truncated_decomposition() -> None:
+    model = small_model()
+    method = FedHM(model, FedHMConfig(keep=1))
+    state = start(method, model)
+    for tier in TIERS:
+        network = load(method.network(tier), method.weights(state, tier))
+        for layer, rank in method.plans[tier].items():
+            weight = unroll(state.weights[f"{layer}.weight"])
+            error = (unroll(to_full(network)[f"{layer}.weight"]) - weight).norm().item()
+            assert error == pytest.approx(truncation_error(torch.linalg.svdvals(weight), rank), rel=1e-4)
+    assert [len(method.plans[tier]) for tier in TIERS] == [0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples", "softmax", "softmax-inverse"])
+def test_models_are_recovered_and_averaged_by_weight(weighting: str) -> None:
+    model = small_model().double()
+    config = FedHMConfig.model_validate({"weighting": weighting, "temperature": 2.0})
+    method = FedHM(model, config)
+    state = start(method, model)
+    updates = [answer(task, samples=task.client + 1) for task in round_of(method, state, TIERS)]
+    merged = method.merge(state, iter(updates))
+
+    ratios = [1, 1 / 2, 1 / 4, 1 / 8]
+    exponents = {
+        "uniform": [0.0] * 4,
+        "samples": [math.log(n) for n in (1, 2, 3, 4)],
+        "softmax": [ratio / 2 for ratio in ratios],
+        "softmax-inverse": [-1 / ratio / 2 for ratio in ratios],
+    }[weighting]
+    alphas = torch.softmax(torch.tensor(exponents, dtype=torch.float64), 0)
+    for name, tensor in merged.weights.items():
+        expected = sum(alpha * recovered(method, u)[name] for alpha, u in zip(alphas, updates, strict=True))
+        torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_papers_weights_and_those_of_published_code() -> None:
+    def weights(name: str) -> list[float]:
+        config = FedHMConfig.model_validate({"weighting": name, "temperature": 5})
+        raw = [_weight(config, ratio, 1) for ratio in (1, 1 / 2, 1 / 4, 1 / 8)]
+        return [round(value / sum(raw), 3) for value in raw]
+
+    assert weights("softmax") == [0.277, 0.251, 0.239, 0.233]
+    assert weights("softmax-inverse") == [0.383, 0.313, 0.210, 0.094]
+    assert weights("uniform") == [0.25] * 4
+    infinite = FedHMConfig.model_validate({"weighting": "softmax", "temperature": math.inf})
+    assert _weight(infinite, 0.125, 1) == _weight(infinite, 1, 1)
+
+
+def test_the_update_form_adds_what_clients_changed() -> None:
+    model = small_model().double()
+    method = FedHM(model, FedHMConfig(aggregate="updates"))
+    state = start(method, model)
+    tasks = round_of(method, state, TIERS)
+    updates = [answer(task) for task in tasks]
+    merged = method.merge(state, iter(updates))
+    for name, old in state.weights.items():
+        change = torch.zeros_like(old)
+        for task, update in zip(tasks, updates, strict=True):
+            sent = Update("train", 1, task.client, task.tier, task.network, task.tensors, 1, None, 0.0)
+            change += (recovered(method, update)[name] - recovered(method, sent)[name]) / 4
+        torch.testing.assert_close(merged.weights[name], old + change, rtol=1e-9, atol=1e-9)
+
+
+def test_untrained_directions_collapse_in_the_model_form_only() -> None:
+    """Clients that change nothing: averaging models multiplies the tail by the full clients' share, every round."""
+    model = small_model().double()
+    tail: dict[str, float] = {}
+    for form in ("models", "updates"):
+        method = FedHM(model, FedHMConfig.model_validate({"aggregate": form}))
+        state = start(method, model)
+        before = truncation_error(state.memory["7/spectrum"], 12)  # beyond the largest low rank, 24 / 2
+        for _ in range(2):
+            idle = [
+                Update("train", 1, t.client, t.tier, t.network, t.tensors, 1, None, 0.0)
+                for t in round_of(method, state, TIERS)
+            ]
+            state = method.merge(state, iter(idle))
+        tail[form] = truncation_error(state.memory["7/spectrum"], 12) / before
+    assert tail["models"] == pytest.approx(0.25**2, rel=1e-6)
+    assert tail["updates"] == pytest.approx(1, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=st.integers(0, 10**6), counts=st.lists(st.integers(1, 50), min_size=2, max_size=5))
+def test_all_clients_at_full_rank_is_fedavg_bit_for_bit(seed: int, counts: list[int]) -> None:
+    model = small_model(seed % 7)
+    for weighting in ("uniform", "samples"):
+        fedhm = FedHM(model, FedHMConfig.model_validate({"weighting": weighting}))
+        fedavg = FedAvg(model, FedAvgConfig.model_validate({"weighting": weighting}))
+        merged = []
+        for method in (fedhm, fedavg):
+            state = start(method, model)
+            tasks = round_of(method, state, ["full"] * len(counts))
+            labels = [None if n % 2 else (0, 2) for n in counts]
+            updates = [answer(t, seed, held, n) for t, held, n in zip(tasks, labels, counts, strict=True)]
+            merged.append(method.merge(state, iter(updates)).weights)
+        assert merged[0].keys() == merged[1].keys()
+        assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])
+
+
+def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) -> None:
+    runs = []
+    for method in ({"name": "fedhm", "tiers": [1]}, {"name": "fedavg", "tier": 1}):
+        config = small_config(method=method, train={"rounds": 3})
+        runs.append(Experiment(small_model(), federation, config).run())
+    states = [run.networks["full"].state_dict() for run in runs]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert runs[0].scores == runs[1].scores
+
+
+def test_classifier_rows_come_from_those_who_hold_the_label() -> None:
+    model = small_model()
+    method = FedHM(model, FedHMConfig())
+    state = start(method, model)
+    tasks = round_of(method, state, ["full", "1/8"])
+    updates = [answer(tasks[0], labels=(0, 1)), answer(tasks[1], labels=(1, 2))]
+    merged = method.merge(state, iter(updates)).weights["9.weight"]
+    first, second = (update.tensors["9.weight"] for update in updates)
+    assert torch.equal(merged[0], first[0])
+    torch.testing.assert_close(merged[1], (first[1] + second[1]) / 2)
+    assert torch.equal(merged[2], second[2])
+    assert torch.equal(merged[3], state.weights["9.weight"][3])
+
+
+def test_diagnostics_are_zero_without_truncation_and_positive_with() -> None:
+    model = small_model()
+    method = FedHM(model, FedHMConfig())
+    state = start(method, model)
+    alone = method.merge(state, (answer(t) for t in round_of(method, state, ["full", "full"]))).diagnostics
+    mixed = method.merge(state, (answer(t) for t in round_of(method, state, TIERS))).diagnostics
+    assert alone == pytest.approx({"kappa_uv": 0.0, "kappa_sigma1": 0.0, "kappa_sigma2": 0.0}, abs=1e-25)
+    assert all(value > 0 for value in mixed.values())
+
+
+def test_merging_folds_one_update_at_a_time() -> None:
+    """Each update may be thrown away before the next is made."""
+    import gc
+    import weakref
+
+    model = small_model()
+    method = FedHM(model, FedHMConfig())
+    state = start(method, model)
+    alive: list[weakref.ref[Update]] = []
+
+    def stream() -> object:
+        for task in round_of(method, state, TIERS * 3):
+            gc.collect()
+            assert sum(reference() is not None for reference in alive) <= 1
+            update = answer(task)
+            alive.append(weakref.ref(update))
+            yield update
+            del update
+
+    method.merge(state, stream())  # type: ignore[arg-type]
+    assert len(alive) == 12
+
+
+def test_a_model_with_nothing_to_factorize_is_an_error() -> None:
+    with pytest.raises(FedhmError, match=r"nothing to factorize for tier 1/2(.|\n)*the classifier"):
+        FedHM(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), FedHMConfig())
+    with pytest.raises(FedhmError, match="nothing to factorize"):
+        FedAvg(nn.Linear(4, 2), FedAvgConfig(tier=0.5))
+
+
+def test_fedavg_of_a_small_tier_averages_its_factors() -> None:
+    model = small_model()
+    method = FedAvg(model, FedAvgConfig(tier=0.25))
+    state = start(method, model)
+    hybrid_error = (to_full(load(method.network("1/4"), state.weights))["7.weight"] - model[7].weight).norm()
+    spectrum = torch.linalg.svdvals(model[7].weight.detach())
+    assert hybrid_error.item() == pytest.approx(truncation_error(spectrum, 6), rel=1e-4)
+    updates = [answer(task) for task in round_of(method, state, ["1/4"] * 2)]
+    merged = method.merge(state, iter(copy.copy(updates)))
+    torch.testing.assert_close(merged.weights["7.u"], (updates[0].tensors["7.u"] + updates[1].tensors["7.u"]) / 2)

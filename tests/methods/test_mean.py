@@ -1,0 +1,47 @@
+"""The weighted mean, dense and in factor form, against plain arithmetic."""
+
+import torch
+
+from fedhm.lowrank.unroll import roll
+from fedhm.methods.mean import WeightedMean, held_rows
+
+
+def test_dense_and_factored_contributions_add_up() -> None:
+    old = {"w": torch.randn(6, 4, 3, 3, dtype=torch.float64)}
+    dense = torch.randn_like(old["w"])
+    left, right = torch.randn(12, 2, dtype=torch.float64), torch.randn(2, 18, dtype=torch.float64)
+    mean = WeightedMean(old)
+    mean.add("w", dense, 2.0)
+    mean.add_product("w", left, right, 0.5)
+    expected = (2 * dense + 0.5 * roll(left @ right, old["w"].shape)) / 2.5
+    torch.testing.assert_close(mean.result()["w"], expected)
+
+
+def test_what_nobody_contributed_to_keeps_its_value() -> None:
+    old = {"a": torch.randn(3), "b": torch.randn(3)}
+    mean = WeightedMean(old)
+    mean.add("a", torch.ones(3), 1.0)
+    assert torch.equal(mean.result()["b"], old["b"])
+    assert torch.equal(mean.result()["a"], torch.ones(3))
+
+
+def test_rows_are_averaged_over_those_who_trained_them() -> None:
+    old = {"w": torch.full((4, 2), 9.0), "b": torch.full((4,), 9.0)}
+    mean = WeightedMean(old)
+    for name, ones in (("w", torch.ones(4, 2)), ("b", torch.ones(4))):
+        mean.add(name, ones, 1.0, held_rows((0, 1), 4))
+        mean.add(name, 4 * ones, 2.0, held_rows((1, 2), 4))
+    assert mean.result()["w"].tolist() == [[1, 1], [3, 3], [4, 4], [9, 9]]
+    assert mean.result()["b"].tolist() == [1, 3, 4, 9]
+
+
+def test_a_client_that_holds_all_labels_trained_all_rows() -> None:
+    assert held_rows((0, 1, 2), 3) is None
+    assert held_rows(None, 3) is None
+
+
+def test_the_type_of_the_weights_is_kept() -> None:
+    for kind in (torch.float64, torch.bfloat16):
+        mean = WeightedMean({"w": torch.zeros(3, 2, dtype=kind)})
+        mean.add("w", torch.ones(3, 2, dtype=kind), 3.0, held_rows((0,), 3))
+        assert mean.result()["w"].dtype == kind

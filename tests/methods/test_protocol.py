@@ -1,0 +1,115 @@
+"""The protocol carries other kinds of methods without a special case in the loop, the client or the engine.
+
+Two toys: one slices channels as HeteroFL does, one trains several base networks per client as Split-Mix does.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conftest import small_config
+from fedhm import methods
+from fedhm.data.federation import Federation
+from fedhm.exchange import exchanged
+from fedhm.experiment import Experiment
+from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.methods.mean import WeightedMean
+from fedhm.methods.method import State
+
+
+def slim(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, 2), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten(), nn.Linear(4 * width, 4)
+    )
+
+
+class Slices:
+    """A narrow client trains the first channels; each element is averaged over those who hold it."""
+
+    tiers = ("full", "half")
+    widths = {"full": 8, "half": 4}  # noqa: RUF012
+
+    def __init__(self, model: nn.Module, config: object) -> None:  # noqa: ARG002
+        self._shapes = {tier: {n: t.shape for n, t in exchanged(slim(w)).items()} for tier, w in self.widths.items()}
+
+    def start(self, weights: Tensors) -> State:
+        return State(weights)
+
+    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        for p in participants:
+            yield Task("train", round_number, p.client, p.tier, p.tier, self.weights(state, p.tier))
+
+    def merge(self, state: State, updates: Iterable[Update]) -> State:
+        sums = {name: torch.zeros_like(t) for name, t in state.weights.items()}
+        counts = {name: torch.zeros_like(t) for name, t in state.weights.items()}
+        for update in updates:
+            for name, tensor in update.tensors.items():
+                where = tuple(slice(size) for size in tensor.shape)
+                sums[name][where] += tensor
+                counts[name][where] += 1
+        return State({n: torch.where(counts[n] > 0, sums[n] / counts[n], old) for n, old in state.weights.items()})
+
+    def network(self, name: str) -> nn.Module:
+        return slim(self.widths[name])
+
+    def weights(self, state: State, tier: str) -> Tensors:
+        shapes = self._shapes[tier].items()
+        return {n: state.weights[n][tuple(slice(s) for s in shape)].contiguous() for n, shape in shapes}
+
+
+class Ensemble(nn.Module):
+    def __init__(self, members: int) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(slim(3) for _ in range(members))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([member(x) for member in self.members]).mean(0)
+
+
+class Mix:
+    """A tier is a number of base networks; a client gets one task for each that it can afford."""
+
+    tiers = ("3", "1")
+
+    def __init__(self, model: nn.Module, config: object) -> None:
+        pass
+
+    def start(self, weights: Tensors) -> State:  # noqa: ARG002
+        torch.manual_seed(0)
+        return State({f"{base}/{n}": t.clone() for base in range(3) for n, t in exchanged(slim(3)).items()})
+
+    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        for p in participants:
+            for number in range(int(p.tier)):
+                base = (p.client + number) % 3
+                own = {n.removeprefix(f"{base}/"): t for n, t in state.weights.items() if n.startswith(f"{base}/")}
+                yield Task("train", round_number, p.client, p.tier, f"base {base}", own)
+
+    def merge(self, state: State, updates: Iterable[Update]) -> State:
+        mean = WeightedMean(state.weights)
+        for update in updates:
+            for name, tensor in update.tensors.items():
+                mean.add(f"{update.network.removeprefix('base ')}/{name}", tensor, 1.0)
+        return State(mean.result())
+
+    def network(self, name: str) -> nn.Module:
+        return slim(3) if name.startswith("base") else Ensemble(int(name))
+
+    def weights(self, state: State, tier: str) -> Tensors:
+        named = ((n.partition("/"), t) for n, t in state.weights.items())
+        return {f"members.{base}.{rest}": t for (base, _, rest), t in named if int(base) < int(tier)}
+
+
+@pytest.mark.parametrize("method", [Slices, Mix])
+def test_other_methods_run_in_the_same_loop(
+    method: type, federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(methods.METHODS, "fedhm", method)
+    config = small_config(train={"rounds": 6, "epochs": 2})
+    torch.manual_seed(0)
+    result = Experiment(slim(8), federation, config).run()
+    assert set(result.scores) == set(method.tiers)  # type: ignore[attr-defined]
+    assert all(score.accuracy > 0.6 for score in result.scores.values())
+    assert all(record.traffic for record in result.records)

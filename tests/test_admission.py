@@ -1,0 +1,40 @@
+"""A broken update is told apart, whatever is broken."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedhm.admission import objection
+from fedhm.messages import Task, Update
+
+TASK = Task("train", 3, 5, "1/2", "1/2", {"a": torch.ones(2, 3), "b": torch.ones(2)})
+UPDATE = Update("train", 3, 5, "1/2", "1/2", {"a": torch.zeros(2, 3), "b": torch.zeros(2)}, 10, None, 0.5)
+
+
+def test_a_good_update_is_let_in() -> None:
+    assert objection(UPDATE, TASK) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"round": 2}, "it answers another task"),
+        ({"client": 4}, "it answers another task"),
+        ({"network": "full"}, "it answers another task"),
+        ({"kind": "statistics"}, "it answers another task"),
+        ({"samples": 0}, "it claims 0 samples"),
+        ({"loss": float("nan")}, "its loss became NaN"),
+        ({"loss": float("inf")}, "its loss became infinite"),
+        ({"tensors": {"a": torch.zeros(2, 3)}}, "it lacks the tensor 'b'"),
+        ({"tensors": {**UPDATE.tensors, "c": torch.zeros(1)}}, "it adds the tensor 'c'"),
+        ({"tensors": {**UPDATE.tensors, "a": torch.zeros(1, 3)}}, r"'a' has shape \(1, 3\) instead of \(2, 3\)"),
+        ({"tensors": {**UPDATE.tensors, "a": torch.zeros(2, 3).double()}}, "'a' has type torch.float64"),
+        ({"tensors": {**UPDATE.tensors, "b": torch.tensor([0, float("inf")])}}, "'b' holds NaN or infinite"),
+    ],
+)
+def test_a_bad_update_is_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:
+    found = objection(replace(UPDATE, **changes), TASK)  # type: ignore[arg-type]
+    assert found is not None
+    assert re.search(reason, found)

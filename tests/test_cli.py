@@ -1,0 +1,181 @@
+"""The command line, as a user meets it."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from fedhm.cli import main
+
+QUICK = ["train.rounds=3", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=1"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "quick"
+    assert main(["run", "digits", "--set", *QUICK, "--out", str(folder)]) == 0
+    return folder
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Exit code 1, one paragraph on stderr, no traceback."""
+    assert main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fedhm: ")
+    assert "Traceback" not in err
+    return err
+
+
+def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
+    assert {path.name for path in finished.iterdir()} == {
+        "config.toml", "records.jsonl", "tiers.json", "checkpoints", "models",
+        "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png",
+    }  # fmt: skip
+    assert {path.name for path in (finished / "models").iterdir()} == {
+        "full.safetensors", "1-2.safetensors", "1-4.safetensors", "1-8.safetensors",
+    }  # fmt: skip
+    assert len((finished / "records.jsonl").read_text().splitlines()) == 3
+    for name in ("accuracy-by-round.png", "accuracy-by-bytes.png"):
+        with Image.open(finished / name) as picture:
+            assert picture.width > 600
+            assert len(picture.convert("RGB").getcolors(2**24) or []) > 50  # something is drawn
+
+
+def test_the_table_has_a_row_for_each_tier(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(finished)]) == 0
+    out = capsys.readouterr().out
+    for tier in ("full", "1/2", "1/4", "1/8"):
+        assert re.search(rf"│ {tier} +│ +[\d,]+ │ +[\d.]+ M │ +[\d.]+ kB │ +\d+\.\d\d % │", out), out
+
+
+def test_several_runs_side_by_side(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "fedavg"
+    arguments = ["run", "digits", "--set", *QUICK, "method.name=fedavg", "--out", str(other)]
+    assert main(arguments) == 0
+    assert main(["report", str(finished), str(other), "--out", str(tmp_path / "both")]) == 0
+    out = capsys.readouterr().out
+    assert "quick: fedhm, round 3 of 3" in out
+    assert "fedavg: fedavg, round 3 of 3" in out
+    csv = (tmp_path / "both" / "report.csv").read_text().splitlines()
+    assert len(csv) == 1 + 3 * 4 + 3
+    assert (tmp_path / "both" / "accuracy-by-bytes.png").exists()
+
+
+def test_a_finished_run_can_be_resumed_and_not_overwritten(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(finished)]) == 0
+    capsys.readouterr()
+    assert "holds a run already: go on with 'fedhm resume" in failure(capsys, "run", "digits", "--out", str(finished))
+
+
+def test_sizes_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sizes", "cifar10-resnet18", "--set", "train.batch=2"]) == 0
+    out = capsys.readouterr().out
+    for parameters, macs in (
+        ("11,173,962", "555.4"),
+        ("4,157,514", "259.7"),
+        ("2,209,866", "171.6"),
+        ("1,236,042", "127.6"),
+    ):
+        assert re.search(rf"{parameters} │ +{macs} M │ +[\d.]+ MB │ +[\d.]+ MB", out), out
+
+
+def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "digit"], "did you mean 'digits'"),
+        (["run", "digits", "--set", "train.lrr=1"], "did you mean 'train.lr'"),
+        (["run", "cifar10-resnet18", "--set", "data.folder=nowhere"], "cifar-10-binary.tar.gz"),
+        (["run", "digits", "--set", "method.tiers=[0.0]"], "greater than 0"),
+        (["run", "digits", "--set", "method.keep=9"], "nothing to factorize for tier 1/2"),
+        (["run", "digits", "--set", "federation.clients=5000"], "5000 clients cannot share"),
+        (["run", "digits", "--set", "data.partition=dirichlet-unequal", "data.alpha=0.0001"], "has no samples"),
+        (["run", "digits", "--set", "data.source=digitz"], "'digits'"),
+        (["run", "--set", "train.lr=1", "digits"], "put the preset before --set"),
+        (["resume", "nowhere"], "is not the folder of a run"),
+        (["report", "nowhere"], "there is no folder nowhere"),
+        (["sizes", "none.toml"], "cannot read none.toml"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_and_nothing_is_left_behind(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sentence in failure(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_diverging_run_says_so_and_keeps_its_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "run")
+    assert main(["run", "digits", "--set", *QUICK, "train.lr=1e30", "--out", folder]) == 1
+    err = capsys.readouterr().err
+    assert re.search(r"client \d+ \(tier .*\) in round 1 cannot be used: its loss became NaN", err)
+    assert main(["report", folder]) == 1
+    assert "no evaluated round" in capsys.readouterr().err
+
+
+def test_damaged_folders_are_told_apart(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.toml").write_bytes((finished / "config.toml").read_bytes()[:70])
+    assert "config.toml" in failure(capsys, "resume", str(damaged))
+    (damaged / "config.toml").write_text((finished / "config.toml").read_text().replace("seed = 0", "seed = 1"))
+    (damaged / "checkpoints").mkdir()
+    checkpoint = max((finished / "checkpoints").iterdir())
+    (damaged / "checkpoints" / checkpoint.name).write_bytes(checkpoint.read_bytes())
+    assert main(["resume", str(damaged)]) == 1
+    assert "belongs to another run" in capsys.readouterr().err
+
+
+def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["walk"], ["run", "digits", "--colour"]):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+    assert "usage: fedhm" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_terminal_stops_cleanly_and_the_bar_was_shown(tmp_path: Path) -> None:
+    """On a real pseudo-terminal: the live bar, then Ctrl-C, a sentence, exit code 130, and resume works."""
+    folder = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fedhm", "run", "digits", "--set", *QUICK, "train.rounds=500", "--out", str(folder)],
+        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "140"},
+    )  # fmt: skip
+    os.close(theirs)
+    while process.poll() is None and not list((folder / "checkpoints").glob("*.safetensors")):
+        time.sleep(0.02)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    screen = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # how a terminal says that the other side is gone
+            break
+        if not part:
+            break
+        screen += part
+    assert process.wait() == 130
+    text = screen.decode()
+    assert "round" in text
+    assert "━" in text
+    assert "goes on from the last complete round" in text
+    assert "Traceback" not in text

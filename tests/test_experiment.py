@@ -1,0 +1,148 @@
+"""The loop: the same results whatever the order of arrival, honest records, and bad updates kept out."""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import small_config, small_model
+from fedhm.client import Client
+from fedhm.data.federation import Federation
+from fedhm.engines.local import LocalEngine
+from fedhm.errors import FedhmError
+from fedhm.experiment import Experiment, Result
+from fedhm.messages import Failure, Reply, Task, Update
+
+
+def same(first: Result, second: Result) -> bool:
+    return all(
+        torch.equal(tensor, second.networks[tier].state_dict()[name])
+        for tier, network in first.networks.items()
+        for name, tensor in network.state_dict().items()
+    )
+
+
+class Meddling:
+    """The local engine, with replies changed or reordered on their way."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._engine = experiment.engine
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        replies = list(self._engine.run(tasks))
+        random.Random(0).shuffle(replies)
+        for reply in replies:
+            yield self.meddle(reply)
+
+    def meddle(self, reply: Reply) -> Reply:
+        return reply
+
+
+def run(data: Federation, /, engine: type[Meddling] | None = None, **sections: dict[str, object]) -> Result:
+    experiment = Experiment(small_model(), data, small_config(**sections))
+    if engine is not None:
+        experiment.engine = engine(experiment)
+    return experiment.run()
+
+
+@pytest.mark.parametrize("aggregate", ["models", "updates"])
+def test_arrival_order_does_not_matter(federation: Federation, aggregate: str) -> None:
+    sections = {"method": {"aggregate": aggregate}, "federation": {"participation": 1.0}}
+    assert same(run(federation, **sections), run(federation, Meddling, **sections))
+
+
+def test_seeds_decide_everything(federation: Federation) -> None:
+    torch.manual_seed(0)
+    first = run(federation)
+    torch.manual_seed(1)
+    assert same(first, run(federation))
+    other = Experiment(small_model(), federation, small_config().model_copy(update={"seed": 1})).run()
+    assert not same(first, other)
+
+
+def test_every_tier_learns(federation: Federation) -> None:
+    for heterogeneity in ("fixed", "dynamic"):
+        result = run(federation, train={"rounds": 8, "epochs": 3}, federation={"heterogeneity": heterogeneity})
+        assert all(score.accuracy > 0.85 for score in result.scores.values()), result.scores
+
+
+def test_records_tell_what_was_sent_computed_and_measured(federation: Federation) -> None:
+    result = run(federation, evaluation={"every": 2}, train={"rounds": 3, "epochs": 2})
+    assert [bool(record.scores) for record in result.records] == [False, True, True]
+    for record in result.records:
+        assert len(record.participants) == 4
+        assert {p.tier for p in record.participants} == set(record.traffic)
+        for tier, traffic in record.traffic.items():
+            # static batch normalisation: 2 layers' running mean and variance stay at home
+            on_wire = result.costs[tier].bytes - 4 * 2 * (8 + 16)
+            assert traffic.down == traffic.up == traffic.clients * on_wire
+            assert traffic.macs == traffic.clients * result.costs[tier].macs * 20 * 2
+        assert set(record.train_loss) == set(record.traffic)
+        assert set(record.diagnostics) == {"kappa_uv", "kappa_sigma1", "kappa_sigma2"}
+        assert set(record.seconds) >= {"train", "merge"}
+        assert (record.statistics.clients > 0) == bool(record.scores)
+
+
+def test_running_averages_are_used_until_statistics_are_gathered(federation: Federation) -> None:
+    result = run(federation, evaluation={"static_from": 1})
+    first, second = result.records
+    assert first.statistics.clients == 0
+    assert second.statistics.clients == 16
+    assert all(first.traffic[t].down == first.traffic[t].clients * result.costs[t].bytes for t in first.traffic)
+    never = run(federation, evaluation={"static_from": "never"})
+    assert all(record.statistics.clients == 0 for record in never.records)
+
+
+def test_clients_can_be_assigned_their_tiers(federation: Federation) -> None:
+    assignment = ["1/8"] * 7 + ["full"]
+    result = run(federation, federation={"assignment": assignment, "participation": 1.0})
+    assert [p.tier for p in result.records[0].participants] == assignment
+    with pytest.raises(FedhmError, match="names 2 tiers for 8 clients"):
+        run(federation, federation={"assignment": ["full", "1/2"]})
+    with pytest.raises(FedhmError, match="no tier '1/3'"):
+        run(federation, federation={"assignment": ["1/3"] * 8})
+
+
+def test_a_loss_that_became_nan_names_client_and_round(federation: Federation) -> None:
+    with pytest.raises(FedhmError, match=r"client \d \(tier [\w/]+\) in round 1 cannot be used: its loss became NaN"):
+        run(federation, train={"lr": 1e30})
+
+
+class Hostile(Meddling):
+    def meddle(self, reply: Reply) -> Reply:
+        if isinstance(reply, Update) and reply.kind == "train" and reply.client % 4 == 1:
+            return replace(reply, tensors={n: t * float("nan") for n, t in reply.tensors.items()})
+        if reply.client % 4 == 2:
+            return Failure(reply.client, "it caught fire", reply.position)
+        return reply
+
+
+def test_bad_updates_cost_only_themselves(federation: Federation) -> None:
+    sections = {"federation": {"participation": 1.0}, "train": {"on_bad_update": "drop", "rounds": 2}}
+    result = run(federation, Hostile, **sections)
+    reasons = {(entry["client"], entry["kind"]): entry["reason"] for entry in result.records[0].dropped}
+    assert reasons[2, "train"] == reasons[6, "statistics"] == "it caught fire"
+    assert "NaN" in reasons[1, "train"]
+    assert (1, "statistics") not in reasons
+    assert all(score.loss < 100 for score in result.scores.values())
+    with pytest.raises(FedhmError, match=r"client 1 .* round 1 cannot be used"):
+        run(federation, Hostile, federation={"participation": 1.0})
+
+
+class Dead(Meddling):
+    def meddle(self, reply: Reply) -> Reply:
+        return Failure(reply.client, "nobody there", reply.position)
+
+
+def test_a_round_without_any_update_ends_the_run(federation: Federation) -> None:
+    with pytest.raises(FedhmError, match=r"no client's update could be used in round 1.*nobody there"):
+        run(federation, Dead, train={"on_bad_update": "drop"})
+
+
+def test_the_local_engine_is_a_map_over_tasks(federation: Federation) -> None:
+    experiment = Experiment(small_model(), federation, small_config())
+    engine = experiment.engine
+    assert isinstance(engine, LocalEngine)
+    assert all(isinstance(client, Client) for client in engine._clients)

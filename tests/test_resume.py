@@ -1,0 +1,156 @@
+"""An interrupted run goes on and ends as if nothing had happened, wherever it was interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fedhm
+from conftest import small_model
+from fedhm import files
+from fedhm.data.federation import Federation
+from fedhm.errors import FedhmError
+from fedhm.experiment import Result
+from fedhm.folder import RunFolder
+
+SETTINGS = {
+    "federation": {"participation": 0.5},
+    "train": {"rounds": 3, "batch": 8, "lr": 0.05},
+    "evaluation": {"every": 2},
+    "engine": {"threads": 1},
+}
+
+
+def run(federation: Federation, out: Path, model: nn.Module | None = None) -> Result:
+    return fedhm.run(model or small_model(), federation.clients, federation.test, SETTINGS, out)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that must be the same: final models byte by byte, and records but for their times."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in (folder / "models").iterdir()}
+    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    for record in records:
+        del record["seconds"]
+    return {**found, "records": records, "checkpoint": max((folder / "checkpoints").iterdir()).read_bytes()}
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+def test_a_run_killed_at_any_write_ends_the_same(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(federation, tmp_path / "whole")
+    expected = outcome(tmp_path / "whole")
+
+    def dying(real: Callable[..., Any], fatal: int) -> Callable[..., Any]:
+        calls = iter(range(10**6))
+
+        def call(*arguments: Any) -> Any:
+            if next(calls) == fatal:
+                raise KilledError
+            return real(*arguments)
+
+        return call
+
+    deaths = 0
+    for place, name in ((os, "fsync"), (Path, "replace"), (files.Path, "unlink")):
+        for fatal in range(100):
+            folder = tmp_path / f"{name}-{fatal}"
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, dying(getattr(place, name), fatal))
+                try:
+                    run(federation, folder)
+                    break  # fewer calls than this: every one has been tried
+                except KilledError:
+                    deaths += 1
+            run(federation, folder)
+            assert outcome(folder) == expected
+            assert not list(folder.rglob("*.tmp"))
+    assert deaths > 20
+
+
+def test_a_finished_run_can_be_asked_again(federation: Federation, tmp_path: Path) -> None:
+    first = run(federation, tmp_path / "run")
+    before = outcome(tmp_path / "run")
+    (tmp_path / "run" / "models" / "1-8.safetensors").unlink()
+    again = run(federation, tmp_path / "run")
+    assert outcome(tmp_path / "run") == before
+    assert again.records[-1].statistics == first.records[-1].statistics
+    batch = torch.zeros(2, 1, 6, 6)
+    assert torch.equal(again.networks["1/8"].eval()(batch), first.networks["1/8"].eval()(batch))
+
+
+def test_a_saved_tier_is_loaded_into_any_instance_of_the_model(federation: Federation, tmp_path: Path) -> None:
+    result = run(federation, tmp_path)
+    batch = torch.rand(2, 1, 6, 6)
+    for tier, file in (("full", "full"), ("1/8", "1-8")):
+        network = fedhm.load_tier(tmp_path / "models" / f"{file}.safetensors", small_model(seed=5))
+        assert torch.equal(network(batch), result.networks[tier].eval()(batch))
+    with pytest.raises(FedhmError, match="cannot read"):
+        fedhm.load_tier(tmp_path / "none.safetensors", small_model())
+    with pytest.raises(FedhmError, match="not a tier's model"):
+        fedhm.load_tier(max((tmp_path / "checkpoints").iterdir()), small_model())
+
+
+def test_another_model_or_config_is_refused(federation: Federation, tmp_path: Path) -> None:
+    run(federation, tmp_path)
+    with pytest.raises(FedhmError, match="does not fit the network"):
+        run(federation, tmp_path, nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(128, 64), nn.Linear(64, 4)))
+    changed = {**SETTINGS, "seed": 1}
+    with pytest.raises(FedhmError, match="holds a run with other settings"):
+        fedhm.run(small_model(), federation.clients, federation.test, changed, tmp_path)
+
+
+def test_two_processes_cannot_write_one_run(federation: Federation, tmp_path: Path) -> None:
+    run(federation, tmp_path)
+    with RunFolder.open(tmp_path), pytest.raises(FedhmError, match="another process is running"):
+        run(federation, tmp_path)
+
+
+def test_missing_records_are_noticed(federation: Federation, tmp_path: Path) -> None:
+    run(federation, tmp_path)
+    records = tmp_path / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines[:1]))
+    with pytest.raises(FedhmError, match="does not hold the 3 rounds"):
+        run(federation, tmp_path)
+    records.write_text("nonsense\n")
+    with pytest.raises(FedhmError, match=r"line 1 of .* is not a round's record"):
+        run(federation, tmp_path)
+
+
+@pytest.mark.slow
+def test_kill_9_from_the_shell(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedhm"]
+    settings = ["train.rounds=6", "train.epochs=1", "model.width=0.25", "federation.clients=8"]
+
+    def start(*arguments: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
+
+    whole = start("run", "digits", "--set", *settings, "--out", str(tmp_path / "whole"))
+    assert whole.wait() == 0
+
+    folder = tmp_path / "killed"
+    process = start("run", "digits", "--set", *settings, "--out", str(folder))
+    kills = 0
+    for wanted in (1, 3, 4):
+        while process.poll() is None and len(list((folder / "checkpoints").glob(f"round-00000{wanted}.*"))) == 0:
+            time.sleep(0.002)
+        time.sleep(0.03 * wanted)  # somewhere inside the next round
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+        process = start("resume", str(folder))
+    assert process.wait() == 0
+    assert kills >= 2
+    assert outcome(folder) == outcome(tmp_path / "whole")
