@@ -1,11 +1,9 @@
 """FedHM on a model and data of one's own: a network that the library has never seen, twelve clients of four sizes."""
 
-from typing import Any
-
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import fedhm
 
@@ -32,13 +30,13 @@ def main() -> None:
     digits = load_digits()
     inputs = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(digits.target)
-    clients: list[Dataset[Any]] = [TensorDataset(inputs[i:1500:12], labels[i:1500:12]) for i in range(12)]
-    test: Dataset[Any] = TensorDataset(inputs[1500:], labels[1500:])
+    clients = [TensorDataset(inputs[i:1500:12], labels[i:1500:12]) for i in range(12)]
+    test = TensorDataset(inputs[1500:], labels[1500:])
     model = TwoPaths()
 
     print("At rank ratio 1/4:", fedhm.plan_ranks(model, 1 / 4), sep="\n")
     settings = {
-        "method": {"name": "fedhm", "tiers": [1, "1/2", "1/4", "1/8"]},  # client p has tier p mod 4
+        "method": {"tiers": [1, "1/2", "1/4", "1/8"]},  # client p has tier p mod 4
         "train": {"rounds": 10, "batch": 32, "lr": 0.05},
         "engine": {"threads": 1},  # so small a network gains nothing from more
     }

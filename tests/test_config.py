@@ -113,6 +113,10 @@ def test_another_method_starts_with_its_own_settings() -> None:
     assert config.method == FedAvgConfig(tier=0.125)
 
 
+def test_a_method_section_without_a_name_is_fedhms() -> None:
+    assert parse({"method": {"tiers": [1, "1/4"]}}, "test").method == FedHMConfig(tiers=(1.0, 0.25))
+
+
 def test_a_config_without_sections_is_whole() -> None:
     assert parse({}, "test") == Config()
 

@@ -21,7 +21,12 @@ from fedhm.models import resnet18
         (nn.ConvTranspose2d(3, 4, 3), (3, 5, 5), 3 * 4 * 9 + 4, 25 * 3 * 4 * 9),
         (nn.BatchNorm2d(3), (3, 4, 4), 6, 0),
         # the vertical factor works at full width, the horizontal one at the final size
-        (LowRankConv2d(nn.Conv2d(4, 6, 3, 2, 1), 5), (4, 8, 8), 5 * 3 * (4 + 6) + 6, 4 * 8 * 5 * 4 * 3 + 16 * 6 * 5 * 3),
+        (
+            LowRankConv2d(nn.Conv2d(4, 6, 3, 2, 1), 5),
+            (4, 8, 8),
+            5 * 3 * (4 + 6) + 6,
+            4 * 8 * 5 * 4 * 3 + 16 * 6 * 5 * 3,
+        ),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import small_config, small_model
 from fedhm.client import Client
@@ -40,7 +41,7 @@ class Meddling:
         return reply
 
 
-def run(data: Federation, /, engine: type[Meddling] | None = None, **sections: dict[str, object]) -> Result:
+def run(data: Federation, engine: type[Meddling] | None = None, /, **sections: dict[str, object]) -> Result:
     experiment = Experiment(small_model(), data, small_config(**sections))
     if engine is not None:
         experiment.engine = engine(experiment)
@@ -139,6 +140,22 @@ class Dead(Meddling):
 def test_a_round_without_any_update_ends_the_run(federation: Federation) -> None:
     with pytest.raises(FedhmError, match=r"no client's update could be used in round 1.*nobody there"):
         run(federation, Dead, train={"on_bad_update": "drop"})
+
+
+def test_a_model_that_does_not_fit_the_data_is_refused_at_once(federation: Federation) -> None:
+    for model, sentence in (
+        (nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(128, 64), nn.Linear(64, 3)), "each of 4 classes"),
+        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(128, 64), nn.Linear(64, 4)), "does not accept"),
+        (small_model().double(), "does not accept the test set's inputs"),
+    ):
+        with pytest.raises(FedhmError, match=sentence):
+            Experiment(model, federation, small_config())
+
+
+def test_the_number_of_threads_is_given_back(federation: Federation) -> None:
+    torch.set_num_threads(1)
+    run(federation, train={"rounds": 1}, engine={"threads": 2})
+    assert torch.get_num_threads() == 1
 
 
 def test_the_local_engine_is_a_map_over_tasks(federation: Federation) -> None:

@@ -43,27 +43,35 @@ def running_names(network: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
-    """The input statistics of every BatchNorm layer over all batches, as tensors to send."""
+    """The input statistics of every BatchNorm layer over all batches, as tensors to send.
+
+    With momentum 1 a layer's running statistics are those of its last batch, which it computes anyway.
+    """
     found: dict[str, Moments] = {}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
-        def hook(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            values = arguments[0].double()
-            over = [axis for axis in range(values.ndim) if axis != 1]
-            variance, mean = torch.var_mean(values, dim=over, correction=0)
-            count = torch.tensor(values.numel() / values.shape[1], dtype=torch.float64)
-            seen = Moments(count, mean, variance)
+        def hook(layer: _BatchNorm, arguments: tuple[Tensor, ...], _: Tensor) -> None:
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            values = torch.tensor(arguments[0].numel() / arguments[0].shape[1], dtype=torch.float64)
+            population = layer.running_var.double() * (values - 1) / values  # a layer stores the unbiased estimate
+            seen = Moments(values, layer.running_mean.double(), population)
             found[name] = found[name].pooled(seen) if name in found else seen
 
-        return layers[name].register_forward_pre_hook(hook)
+        return layers[name].register_forward_hook(hook)
 
+    network.train()
     layers = tracked_layers(network)
     handles = [watch(name) for name in layers]
+    momenta = {name: layer.momentum for name, layer in layers.items()}
     try:
-        network.train()
+        for layer in layers.values():
+            layer.momentum = 1.0
         for batch in inputs:
             network(batch)
     finally:
+        for name, layer in layers.items():
+            layer.momentum = momenta[name]
         for handle in handles:
             handle.remove()
     return {f"{name}/{part}": t for name, m in found.items() for part, t in m._asdict().items()}
@@ -79,6 +87,6 @@ def pool(gathered: Iterable[Tensors]) -> Tensors:
     stored: Tensors = {}
     for name, moments in total.items():
         prefix = f"{name}." if name else ""
-        stored[f"{prefix}running_mean"] = moments.mean.float()
-        stored[f"{prefix}running_var"] = moments.variance.float()
+        stored[f"{prefix}running_mean"] = moments.mean
+        stored[f"{prefix}running_var"] = moments.variance
     return stored

@@ -53,9 +53,7 @@ def _read(path: Path, run: str) -> Checkpoint:
     if header["run"] != run:
         raise FedhmError(f"the checkpoint {path} belongs to another run: the config beside it has changed since")
     if header["sha256"] != _digest(tensors):
-        raise FedhmError(
-            f"the checkpoint {path} is damaged (its content does not match its checksum); {_way_out(path)}"
-        )
+        raise FedhmError(f"the checkpoint {path} is damaged (its checksum is another); {_way_out(path)}")
     weights = {n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")}
     memory = {n.removeprefix("memory/"): t for n, t in tensors.items() if n.startswith("memory/")}
     return Checkpoint(header["round"], State(weights, memory, header["diagnostics"]))

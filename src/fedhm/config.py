@@ -2,12 +2,12 @@
 
 import hashlib
 import math
-import os
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
+import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
@@ -75,7 +75,7 @@ class EvaluationConfig(Section):
     every: Positive = 1  # rounds between evaluations; the last round is always evaluated
     static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0  # after this round, BatchNorm statistics are
     # gathered at the clients; up to it, their running averages are used
-    batch: Positive = 500
+    batch: Positive = 128
 
 
 class FedHMConfig(Section):
@@ -105,7 +105,7 @@ MethodConfig = Annotated[FedHMConfig | FedAvgConfig, Field(discriminator="name")
 
 class EngineConfig(Section):
     name: Literal["local"] = "local"
-    threads: Annotated[int, Field(ge=0)] = 0  # of PyTorch; 0 is one per core. Resuming uses the same number
+    threads: Annotated[int, Field(ge=0)] = 0  # 0 is PyTorch's own choice; resuming uses the same number
 
 
 class Config(Section):
@@ -120,9 +120,17 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: EngineConfig = EngineConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_method(cls, table: Any) -> Any:
+        """A [method] section without a name is FedHM's."""
+        if isinstance(table, dict) and isinstance(table.get("method"), dict) and "name" not in table["method"]:
+            return {**table, "method": {"name": "fedhm", **table["method"]}}
+        return table
+
     def resolved(self) -> "Config":
         """With the choices filled in that depend on the machine, so that a resumed run repeats them."""
-        threads = self.engine.threads or len(os.sched_getaffinity(0))
+        threads = self.engine.threads or torch.get_num_threads()
         return self.model_copy(update={"engine": self.engine.model_copy(update={"threads": threads})})
 
     def to_toml(self) -> str:

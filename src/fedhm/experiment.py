@@ -68,12 +68,19 @@ class Experiment:
         self.engine = engine or LocalEngine([Client(samples, *parts) for samples in federation.clients])
         self._initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
         self._test = Feed(federation.test, federation.preprocessing)
+        self._check_outputs(model, federation.classes)
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Runs the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.config.engine.threads or threads)
+        try:
+            return self._run(folder)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self, folder: RunFolder | None) -> Result:
         rounds, every = self.config.train.rounds, self.config.evaluation.every
-        if self.config.engine.threads:
-            torch.set_num_threads(self.config.engine.threads)
         state, records = self._begin(folder)
         networks: dict[str, nn.Module] = {}
         for number in range(len(records) + 1, rounds + 1):
@@ -97,6 +104,16 @@ class Experiment:
         if folder:
             folder.save_models(networks)
         return Result(records, networks, self.costs)
+
+    def _check_outputs(self, model: nn.Module, classes: int) -> None:
+        batch, _ = next(self._test.ordered(2))
+        try:
+            with torch.no_grad():
+                shape = tuple(deepcopy(model).eval()(batch).shape)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise FedhmError(f"the model does not accept the test set's inputs: {error}") from error
+        if len(shape) != 2 or shape[1] < classes:
+            raise FedhmError(f"the model must give a score for each of {classes} classes, but its output is {shape}")
 
     def _begin(self, folder: RunFolder | None) -> tuple[State, list[Record]]:
         checkpoint, records = folder.restore() if folder else (None, [])

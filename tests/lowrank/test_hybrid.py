@@ -96,9 +96,9 @@ def test_transformer_encoder(batch_first: bool, training: bool, norm_first: bool
     assert "whose owner may use its weight without calling it" in plan.dense["layers.0.self_attn.out_proj"]
     run = on(3, 5, 16)
     check(model, run, plan)
-    with patch("torch._transformer_encoder_layer_fwd", wraps=torch._transformer_encoder_layer_fwd) as fast_path:
-        with torch.no_grad():
-            check(model, run, plan)
+    kernel = "torch._transformer_encoder_layer_fwd"
+    with torch.no_grad(), patch(kernel, wraps=torch._transformer_encoder_layer_fwd) as fast_path:
+        check(model, run, plan)
     assert fast_path.called == (batch_first and not training)
 
 
@@ -252,7 +252,13 @@ def halved(layer: nn.Module) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.parametrize(
     "change",
-    [nn.utils.weight_norm, nn.utils.spectral_norm, parametrizations.weight_norm, parametrizations.spectral_norm, halved],
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        halved,
+    ],
     ids=["old weight_norm", "old spectral_norm", "weight_norm", "spectral_norm", "own parametrization"],
 )
 def test_a_weight_that_is_computed_stays_dense(change: Callable[[nn.Module], nn.Module]) -> None:
@@ -262,9 +268,18 @@ def test_a_weight_that_is_computed_stays_dense(change: Callable[[nn.Module], nn.
     assert plan == {"1": 2}
     reason = "its weight is computed from other parameters"
     assert plan.dense == {"0": reason, "3": reason}
-    check(model, on(2, 8, 6, 6), plan)
+    with torch.no_grad():  # torch cannot copy the old ones once they have run with gradients
+        check(model, on(2, 8, 6, 6), plan)
     with pytest.raises(FedhmError, match=reason):
         to_hybrid(model, {"0": 2})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_a_model_that_cannot_be_copied() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(12, 12)), nn.Linear(12, 12))
+    model(torch.ones(1, 12))
+    with pytest.raises(FedhmError, match=r"^the model cannot be copied: Only Tensors created explicitly"):
+        to_hybrid(model, {"1": 3})
 
 
 def test_a_layer_with_a_computed_weight_counts_as_a_layer() -> None:

@@ -78,8 +78,11 @@ def test_split_puts_each_direction_in_one_channel() -> None:
                 assert v[out, r, 0, across] == right[r, out * k2 + across]
 
 
-def test_results_of_roll_do_not_share_memory_with_the_matrix() -> None:
-    for shape in (torch.Size((3, 2)), torch.Size((3, 2, 2, 2))):
-        matrix = torch.ones(unrolled_shape(shape))
-        roll(matrix, shape).zero_()
-        assert matrix.eq(1).all()
+def test_strides_of_split_do_not_depend_on_those_of_the_factors() -> None:
+    shape = torch.Size((8, 4, 3, 1))
+    left, right = torch.randn(12, 2), torch.randn(2, 8)
+    usual = split(left, right, shape)
+    columns_first = split(left.T.contiguous().T, right.T.contiguous().T, shape)
+    for one, other in zip(usual, columns_first, strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one, other)

@@ -19,7 +19,7 @@ from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
 # What a user may hand in for one client: samples, a pair of arrays, or a map-style dataset of (input, label)
-DataLike = Samples | tuple[Any, Any] | Dataset[tuple[Any, Any]]
+DataLike = Samples | tuple[Any, Any] | Dataset[Any]
 
 
 @dataclass(frozen=True)

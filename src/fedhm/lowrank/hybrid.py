@@ -17,7 +17,10 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
     The factors are the truncated SVD of the model's weights (spectral initialisation). With `spectral=False` they
     are zero, for a network whose weights are loaded right after.
     """
-    hybrid = copy.deepcopy(model)
+    try:
+        hybrid = copy.deepcopy(model)
+    except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
+        raise FedhmError(f"the model cannot be copied: {error}") from error
     layers = dict(hybrid.named_modules())
     owners = weight_owners(hybrid)
     for name, rank in plan.items():

@@ -39,12 +39,13 @@ def split(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tenso
     Convolution: u (r, m, k₁, 1), v (n, r, 1, k₂). Linear: u (r, m), v (n, r).
     """
     rank = left.shape[1]
-    if len(shape) == 2:
-        return left.T.contiguous(), right.T.contiguous()
-    n, m, k1, k2 = shape
-    u = left.T.reshape(rank, m, k1, 1)
-    v = right.reshape(rank, n, 1, k2).permute(1, 0, 2, 3)
-    return u.contiguous(), v.contiguous()
+    u, v = left.T, right.T
+    if len(shape) == 4:
+        n, m, k1, k2 = shape
+        u = u.reshape(rank, m, k1, 1)
+        v = right.reshape(rank, n, 1, k2).permute(1, 0, 2, 3)
+    # `contiguous()` would keep odd strides of axes of length 1, by which torch may choose another convolution kernel
+    return u.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
 
 
 def join(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
