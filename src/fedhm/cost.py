@@ -26,19 +26,24 @@ class Cost:
     bytes: int  # of one transfer of the network, in one direction
 
 
-def measure(model: nn.Module, input_shape: tuple[int, ...]) -> Cost:
-    """Counts `model` on one input of `input_shape`, without the batch axis: (3, 32, 32)."""
+def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
+    """Counts `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
+
+    Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
+    """
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
     try:
         with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
-            model(_sample(model, 1, input_shape))
+            model(_sample(model, 1, input_shape, dtype))
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {tuple(input_shape)}: {error}") from error
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Cost(parameters, counter.get_total_flops() // 2, size_in_bytes(exchanged(model)))
 
 
-def training_memory(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> int:
+def training_memory(
+    model: nn.Module, input_shape: tuple[int, ...], batch: int, dtype: torch.dtype | None = None
+) -> int:
     """The most bytes of tensors alive at once in one SGD step with momentum on `batch` samples, measured.
 
     Weights, gradients, momentum, activations and whatever the step makes on its way count; the model that was handed
@@ -46,7 +51,7 @@ def training_memory(model: nn.Module, input_shape: tuple[int, ...], batch: int) 
     """
     watch = _AliveBytes()
     try:
-        inputs = _sample(model, batch, input_shape)
+        inputs = _sample(model, batch, input_shape, dtype)
         optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-3, momentum=0.9)
         for tensor in [*model.parameters(), *model.buffers(), inputs]:
             watch.see(tensor)
@@ -122,6 +127,6 @@ class _AliveBytes(TorchDispatchMode):
         return result
 
 
-def _sample(model: nn.Module, batch: int, shape: tuple[int, ...]) -> Tensor:
+def _sample(model: nn.Module, batch: int, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    return torch.zeros(batch, *shape, dtype=like.dtype, device=like.device)
+    return torch.zeros(batch, *shape, dtype=dtype or like.dtype, device=like.device)

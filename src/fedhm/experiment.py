@@ -7,7 +7,7 @@ from functools import cache
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedhm.admission import objection
 from fedhm.batchnorm import pool, running_names
@@ -61,14 +61,15 @@ class Experiment:
         self.config, self.watchers = config, watchers
         self.clients = len(federation.clients)
         self.method = make_method(model, config.method)
-        self.cost = cache(lambda name: measure(self.method.network(name), federation.input_shape))
+        self._test = Feed(federation.test, federation.preprocessing)
+        batch, _ = next(self._test.ordered(1))
+        self._check_outputs(model, batch, federation.classes)
+        self.cost = cache(lambda name: measure(self.method.network(name), federation.input_shape, batch.dtype))
         self.running_names = cache(lambda name: running_names(self.method.network(name)))
         self.costs = {tier: self.cost(tier) for tier in self.method.tiers}
         parts = (federation.preprocessing, self.method.network, config.train, config.seed)
         self.engine = engine or LocalEngine([Client(samples, *parts) for samples in federation.clients])
         self._initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
-        self._test = Feed(federation.test, federation.preprocessing)
-        self._check_outputs(model, federation.classes)
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Runs the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
@@ -105,8 +106,8 @@ class Experiment:
             folder.save_models(networks)
         return Result(records, networks, self.costs)
 
-    def _check_outputs(self, model: nn.Module, classes: int) -> None:
-        batch, _ = next(self._test.ordered(2))
+    @staticmethod
+    def _check_outputs(model: nn.Module, batch: Tensor, classes: int) -> None:
         try:
             with torch.no_grad():
                 shape = tuple(deepcopy(model).eval()(batch).shape)

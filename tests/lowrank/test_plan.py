@@ -190,16 +190,16 @@ def test_model_without_layers_has_an_empty_plan() -> None:
 
 
 def test_str_is_a_table() -> None:
-    plan = RankPlan({"a.conv": 4}, {"stem": "among the first 1 layers", "classifier": "the classifier"})
+    plan = RankPlan({"stem": "among the first 1 layers", "a.conv": 4, "classifier": "the classifier"})
     assert str(plan).splitlines() == [
-        "a.conv      rank 4",
         "stem        dense: among the first 1 layers",
+        "a.conv      rank 4",
         "classifier  dense: the classifier",
     ]
 
 
 def test_plan_is_a_mapping() -> None:
-    plan = RankPlan({"a": 1, "b": 2}, {"c": "asked for"})
+    plan = RankPlan({"a": 1, "c": "asked for", "b": 2})
     assert isinstance(plan, Mapping)
     assert list(plan) == ["a", "b"]
     assert dict(plan) == {"a": 1, "b": 2}
@@ -214,6 +214,12 @@ def test_plan_is_a_mapping() -> None:
     assert not RankPlan({})
     with pytest.raises(TypeError):
         plan["a"] = 3  # type: ignore[index]
+
+
+def test_a_module_named_as_dense_keeps_all_its_layers() -> None:
+    plan = plan_ranks(resnet18(10), 1 / 8, keep=3, dense=["layer4.1", "layer3"])
+    kept = [name for name, reason in plan.dense.items() if reason == "asked for"]
+    assert kept == [f"layer3.{block}.conv{n}" for block in (0, 1) for n in (1, 2)] + ["layer4.1.conv1", "layer4.1.conv2"]
 
 
 def test_model_is_not_changed_by_planning() -> None:

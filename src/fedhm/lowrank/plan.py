@@ -6,7 +6,7 @@ other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linea
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -21,8 +21,15 @@ from fedhm.lowrank.unroll import unrolled_shape
 class RankPlan(Mapping[str, int]):
     """Layer name → rank, for the layers that are factorized. `dense` says of every other layer why it is not."""
 
-    ranks: dict[str, int]
-    dense: dict[str, str] = field(default_factory=dict)
+    decisions: dict[str, int | str]  # a rank, or the reason for none, in the order of the model
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {name: what for name, what in self.decisions.items() if isinstance(what, int)}
+
+    @property
+    def dense(self) -> dict[str, str]:
+        return {name: what for name, what in self.decisions.items() if isinstance(what, str)}
 
     def __getitem__(self, layer: str) -> int:
         return self.ranks[layer]
@@ -34,10 +41,11 @@ class RankPlan(Mapping[str, int]):
         return len(self.ranks)
 
     def __str__(self) -> str:
-        rows = [(name, f"rank {rank}") for name, rank in self.ranks.items()]
-        rows += [(name, f"dense: {reason}") for name, reason in self.dense.items()]
-        width = max((len(name) for name, _ in rows), default=0)
-        return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
+        width = max(map(len, self.decisions), default=0)
+        return "\n".join(
+            f"{name:<{width}}  {f'rank {what}' if isinstance(what, int) else f'dense: {what}'}"
+            for name, what in self.decisions.items()
+        )
 
 
 def plan_ranks(
@@ -56,23 +64,23 @@ def plan_ranks(
     classifier  the layer that gives the logits and stays dense; "auto" is the model's last layer if that is a
                 Linear, None is no layer
     pointwise   factorize 1×1 convolutions too
-    dense       further layers to leave as they are
+    dense       further layers to leave as they are, or modules whose layers are left
     """
     if not 0 < ratio <= 1:
         raise FedhmError(f"a rank ratio lies above 0 and at most at 1, not at {ratio:g}")
     if keep < 0:
         raise FedhmError(f"the number of layers to keep dense cannot be {keep}")
     layers = dict(_weighted_modules(model))
-    if unknown := set(dense) - set(layers):
-        raise FedhmError(f"there is no layer '{min(unknown)}' with a weight matrix in this model to keep dense")
+    asked = {name for name in layers for part in dense if f"{name}.".startswith(f"{part}.")}
+    if unknown := [part for part in dense if not any(f"{name}.".startswith(f"{part}.") for name in layers)]:
+        raise FedhmError(f"there is no layer '{unknown[0]}' with a weight matrix in this model to keep dense")
     if classifier == "auto":
         classifier = find_classifier(model)
     elif classifier is not None and classifier not in layers:
         raise FedhmError(f"there is no layer '{classifier}' with a weight matrix in this model to be the classifier")
     owners = weight_owners(model)
 
-    ranks: dict[str, int] = {}
-    reasons: dict[str, str] = {}
+    decisions: dict[str, int | str] = {}
     counted = 0
     for name, layer in layers.items():
         reason = obstacle(layer, owners)
@@ -84,19 +92,16 @@ def plan_ranks(
             counted += 1
             if counted <= keep:
                 reason = reason or f"among the first {keep} layers"
-        if reason is None and name in dense:
+        if reason is None and name in asked:
             reason = "asked for"
         if reason is None and ratio == 1:
             reason = "the ratio is 1: the full network"
         if reason is None:
             assert isinstance(layer, nn.Conv2d | nn.Linear)
-            rank, reason = _affordable_rank(layer, ratio)
-            if reason is None:
-                ranks[name] = rank
-                continue
-        assert reason is not None
-        reasons[name] = reason
-    return RankPlan(ranks, reasons)
+            decisions[name] = _affordable_rank(layer, ratio)
+        else:
+            decisions[name] = reason
+    return RankPlan(decisions)
 
 
 def find_classifier(model: nn.Module) -> str | None:
@@ -143,10 +148,11 @@ def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _affordable_rank(layer: nn.Conv2d | nn.Linear, ratio: float) -> tuple[int, str | None]:
+def _affordable_rank(layer: nn.Conv2d | nn.Linear, ratio: float) -> int | str:
+    """The rank at this ratio, or why it does not pay."""
     size = layer.out_channels if isinstance(layer, nn.Conv2d) else min(layer.weight.shape)
     rank = min(max(1, round(ratio * size)), largest_rank(layer.weight.shape))
     factored = rank * sum(unrolled_shape(layer.weight.shape))
     if factored >= layer.weight.numel():
-        return rank, f"rank {rank} would hold {factored:,} parameters instead of {layer.weight.numel():,}"
-    return rank, None
+        return f"rank {rank} would hold {factored:,} parameters instead of {layer.weight.numel():,}"
+    return rank
