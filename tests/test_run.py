@@ -65,7 +65,12 @@ def test_watchers_are_told_of_every_task_and_round() -> None:
 
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
     data = (torch.randn(10, 4), torch.arange(10) % 2)
-    settings = {"train": {"rounds": 2}, "method": {"tiers": [1, "1/4"]}, "federation": {"participation": 1.0}, "engine": {"threads": 1}}
+    settings = {
+        "train": {"rounds": 2},
+        "method": {"tiers": [1, "1/4"]},
+        "federation": {"participation": 1.0},
+        "engine": {"threads": 1},
+    }
     result = fedhm.run(model, [data] * 3, data, settings, watchers=[Ear()])
     assert heard[0] == ("started", 0, 2)
     assert heard[1:4] == [(1, "train", n, 3) for n in (1, 2, 3)]

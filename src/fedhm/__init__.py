@@ -11,6 +11,8 @@ each version to full shape, averages, and factorizes again. The way data goes:
 `experiment.py` holds that loop, `methods/fedhm.py` the method, `lowrank/` the mathematics.
 """
 
+from importlib.metadata import version
+
 from fedhm import models
 from fedhm.config import Config
 from fedhm.config_file import load_config
@@ -25,7 +27,7 @@ from fedhm.lowrank.plan import RankPlan, plan_ranks
 from fedhm.run import prepare, run
 from fedhm.tier_files import load_tier
 
-__version__ = "0.1.0"
+__version__ = version("fedhm")
 
 __all__ = [
     "Config", "Cost", "Experiment", "Federation", "FedhmError", "LowRankConv2d", "LowRankLinear", "RankPlan",

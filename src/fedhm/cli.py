@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"fedhm: {error}{_where_to_go_on(options)}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -45,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Federated learning for devices that are not alike: every client trains the largest "
         "low-rank version of one model that it can afford.",
     )
+    parser.add_argument("--version", action="version", version=f"fedhm {version('fedhm')}")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     run = verbs.add_parser("run", help="run an experiment", description="Run a preset or a config file.")

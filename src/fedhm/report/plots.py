@@ -1,6 +1,6 @@
 """Accuracy by round, and by bytes sent, of one or several runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -15,29 +15,35 @@ def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Writes the two plots as PNG files and gives their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     by_round, by_bytes = folder / "accuracy-by-round.png", folder / "accuracy-by-bytes.png"
-    _draw(runs, "round", [[float(r.round) for r in run.evaluated] for run in runs], by_round)
-    sent = [[run.cumulative_bytes()[r.round - 1] / 1e6 for r in run.evaluated] for run in runs]
-    _draw(runs, "sent by all clients and the server so far (MB)", sent, by_bytes)
+    _draw(runs, "round", lambda _, __, rounds: rounds, by_round)
+    _draw(runs, "sent to and from one client of the tier so far, if it trains every round (MB)", _megabytes, by_bytes)
     return [by_round, by_bytes]
 
 
-def _draw(runs: Sequence[Run], axis: str, positions: Sequence[Sequence[float]], path: Path) -> None:
+def _megabytes(run: Run, tier: str, rounds: int) -> float:
+    return rounds * run.bytes_per_client(tier) / 1e6
+
+
+def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], float], path: Path) -> None:
     colours = matplotlib.color_sequences["tab10"]
     tiers = list(dict.fromkeys(tier for run in runs for tier in run.tiers))
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
-    for number, (run, where) in enumerate(zip(runs, positions, strict=True)):
+    for number, run in enumerate(runs):
         for tier in run.tiers:
             axes.plot(
-                where,
+                [position(run, tier, record.round) for record in run.evaluated],
                 [100 * record.scores[tier].accuracy for record in run.evaluated],
                 linestyle=STYLES[number % len(STYLES)],
                 color=colours[tiers.index(tier) % len(colours)],
-                marker="o" if len(where) < 3 else None,
+                marker="o" if len(run.evaluated) < 3 else None,
                 linewidth=1.6,
                 alpha=0.85,
                 label=f"{tier}, {run.costs[tier].parameters / 1e6:.2f} M" + (f" ({run.name})" if len(runs) > 1 else ""),
             )
+    if position is _megabytes:
+        axes.set_xscale("log")  # tiers differ by an order of magnitude
+        axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(axis)
     axes.set_ylabel("test accuracy (%)")
     axes.grid(alpha=0.3)

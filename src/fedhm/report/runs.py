@@ -32,13 +32,10 @@ class Run:
         clients = sum(t.clients for t in traffic)
         return sum(t.down + t.up for t in traffic) / clients if clients else float("nan")
 
-    def cumulative_bytes(self) -> list[int]:
-        """By round: all that was sent so far in both directions, gathering of statistics included."""
-        total, sums = 0, []
-        for record in self.records:
-            total += sum(t.down + t.up for t in [*record.traffic.values(), record.statistics])
-            sums.append(total)
-        return sums
+    def statistics_bytes(self) -> float:
+        """Measured bytes, both ways, that gathering BatchNorm statistics cost one participant in an evaluated round."""
+        gathered = sum(record.statistics.down + record.statistics.up for record in self.records)
+        return gathered / sum(len(record.participants) for record in self.evaluated)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

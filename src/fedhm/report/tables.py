@@ -32,8 +32,17 @@ def title(run: Run) -> str:
     return f"{run.name}: {run.config.method.name}, round {last} of {run.config.train.rounds}"
 
 
+def caption(run: Run) -> str:
+    """What the table's columns leave out."""
+    gathering = readable_bytes(run.statistics_bytes())
+    return (
+        "bytes/round: one client's training, down and up. "
+        f"Gathering BatchNorm statistics adds {gathering} a client in rounds that are evaluated."
+    )
+
+
 def rich_table(run: Run) -> Table:
-    table = Table(title=title(run), title_justify="left")
+    table = Table(title=title(run), title_justify="left", caption=caption(run), caption_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "tier" else "right")
     for row in rows(run):
@@ -51,7 +60,7 @@ def markdown(runs: Sequence[Run]) -> str:
             "|---" + "|--:" * (len(COLUMNS) - 1) + "|",
         ]
         lines += ["| " + " | ".join(row) + " |" for row in rows(run)]
-        parts.append("\n".join(lines))
+        parts.append("\n".join([*lines, "", caption(run)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -59,14 +68,13 @@ def as_csv(runs: Sequence[Run]) -> str:
     """Plain numbers, a line for each run, evaluated round and tier."""
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(["run", "method", "round", "tier", "parameters", "macs", "bytes_so_far", "accuracy", "loss"])
+    writer.writerow(["run", "method", "round", "tier", "parameters", "macs", "client_bytes_so_far", "accuracy", "loss"])
     for run in runs:
-        sent = run.cumulative_bytes()
         for record in run.evaluated:
             for tier, score in record.scores.items():
                 cost = run.costs[tier]
                 where = [run.name, run.config.method.name, record.round, tier]
-                writer.writerow([*where, cost.parameters, cost.macs, sent[record.round - 1], *score])
+                writer.writerow([*where, cost.parameters, cost.macs, record.round * run.bytes_per_client(tier), *score])
     return out.getvalue()
 
 
