@@ -11,21 +11,18 @@ from fedhm.config import FedAvgConfig, tier_name
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.lowrank.plan import find_classifier, plan_ranks
+from fedhm.lowrank.plan import find_classifier
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.methods.mean import WeightedMean, held_rows
 from fedhm.methods.method import State
+from fedhm.methods.tier_plan import tier_plan
 
 
 class FedAvg:
     def __init__(self, model: nn.Module, config: FedAvgConfig) -> None:
         self.config = config
         self.tier = tier_name(config.tier)
-        self.plan = plan_ranks(model, config.tier, config.keep)
-        if not self.plan and self.tier != "full":
-            raise FedhmError(
-                f"there is nothing to factorize for tier {self.tier}: every layer stays dense\n{self.plan}"
-            )
+        self.plan = tier_plan(model, config.tier, config.keep)
         self._model = model
         self._classifier = find_classifier(model)
 

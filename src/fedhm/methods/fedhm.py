@@ -17,25 +17,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from fedhm.config import FedHMConfig, tier_name
-from fedhm.errors import FedhmError
 from fedhm.lowrank.convergence import largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.lowrank.plan import RankPlan, find_classifier, plan_ranks
+from fedhm.lowrank.plan import RankPlan, find_classifier
 from fedhm.lowrank.svd import factorize
 from fedhm.lowrank.unroll import join, split, unroll
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.methods.mean import WeightedMean, held_rows
 from fedhm.methods.method import State
+from fedhm.methods.tier_plan import tier_plan
 
 
 class FedHM:
     def __init__(self, model: nn.Module, config: FedHMConfig) -> None:
         self.config = config
         self.ratios = {tier_name(ratio): ratio for ratio in sorted(config.tiers, reverse=True)}
-        self.plans = {tier: plan_ranks(model, ratio, config.keep) for tier, ratio in self.ratios.items()}
-        for tier, plan in self.plans.items():
-            if not plan and tier != "full":
-                raise FedhmError(f"there is nothing to factorize for tier {tier}: every layer stays dense\n{plan}")
+        self.plans = {tier: tier_plan(model, ratio, config.keep) for tier, ratio in self.ratios.items()}
         self._model = model
         self._classifier = find_classifier(model)
         self._largest: dict[str, int] = {}  # layer → the largest rank that any tier asks for

@@ -1,0 +1,18 @@
+"""The rank plan of a tier, for the methods whose tiers are rank ratios."""
+
+from torch import nn
+
+from fedhm.config import tier_name
+from fedhm.errors import FedhmError
+from fedhm.lowrank.plan import RankPlan, plan_ranks
+
+
+def tier_plan(model: nn.Module, ratio: float, keep: int) -> RankPlan:
+    """A tier below the full one must differ from it."""
+    plan = plan_ranks(model, ratio, keep)
+    if not plan and ratio < 1:
+        raise FedhmError(
+            f"there is nothing to factorize for tier {tier_name(ratio)}: every layer stays dense; "
+            f"choose a smaller ratio or a smaller method.keep\n{plan}"
+        )
+    return plan
