@@ -14,7 +14,7 @@ UPDATE = Update("train", 3, 5, "1/2", "1/2", {"a": torch.zeros(2, 3), "b": torch
 
 
 def test_a_good_update_is_let_in() -> None:
-    assert objection(UPDATE, TASK) is None
+    assert objection(UPDATE, TASK, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,8 @@ def test_a_good_update_is_let_in() -> None:
         ({"network": "full"}, "it answers another task"),
         ({"kind": "statistics"}, "it answers another task"),
         ({"samples": 0}, "it claims 0 samples"),
+        ({"labels": (0, 4)}, "labels outside 0…3"),
+        ({"labels": (-1,)}, "labels outside 0…3"),
         ({"loss": float("nan")}, "its loss became NaN"),
         ({"loss": float("inf")}, "its loss became infinite"),
         ({"tensors": {"a": torch.zeros(2, 3)}}, "it lacks the tensor 'b'"),
@@ -35,6 +37,6 @@ def test_a_good_update_is_let_in() -> None:
     ],
 )
 def test_a_bad_update_is_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:
-    found = objection(replace(UPDATE, **changes), TASK)  # type: ignore[arg-type]
+    found = objection(replace(UPDATE, **changes), TASK, 4)  # type: ignore[arg-type]
     assert found is not None
     assert re.search(reason, found)

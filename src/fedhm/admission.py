@@ -5,7 +5,7 @@ import math
 from fedhm.messages import Task, Update
 
 
-def objection(update: Update, task: Task) -> str | None:
+def objection(update: Update, task: Task, classes: int) -> str | None:
     """Why `update` must not be merged as the answer to `task`; None if it may."""
     if (update.kind, update.round, update.client, update.network) != (
         task.kind,
@@ -16,6 +16,8 @@ def objection(update: Update, task: Task) -> str | None:
         return f"it answers another task ({update.kind} of round {update.round} for network {update.network})"
     if update.samples < 1:
         return f"it claims {update.samples} samples"
+    if update.labels is not None and not set(update.labels) <= set(range(classes)):
+        return f"it claims labels outside 0…{classes - 1}"
     if not math.isfinite(update.loss):
         return f"its loss became {'NaN' if math.isnan(update.loss) else 'infinite'}"
     if task.kind == "train" and set(update.tensors) != set(task.tensors):

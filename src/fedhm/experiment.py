@@ -59,7 +59,7 @@ class Experiment:
         watchers: Sequence[Watcher] = (),
     ) -> None:
         self.config, self.watchers = config, watchers
-        self.clients = len(federation.clients)
+        self.clients, self.classes = len(federation.clients), federation.classes
         self.method = make_method(model, config.method)
         self._test = Feed(federation.test, federation.preprocessing)
         batch, _ = next(self._test.ordered(1))
@@ -135,7 +135,7 @@ class Experiment:
         for reply in in_task_order(self.engine.run(sent)):
             task = sent[reply.position]
             update = None if isinstance(reply, Failure) else reply
-            reason = reply.reason if isinstance(reply, Failure) else objection(reply, task)
+            reason = reply.reason if isinstance(reply, Failure) else objection(reply, task, self.classes)
             record.count(task, update, self._macs(task))
             for watcher in self.watchers:
                 watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))

@@ -96,6 +96,11 @@ def test_the_papers_weights_and_those_of_published_code() -> None:
     assert _weight(infinite, 0.125, 1) == _weight(infinite, 1, 1)
 
 
+def test_a_temperature_at_which_small_tiers_vanish_is_refused() -> None:
+    with pytest.raises(FedhmError, match="leaves the smallest tier no weight"):
+        FedHM(small_model(), FedHMConfig(weighting="softmax", temperature=0.01))
+
+
 def test_the_update_form_adds_what_clients_changed() -> None:
     model = small_model().double()
     method = FedHM(model, FedHMConfig(aggregate="updates"))

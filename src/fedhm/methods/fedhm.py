@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from fedhm.config import FedHMConfig, tier_name
+from fedhm.errors import FedhmError
 from fedhm.lowrank.convergence import largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan, find_classifier
@@ -33,6 +34,10 @@ class FedHM:
         self.config = config
         self.ratios = {tier_name(ratio): ratio for ratio in sorted(config.tiers, reverse=True)}
         self.plans = {tier: tier_plan(model, ratio, config.keep) for tier, ratio in self.ratios.items()}
+        if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
+            raise FedhmError(
+                f"method.temperature = {config.temperature:g} leaves the smallest tier no weight: raise it"
+            )
         self._model = model
         self._classifier = find_classifier(model)
         self._largest: dict[str, int] = {}  # layer → the largest rank that any tier asks for
