@@ -130,36 +130,32 @@ class Experiment:
     def _updates(self, tasks: Iterable[Task], record: Record) -> Iterator[Update]:
         """Sends tasks to the engine and lets their updates in, in the order of the tasks."""
         sent = [self._without_running(task) if self._static(task.round) else task for task in tasks]
-        losses: dict[str, list[float]] = {}
         admitted = 0
         for reply in in_task_order(self.engine.run(sent)):
             task = sent[reply.position]
-            update = None if isinstance(reply, Failure) else reply
-            reason = reply.reason if isinstance(reply, Failure) else objection(reply, task, self.classes)
-            record.count(task, update, self._macs(task))
+            record.count(task, reply, self._macs(task))
             for watcher in self.watchers:
                 watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
-            if reason is not None:
-                self._refuse(task, reason, record)
-            elif update is not None:
+            if isinstance(reply, Failure):
+                self._refuse(task, reply, record)
+            elif reason := objection(reply, task, self.classes):
+                self._refuse(task, Failure(task.client, reason), record)
+            else:
                 admitted += 1
-                losses.setdefault(task.tier, []).append(update.loss)
-                yield update
+                yield reply
         if not admitted:
-            raise FedhmError(
-                f"no client's update could be used in round {record.round}; the first: {record.dropped[0]}"
-            )
-        if task.kind == "train":
-            record.train_loss = {tier: sum(values) / len(values) for tier, values in losses.items()}
+            first = record.dropped[0]
+            raise FedhmError(f"no client's update could be used in round {record.round}; the first: {first}")
 
-    def _refuse(self, task: Task, reason: str, record: Record) -> None:
+    def _refuse(self, task: Task, failure: Failure, record: Record) -> None:
         if self.config.train.on_bad_update == "stop":
-            hint = "lower train.lr, set train.clip_norm" if "loss" in reason else "mend the client"
+            hint = "lower train.lr or set train.clip_norm" if "loss" in failure.reason else "mend the client"
             raise FedhmError(
                 f"the update of client {task.client} (tier {task.tier}) in round {task.round} cannot be used: "
-                f"{reason}; {hint}, or go on without such updates with train.on_bad_update = 'drop'"
-            )
-        record.dropped.append({"client": task.client, "tier": task.tier, "kind": task.kind, "reason": reason})
+                f"{failure.reason}; {hint}, or go on without such updates with train.on_bad_update = 'drop'"
+            ) from failure.cause
+        entry = {"client": task.client, "tier": task.tier, "kind": task.kind, "reason": failure.reason}
+        record.dropped.append(entry)
 
     def _tier_networks(self, state: State, record: Record) -> dict[str, nn.Module]:
         """The model of every tier, its BatchNorm statistics gathered at the round's participants."""

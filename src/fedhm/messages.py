@@ -56,6 +56,7 @@ class Failure:
     client: int
     reason: str
     position: int = 0
+    cause: Exception | None = None  # where it happened in this process: for whoever debugs a network of their own
 
 
 Reply = Update | Failure

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fedhm.errors import FedhmError
 from fedhm.evaluate import Score
-from fedhm.messages import Participant, Task, Update, size_in_bytes
+from fedhm.messages import Participant, Reply, Task, Update, size_in_bytes
 
 Item = TypeVar("Item")
 
@@ -21,9 +21,11 @@ class Traffic:
     """What one tier's participants exchanged and computed in a round."""
 
     clients: int = 0
+    answers: int = 0  # of the clients, those that sent an update
     down: int = 0  # bytes, server → clients
     up: int = 0
     macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
+    loss: float = 0.0  # of training, mean over the clients
 
 
 @dataclass
@@ -31,22 +33,23 @@ class Record:
     round: int
     participants: list[Participant] = field(default_factory=list)
     scores: dict[str, Score] = field(default_factory=dict)  # by tier; empty where the round was not evaluated
-    train_loss: dict[str, float] = field(default_factory=dict)  # by tier, mean over its participants
     traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier
     statistics: Traffic = field(default_factory=Traffic)  # of gathering BatchNorm statistics
     diagnostics: dict[str, float] = field(default_factory=dict)
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
-    def count(self, task: Task, update: Update | None, macs: int) -> None:
-        """Books one task and its update, which is None if the client failed."""
+    def count(self, task: Task, reply: Reply, macs: int) -> None:
+        """Books one task and what came of it."""
         trained = task.kind == "train"
         traffic = self.traffic.setdefault(task.tier, Traffic()) if trained else self.statistics
         traffic.clients += 1
         traffic.down += size_in_bytes(task.tensors)
-        if update is not None:
-            traffic.up += size_in_bytes(update.tensors)
-            traffic.macs += macs * update.samples
+        if isinstance(reply, Update):
+            traffic.up += size_in_bytes(reply.tensors)
+            traffic.macs += macs * reply.samples
+            traffic.answers += 1
+            traffic.loss += (reply.loss - traffic.loss) / traffic.answers
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -97,7 +97,7 @@ def test_the_papers_weights_and_those_of_published_code() -> None:
 
 
 def test_a_temperature_at_which_small_tiers_vanish_is_refused() -> None:
-    with pytest.raises(FedhmError, match="leaves the smallest tier no weight"):
+    with pytest.raises(FedhmError, match="leaves the smallest tier without weight"):
         FedHM(small_model(), FedHMConfig(weighting="softmax", temperature=0.01))
 
 

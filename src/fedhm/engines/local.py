@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from fedhm.client import Client
-from fedhm.messages import Reply, Task
+from fedhm.messages import Failure, Reply, Task
 
 
 class LocalEngine:
@@ -12,4 +12,9 @@ class LocalEngine:
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         for position, task in enumerate(tasks):
-            yield self._clients[task.client].run(task, position)
+            reply: Reply
+            try:
+                reply = self._clients[task.client].run(task, position)
+            except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
+                reply = Failure(task.client, str(error), position, error)
+            yield reply
