@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedhm.admission import objection
+from fedhm.batchnorm import blank
 from fedhm.messages import Task, Update
 
 TASK = Task("train", 3, 5, "1/2", "1/2", {"a": torch.ones(2, 3), "b": torch.ones(2)})
@@ -14,7 +15,7 @@ UPDATE = Update("train", 3, 5, "1/2", "1/2", {"a": torch.zeros(2, 3), "b": torch
 
 
 def test_a_good_update_is_let_in() -> None:
-    assert objection(UPDATE, TASK, 4) is None
+    assert objection(UPDATE, TASK, TASK.tensors, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,7 @@ def test_a_good_update_is_let_in() -> None:
     [
         ({"round": 2}, "it answers another task"),
         ({"client": 4}, "it answers another task"),
+        ({"tier": "full"}, "it answers another task"),
         ({"network": "full"}, "it answers another task"),
         ({"kind": "statistics"}, "it answers another task"),
         ({"samples": 0}, "it claims 0 samples"),
@@ -37,6 +39,24 @@ def test_a_good_update_is_let_in() -> None:
     ],
 )
 def test_a_bad_update_is_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:
-    found = objection(replace(UPDATE, **changes), TASK, 4)  # type: ignore[arg-type]
+    found = objection(replace(UPDATE, **changes), TASK, TASK.tensors, 4)  # type: ignore[arg-type]
     assert found is not None
     assert re.search(reason, found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"bn/values": torch.tensor(0.0).double()}, "'bn/values' is below what statistics can be"),
+        ({"bn/variance": torch.tensor([1.0, -1.0]).double()}, "'bn/variance' is below what statistics can be"),
+        ({"bn/mean": torch.tensor([1.0]).double()}, "'bn/mean' has shape (1,) instead of (2,)"),
+        ({"other/mean": torch.ones(2).double()}, "it adds the tensor 'other/mean'"),
+    ],
+)
+def test_statistics_are_checked_as_well(changes: dict[str, torch.Tensor], reason: str | None) -> None:
+    network = torch.nn.ModuleDict({"bn": torch.nn.BatchNorm1d(2)})
+    good = {**blank(network), "bn/values": torch.tensor(9.0).double(), "bn/mean": torch.tensor([-1.0, 1.0]).double()}
+    task = replace(TASK, kind="statistics")
+    update = replace(UPDATE, kind="statistics", tensors={**good, **changes})
+    assert objection(update, task, blank(network), 4) == reason

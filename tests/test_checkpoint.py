@@ -39,15 +39,18 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("position", [3, 40, -1])
-def test_every_flipped_byte_is_noticed(tmp_path: Path, position: int) -> None:
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, Checkpoint(1, state()), "run")
     path = next(tmp_path.iterdir())
-    content = bytearray(path.read_bytes())
-    content[position] ^= 0x10
-    path.write_bytes(content)
-    with pytest.raises(FedhmError, match=r"is damaged|is not a checkpoint|belongs to another run"):
-        newest_checkpoint(tmp_path, "run")
+    content = path.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x01
+        path.write_bytes(damaged)
+        if content[position : position + 1] == b" ":
+            continue  # between the entries of a header, and at its end, a space means nothing
+        with pytest.raises(FedhmError, match=r"is damaged|is not a checkpoint"):
+            newest_checkpoint(tmp_path, "run")
 
 
 @pytest.mark.parametrize("length", [0, 5, 200])

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -160,22 +161,29 @@ def test_ctrl_c_in_a_terminal_stops_cleanly_and_the_bar_was_shown(tmp_path: Path
         stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "140"},
     )  # fmt: skip
     os.close(theirs)
+    screen = bytearray()
+    reader = threading.Thread(target=_read_all, args=(ours, screen))  # a terminal that nobody reads blocks its writer
+    reader.start()
     while process.poll() is None and not list((folder / "checkpoints").glob("*.safetensors")):
         time.sleep(0.02)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    screen = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # how a terminal says that the other side is gone
-            break
-        if not part:
-            break
-        screen += part
     assert process.wait() == 130
+    reader.join()
     text = screen.decode()
     assert "round" in text
     assert "━" in text
     assert "goes on from the last complete round" in text
     assert "Traceback" not in text
+
+
+def _read_all(terminal: int, screen: bytearray) -> None:
+    while True:
+        try:
+            part = os.read(terminal, 65536)
+        except OSError:  # how a terminal says that the other side is gone
+            break
+        if not part:
+            break
+        screen.extend(part)
+    os.close(terminal)

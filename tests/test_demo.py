@@ -6,6 +6,7 @@ import fedhm
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_tier_is_within_a_point_of_full_fedavg(seed: int) -> None:
     def scores(*changes: str) -> dict[str, float]:

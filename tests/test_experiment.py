@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from conftest import small_config, small_model
-from fedhm.client import Client
 from fedhm.data.federation import Federation
-from fedhm.engines.local import LocalEngine
+from fedhm.engines.engine import in_task_order
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
-from fedhm.messages import Failure, Reply, Task, Update
+from fedhm.messages import Failure, Participant, Reply, Task, Update
 
 
 def same(first: Result, second: Result) -> bool:
@@ -166,8 +165,14 @@ def test_the_number_of_threads_is_given_back(federation: Federation) -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_the_local_engine_is_a_map_over_tasks(federation: Federation) -> None:
+def test_the_local_engine_gives_one_reply_for_each_task(federation: Federation) -> None:
     experiment = Experiment(small_model(), federation, small_config())
-    engine = experiment.engine
-    assert isinstance(engine, LocalEngine)
-    assert all(isinstance(client, Client) for client in engine._clients)
+    state = experiment.method.start(experiment._initial)
+    chosen = [Participant(client, "1/8") for client in (5, 0, 5)]
+    replies = list(experiment.engine.run(experiment.method.tasks(state, chosen, 1)))
+    assert [(reply.client, reply.position) for reply in replies] == [(5, 0), (0, 1), (5, 2)]
+
+
+def test_replies_are_put_in_order_and_only_the_first_to_a_task_counts() -> None:
+    replies = [Failure(number, "", position) for number, position in enumerate([2, 0, -1, 0, 4, 1, 7, 2])]
+    assert [reply.client for reply in in_task_order(replies, 5)] == [1, 5, 0, 4]

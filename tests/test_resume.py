@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,22 @@ def test_a_saved_tier_is_loaded_into_any_instance_of_the_model(federation: Feder
         fedhm.load_tier(tmp_path / "none.safetensors", small_model())
     with pytest.raises(FedhmError, match="not a tier's model"):
         fedhm.load_tier(max((tmp_path / "checkpoints").iterdir()), small_model())
+    with pytest.raises(FedhmError, match=r"is of another model: it has no '10\.bias'"):
+        fedhm.load_tier(tmp_path / "models" / "full.safetensors", nn.Sequential(*small_model(), nn.LayerNorm(4)))
 
 
 def test_another_model_or_config_is_refused(federation: Federation, tmp_path: Path) -> None:
     run(federation, tmp_path)
-    with pytest.raises(FedhmError, match="does not fit the network"):
-        run(federation, tmp_path, nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(128, 64), nn.Linear(64, 4)))
+    for other in (
+        nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(128, 64), nn.Linear(64, 4)),
+        nn.Sequential(*small_model(), nn.LayerNorm(4)),
+        small_model(seed=1),
+    ):
+        with pytest.raises(FedhmError, match="belongs to another run, with other settings, data or initial model"):
+            run(federation, tmp_path, other)
+    fewer = replace(federation, test=federation.test.subset(torch.arange(10)))
+    with pytest.raises(FedhmError, match="belongs to another run"):
+        run(fewer, tmp_path)
     changed = {**SETTINGS, "seed": 1}
     with pytest.raises(FedhmError, match="holds a run with other settings"):
         fedhm.run(small_model(), federation.clients, federation.test, changed, tmp_path)
@@ -131,26 +142,27 @@ def test_missing_records_are_noticed(federation: Federation, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_kill_9_from_the_shell(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedhm"]
-    settings = ["train.rounds=6", "train.epochs=1", "model.width=0.25", "federation.clients=8"]
+    settings = ["train.rounds=30", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=10"]
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL)
+        return subprocess.Popen([sys.executable, "-m", "fedhm", *arguments], stdout=subprocess.DEVNULL)
 
-    whole = start("run", "digits", "--set", *settings, "--out", str(tmp_path / "whole"))
-    assert whole.wait() == 0
+    assert start("run", "digits", "--set", *settings, "--out", str(tmp_path / "whole")).wait() == 0
 
     folder = tmp_path / "killed"
     process = start("run", "digits", "--set", *settings, "--out", str(folder))
-    kills = 0
-    for wanted in (1, 3, 4):
-        while process.poll() is None and len(list((folder / "checkpoints").glob(f"round-00000{wanted}.*"))) == 0:
-            time.sleep(0.002)
-        time.sleep(0.03 * wanted)  # somewhere inside the next round
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-        process = start("resume", str(folder))
-    assert process.wait() == 0
-    assert kills >= 2
+    try:
+        for wanted in (1, 12):
+            while process.poll() is None and not (folder / "checkpoints" / f"round-{wanted:06d}.safetensors").exists():
+                time.sleep(0.001)
+            time.sleep(0.01 * wanted)  # somewhere inside a later round
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+            process = start("resume", str(folder))
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.wait()
     assert outcome(folder) == outcome(tmp_path / "whole")

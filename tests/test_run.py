@@ -1,11 +1,14 @@
 """`fedhm.run` with models and data that are not images in a ResNet."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fedhm
 from fedhm.errors import FedhmError
+from fedhm.probe import probe
 
 
 class Reader(nn.Module):
@@ -75,3 +78,133 @@ def test_watchers_are_told_of_every_task_and_round() -> None:
     assert heard[0] == ("started", 0, 2)
     assert heard[1:4] == [(1, "train", n, 3) for n in (1, 2, 3)]
     assert [entry[1] for entry in heard if entry[0] == "done"] == result.records
+
+
+class HeadFirst(nn.Module):
+    """Defines its classifier before the layers that feed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 3)
+        self.body = nn.Linear(8, 64)
+        self.neck = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.neck(self.body(x).relu()).relu())
+        return scores
+
+
+class ConvHead(nn.Module):
+    """Scores from a 1×1 convolution over a volume, averaged; no Linear classifier at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume = nn.Conv3d(1, 8, 3, padding=1)
+        self.hidden = nn.Linear(8, 32)
+        self.neck = nn.Linear(32, 8)
+        self.head = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.volume(x.reshape(-1, 1, 2, 2, 2)).mean((2, 3, 4))
+        scores: Tensor = self.head(self.neck(self.hidden(seen))[:, :, None, None]).mean((2, 3))
+        return scores
+
+
+class TiedHead(nn.Module):
+    """Its classifier is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 64)
+        self.neck = nn.Linear(64, 16)
+        self.embed = nn.Linear(16, 3, bias=False)
+        self.head = nn.Linear(16, 3, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.neck(self.project(x).relu()))
+        return scores
+
+
+def vectors() -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """Six clients, none of which holds all three labels."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(180, 8, generator=generator)
+    y = x[:, :3].argmax(1)
+    clients = [(x[:150][y[:150] != lacking], y[:150][y[:150] != lacking]) for lacking in (0, 1, 2, 0, 1, 2)]
+    return clients, (x[150:], y[150:])
+
+
+@pytest.mark.parametrize("kind", [HeadFirst, ConvHead, TiedHead])
+def test_models_of_any_build_learn_where_labels_are_missing(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    clients, test = vectors()
+    settings = {
+        "train": {"rounds": 6, "batch": 16, "lr": 0.1, "epochs": 2},
+        "method": {"tiers": [1, "1/4"], "keep": 0},
+        "federation": {"participation": 1.0},
+        "engine": {"threads": 1},
+    }
+    model = kind()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = fedhm.run(model, clients, test, settings)
+    assert min(score.accuracy for score in result.scores.values()) > 0.6
+    after = result.networks["full"].state_dict()
+    assert all((after[name] != before[name]).any(-1).all() for name in before if name.endswith("weight")), (
+        "untrained rows"
+    )
+
+
+def test_the_layer_that_gives_the_scores_is_found_by_what_it_does() -> None:
+    batch = torch.randn(1, 8)
+    assert probe(HeadFirst(), batch, 3) == "head"
+    assert probe(ConvHead(), batch, 3) is None
+    assert probe(TiedHead(), batch, 3) == "head"
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (Pair(), "must give a tensor of scores, not a tuple"),
+        (nn.Sequential(nn.LazyLinear(3)), "has lazy layers"),
+        (nn.Sequential(nn.Embedding(5, 3)), "does not accept the test set's inputs"),
+        (nn.Sequential(nn.Linear(8, 2)), r"a score for each of 3 classes, but its output is \(1, 2\)"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(model: nn.Module, sentence: str) -> None:
+    with pytest.raises(FedhmError, match=sentence):
+        fedhm.run(model, *vectors())
+
+
+def test_a_run_can_be_gone_on_with_under_another_number_of_threads(tmp_path: Path) -> None:
+    clients, test = vectors()
+    settings = {"train": {"rounds": 1}, "method": {"tiers": [1, "1/4"], "keep": 0}}
+    torch.manual_seed(0)
+    model = HeadFirst()
+    first = fedhm.run(model, clients, test, settings, tmp_path)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert fedhm.run(model, clients, test, fedhm.Config.model_validate(settings), tmp_path).scores == first.scores
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_statistics_do_not_depend_on_dropout() -> None:
+    """Dropout before BatchNorm: gathering must draw nothing, or two runs would differ."""
+    clients, test = vectors()
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Dropout(0.5), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 16), nn.Linear(16, 3)
+    )
+    settings = {"train": {"rounds": 2}, "method": {"tiers": [1, "1/4"]}, "engine": {"threads": 1}}
+    runs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        runs.append(fedhm.run(model, clients, test, settings).scores)
+        assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(seed)))
+    assert runs[0] == runs[1]

@@ -17,6 +17,7 @@ from fedhm import models
 from fedhm.config import Config
 from fedhm.config_file import load_config
 from fedhm.cost import Cost, measure, training_memory
+from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
@@ -31,6 +32,6 @@ __version__ = version("fedhm")
 
 __all__ = [
     "Config", "Cost", "Experiment", "Federation", "FedhmError", "LowRankConv2d", "LowRankLinear", "RankPlan",
-    "Result", "Samples", "load_config", "load_tier", "measure", "models", "plan_ranks", "prepare", "run",
-    "to_full", "to_hybrid", "training_memory",
+    "Preprocessing", "Result", "Samples", "load_config", "load_tier", "measure", "models", "plan_ranks", "prepare",
+    "run", "to_full", "to_hybrid", "training_memory",
 ]  # fmt: skip

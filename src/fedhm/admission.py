@@ -2,17 +2,16 @@
 
 import math
 
-from fedhm.messages import Task, Update
+from fedhm.messages import Task, Tensors, Update
 
 
-def objection(update: Update, task: Task, classes: int) -> str | None:
-    """Why `update` must not be merged as the answer to `task`; None if it may."""
-    if (update.kind, update.round, update.client, update.network) != (
-        task.kind,
-        task.round,
-        task.client,
-        task.network,
-    ):
+def objection(update: Update, task: Task, expected: Tensors, classes: int) -> str | None:
+    """Why `update` must not be merged as the answer to `task`; None if it may.
+
+    `expected` has the names, shapes and types that the answer's tensors must have.
+    """
+    asked = (task.kind, task.round, task.client, task.tier, task.network)
+    if (update.kind, update.round, update.client, update.tier, update.network) != asked:
         return f"it answers another task ({update.kind} of round {update.round} for network {update.network})"
     if update.samples < 1:
         return f"it claims {update.samples} samples"
@@ -20,16 +19,21 @@ def objection(update: Update, task: Task, classes: int) -> str | None:
         return f"it claims labels outside 0…{classes - 1}"
     if not math.isfinite(update.loss):
         return f"its loss became {'NaN' if math.isnan(update.loss) else 'infinite'}"
-    if task.kind == "train" and set(update.tensors) != set(task.tensors):
-        odd = min(set(update.tensors) ^ set(task.tensors))
-        return f"it {'lacks' if odd in task.tensors else 'adds'} the tensor '{odd}'"
+    if set(update.tensors) != set(expected):
+        odd = min(set(update.tensors) ^ set(expected))
+        return f"it {'lacks' if odd in expected else 'adds'} the tensor '{odd}'"
     for name, tensor in update.tensors.items():
-        if task.kind == "train":
-            sent = task.tensors[name]
-            if tensor.shape != sent.shape:
-                return f"'{name}' has shape {tuple(tensor.shape)} instead of {tuple(sent.shape)}"
-            if tensor.dtype != sent.dtype:
-                return f"'{name}' has type {tensor.dtype} instead of {sent.dtype}"
+        if tensor.shape != expected[name].shape:
+            return f"'{name}' has shape {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
+        if tensor.dtype != expected[name].dtype:
+            return f"'{name}' has type {tensor.dtype} instead of {expected[name].dtype}"
         if not bool(tensor.isfinite().all()):
             return f"'{name}' holds NaN or infinite values"
+        if task.kind == "statistics" and _impossible(name, tensor.min().item()):
+            return f"'{name}' is below what statistics can be"
     return None
+
+
+def _impossible(name: str, smallest: float) -> bool:
+    """A layer saw at least one value, and no variance is negative."""
+    return smallest < (1 if name.endswith("/values") else 0) and not name.endswith("/mean")

@@ -1,7 +1,7 @@
 """Static batch normalisation: statistics of the finished model, gathered over the clients' data.
 
-A client runs the model over its samples in training mode, without gradients, and counts for every BatchNorm layer
-how many values each channel saw, their mean and their variance. Counts, means and variances of several clients
+A client runs the model over its samples, without gradients and normalising by batch, and counts for every BatchNorm
+layer how many values each channel saw, their mean and their variance. Counts, means and variances of several clients
 pool exactly to those of their joint data:
 
     N = Σ nᵢ    M = Σ nᵢ mᵢ / N    V = Σ nᵢ (vᵢ + (mᵢ − M)²) / N
@@ -60,12 +60,13 @@ def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
 
         return layers[name].register_forward_hook(hook)
 
-    network.train()
+    network.eval()  # as the network will be evaluated: only BatchNorm is to look at its batch
     layers = tracked_layers(network)
     handles = [watch(name) for name in layers]
     momenta = {name: layer.momentum for name, layer in layers.items()}
     try:
         for layer in layers.values():
+            layer.train()
             layer.momentum = 1.0
         for batch in inputs:
             network(batch)
@@ -75,6 +76,15 @@ def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
         for handle in handles:
             handle.remove()
     return {f"{name}/{part}": t for name, m in found.items() for part, t in m._asdict().items()}
+
+
+def blank(network: nn.Module) -> Tensors:
+    """Tensors of the names, shapes and types that `gather` gives for `network`."""
+    sizes = {name: layer.num_features for name, layer in tracked_layers(network).items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, size in sizes.items():
+        shapes |= {f"{name}/values": (), f"{name}/mean": (size,), f"{name}/variance": (size,)}
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
 def pool(gathered: Iterable[Tensors]) -> Tensors:

@@ -1,8 +1,10 @@
 """The server's state after each round, on disk: one safetensors file, written whole or not at all."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +24,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str) -> None:
-    """`run` is the fingerprint of the run's config."""
+    """`run` identifies the run: its settings, data and initial model."""
     state = checkpoint.state
     tensors = {f"weights/{name}": t for name, t in state.weights.items()}
     tensors |= {f"memory/{name}": t for name, t in state.memory.items()}
@@ -31,9 +33,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str) -> None:
         "round": checkpoint.round,
         "run": run,
         "diagnostics": state.diagnostics,
-        "sha256": _digest(tensors),
     }
-    write_tensors(_path(folder, checkpoint.round), tensors, header)
+    write_tensors(_path(folder, checkpoint.round), tensors, {**header, "sha256": _digest(tensors, header)})
     for old in _existing(folder)[:-KEPT]:
         old.unlink()
 
@@ -50,10 +51,10 @@ def _read(path: Path, run: str) -> Checkpoint:
         raise FedhmError(f"the checkpoint {path} is damaged ({error}); {_way_out(path)}") from None
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a checkpoint of this library")
-    if header["run"] != run:
-        raise FedhmError(f"the checkpoint {path} belongs to another run: the config beside it has changed since")
-    if header["sha256"] != _digest(tensors):
+    if header.pop("sha256", None) != _digest(tensors, header):
         raise FedhmError(f"the checkpoint {path} is damaged (its checksum is another); {_way_out(path)}")
+    if header["run"] != run:
+        raise FedhmError(f"the checkpoint {path} belongs to another run, with other settings, data or initial model")
     weights = {n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")}
     memory = {n.removeprefix("memory/"): t for n, t in tensors.items() if n.startswith("memory/")}
     return Checkpoint(header["round"], State(weights, memory, header["diagnostics"]))
@@ -73,8 +74,8 @@ def _existing(folder: Path) -> list[Path]:
     return sorted(folder.glob("round-*.safetensors"))
 
 
-def _digest(tensors: Tensors) -> str:
-    digest = hashlib.sha256()
+def _digest(tensors: Tensors, header: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)

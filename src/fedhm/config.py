@@ -1,6 +1,5 @@
 """The settings of a run: typed and validated. `config_file.py` reads them."""
 
-import hashlib
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -26,8 +25,16 @@ Positive = Annotated[int, Field(ge=1)]
 Weighting = Literal["uniform", "samples", "softmax", "softmax-inverse"]
 
 
+def tier_name(ratio: float) -> str:
+    """How a tier is called everywhere: full, 1/2, 1/8, or the plain number."""
+    if ratio == 1:
+        return "full"
+    fraction = Fraction(ratio).limit_denominator(64)
+    return str(fraction) if math.isclose(float(fraction), ratio, rel_tol=1e-9) else f"{ratio:g}"
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class DataConfig(Section):
@@ -83,12 +90,12 @@ class FedHMConfig(Section):
     tiers: Annotated[tuple[Ratio, ...], Field(min_length=1)] = (1.0, 1 / 2, 1 / 4, 1 / 8)
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
     weighting: Weighting = "uniform"
-    temperature: Annotated[float, Field(gt=0)] = 5.0  # τ of the softmax weightings
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
     aggregate: Literal["models", "updates"] = "models"  # updates: directions that a tier cannot carry are left alone
 
     @model_validator(mode="after")
     def _distinct(self) -> "FedHMConfig":
-        if len(set(self.tiers)) != len(self.tiers):
+        if len({tier_name(ratio) for ratio in self.tiers}) != len(self.tiers):
             raise ValueError("a tier is listed twice")
         return self
 
@@ -129,22 +136,12 @@ class Config(Section):
         return table
 
     def resolved(self) -> "Config":
-        """With the choices filled in that depend on the machine, so that a resumed run repeats them."""
+        """With all filled in that depends on where the run was started, so that a resumed run repeats it."""
         threads = self.engine.threads or torch.get_num_threads()
-        return self.model_copy(update={"engine": self.engine.model_copy(update={"threads": threads})})
+        changes: dict[str, Section] = {"engine": self.engine.model_copy(update={"threads": threads})}
+        if self.data is not None and self.data.folder is not None:
+            changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
+        return self.model_copy(update=changes)
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
-
-    @property
-    def fingerprint(self) -> str:
-        """Tells whether a checkpoint belongs to this run."""
-        return hashlib.sha256(self.to_toml().encode()).hexdigest()[:16]
-
-
-def tier_name(ratio: float) -> str:
-    """How a tier is called everywhere: full, 1/2, 1/8, or the plain number."""
-    if ratio == 1:
-        return "full"
-    fraction = Fraction(ratio).limit_denominator(64)
-    return str(fraction) if math.isclose(float(fraction), ratio, rel_tol=1e-9) else f"{ratio:g}"

@@ -42,7 +42,8 @@ def load_config(name: str, changes: Iterable[str] = ()) -> Config:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise FedhmError(f"{where} is not valid TOML: {error}") from None
-    return parse(_changed(table, changes), where)
+    table = _changed(table, changes)
+    return parse({"data": {}, "model": {}, **table}, where)
 
 
 def parse(table: dict[str, Any], where: str) -> Config:

@@ -7,10 +7,10 @@ from functools import cache
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedhm.admission import objection
-from fedhm.batchnorm import pool, running_names
+from fedhm.batchnorm import blank, pool, running_names
 from fedhm.checkpoint import Checkpoint
 from fedhm.client import Client
 from fedhm.config import Config
@@ -22,12 +22,14 @@ from fedhm.engines.local import LocalEngine
 from fedhm.errors import FedhmError
 from fedhm.evaluate import Score, evaluate
 from fedhm.exchange import exchanged, load
+from fedhm.fingerprint import fingerprint
 from fedhm.folder import RunFolder
-from fedhm.messages import Failure, Task, Update
+from fedhm.messages import Failure, Task, Tensors, Update
 from fedhm.methods import make_method
 from fedhm.methods.method import State
+from fedhm.probe import probe
 from fedhm.records import Record
-from fedhm.sampling import participants
+from fedhm.sampling import check_assignment, participants
 
 
 class Watcher(Protocol):
@@ -60,16 +62,18 @@ class Experiment:
     ) -> None:
         self.config, self.watchers = config, watchers
         self.clients, self.classes = len(federation.clients), federation.classes
-        self.method = make_method(model, config.method)
         self._test = Feed(federation.test, federation.preprocessing)
         batch, _ = next(self._test.ordered(1))
-        self._check_outputs(model, batch, federation.classes)
+        self.method = make_method(model, config.method, probe(model, batch, federation.classes))
+        check_assignment(config.federation, self.clients, self.method.tiers)
         self.cost = cache(lambda name: measure(self.method.network(name), federation.input_shape, batch.dtype))
         self.running_names = cache(lambda name: running_names(self.method.network(name)))
+        self.statistics = cache(lambda name: blank(self.method.network(name)))
         self.costs = {tier: self.cost(tier) for tier in self.method.tiers}
         parts = (federation.preprocessing, self.method.network, config.train, config.seed)
         self.engine = engine or LocalEngine([Client(samples, *parts) for samples in federation.clients])
         self._initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
+        self.fingerprint = fingerprint(config, self._initial, federation)
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Runs the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
@@ -97,7 +101,7 @@ class Experiment:
                 record.scores = self._scores(networks, record)
             records.append(record)
             if folder:
-                folder.commit(record, Checkpoint(number, state))
+                folder.commit(record, Checkpoint(number, state), self.fingerprint)
             for watcher in self.watchers:
                 watcher.round_done(record)
         # A run that was complete already is asked for its models once more.
@@ -106,23 +110,11 @@ class Experiment:
             folder.save_models(networks)
         return Result(records, networks, self.costs)
 
-    @staticmethod
-    def _check_outputs(model: nn.Module, batch: Tensor, classes: int) -> None:
-        try:
-            with torch.no_grad():
-                shape = tuple(deepcopy(model).eval()(batch).shape)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise FedhmError(f"the model does not accept the test set's inputs: {error}") from error
-        if len(shape) != 2 or shape[1] < classes:
-            raise FedhmError(f"the model must give a score for each of {classes} classes, but its output is {shape}")
-
     def _begin(self, folder: RunFolder | None) -> tuple[State, list[Record]]:
-        checkpoint, records = folder.restore() if folder else (None, [])
+        checkpoint, records = folder.restore(self.fingerprint) if folder else (None, [])
         if folder:
             folder.save_costs(self.costs)
         state = checkpoint.state if checkpoint else self.method.start(self._initial)
-        for tier in self.method.tiers:  # a state that belongs to another model is told apart here
-            load(self.method.network(tier), self.method.weights(state, tier))
         for watcher in self.watchers:
             watcher.started(len(records), self.config.train.rounds)
         return state, records
@@ -131,25 +123,29 @@ class Experiment:
         """Sends tasks to the engine and lets their updates in, in the order of the tasks."""
         sent = [self._without_running(task) if self._static(task.round) else task for task in tasks]
         admitted = 0
-        for reply in in_task_order(self.engine.run(sent)):
+        for reply in in_task_order(self.engine.run(sent), len(sent)):
             task = sent[reply.position]
             record.count(task, reply, self._macs(task))
             for watcher in self.watchers:
                 watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
             if isinstance(reply, Failure):
                 self._refuse(task, reply, record)
-            elif reason := objection(reply, task, self.classes):
+            elif reason := objection(reply, task, self._expected(task), self.classes):
                 self._refuse(task, Failure(task.client, reason), record)
             else:
                 admitted += 1
                 yield reply
         if not admitted:
-            first = record.dropped[0]
-            raise FedhmError(f"no client's update could be used in round {record.round}; the first: {first}")
+            reason = record.dropped[-1]["reason"] if record.dropped else "there were no clients"
+            raise FedhmError(f"no client's update could be used in round {record.round}: {reason}")
 
     def _refuse(self, task: Task, failure: Failure, record: Record) -> None:
         if self.config.train.on_bad_update == "stop":
-            hint = "lower train.lr or set train.clip_norm" if "loss" in failure.reason else "mend the client"
+            hint = (
+                "lower train.lr or set train.clip_norm"
+                if "loss" in failure.reason or "NaN" in failure.reason
+                else "mend the client"
+            )
             raise FedhmError(
                 f"the update of client {task.client} (tier {task.tier}) in round {task.round} cannot be used: "
                 f"{failure.reason}; {hint}, or go on without such updates with train.on_bad_update = 'drop'"
@@ -182,6 +178,10 @@ class Experiment:
         """Static batch normalisation: running averages are neither sent nor sent back."""
         names = self.running_names(task.network)
         return replace(task, tensors={name: t for name, t in task.tensors.items() if name not in names})
+
+    def _expected(self, task: Task) -> Tensors:
+        """What an answer's tensors look like."""
+        return task.tensors if task.kind == "train" else self.statistics(task.network)
 
     def _macs(self, task: Task) -> int:
         """MACs that a task spends on each sample, as the paper counts them."""

@@ -60,9 +60,9 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
-    def restore(self) -> tuple[Checkpoint | None, list[Record]]:
+    def restore(self, run: str) -> tuple[Checkpoint | None, list[Record]]:
         """The last complete round. A record of a round whose checkpoint was not finished is taken back."""
-        checkpoint = newest_checkpoint(self.path / "checkpoints", self.config.fingerprint)
+        checkpoint = newest_checkpoint(self.path / "checkpoints", run)
         done = checkpoint.round if checkpoint else 0
         records = read_records(self.path / "records.jsonl")[:done]
         if [record.round for record in records] != list(range(1, done + 1)):
@@ -70,10 +70,10 @@ class RunFolder:
         write_atomically(self.path / "records.jsonl", "".join(record.to_json() + "\n" for record in records))
         return checkpoint, records
 
-    def commit(self, record: Record, checkpoint: Checkpoint) -> None:
+    def commit(self, record: Record, checkpoint: Checkpoint, run: str) -> None:
         """The checkpoint comes last: it is what makes the round count."""
         append_record(self.path / "records.jsonl", record)
-        save_checkpoint(self.path / "checkpoints", checkpoint, self.config.fingerprint)
+        save_checkpoint(self.path / "checkpoints", checkpoint, run)
 
     def save_costs(self, costs: dict[str, Cost]) -> None:
         write_atomically(self.path / "tiers.json", json.dumps({t: vars(cost) for t, cost in costs.items()}, indent=2))

@@ -13,7 +13,7 @@ from fedhm.data.federation import DataLike, Federation, gathered, partitioned
 from fedhm.data.sources import SHAPES
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result, Watcher
-from fedhm.folder import RunFolder
+from fedhm.folder import RunFolder, read_config
 from fedhm.models import MODELS
 from fedhm.seeds import derive
 
@@ -22,29 +22,37 @@ def run(
     model: nn.Module,
     clients: Sequence[DataLike],
     test: DataLike,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | Config | None = None,
     out: str | Path | None = None,
+    *,
+    crop: int = 0,
+    flip: bool = False,
     watchers: Sequence[Watcher] = (),
 ) -> Result:
     """Trains `model` in a federation of `clients`, each of which holds its own samples.
 
     clients, test  pairs (inputs, labels) of arrays, or datasets of such pairs; uint8 images are normalised
     config         sections as in a config file: {"train": {"rounds": 20}, "method": {"tiers": [1, "1/4"]}}
+    crop, flip     augment images: random window after padding by `crop` pixels, random mirror image
     out            a folder for records, checkpoints and models; if it holds an unfinished run of this config,
                    that is gone on with
     """
-    table = dict(config or {})
+    if isinstance(config, Config):
+        config = config.model_dump(mode="json", exclude_none=True)
+    table, clients = dict(config or {}), list(clients)
     if given := {"data", "model"} & set(table):
         raise FedhmError(f"the section '{min(given)}' is for runs from a config file; here data and model are given")
-    table["federation"] = {**table.get("federation", {}), "clients": len(clients)}
-    settings = parse(table, "config").resolved()
-    federation = gathered(clients, test)
-    experiment = Experiment(model, federation, settings, watchers=watchers)
-    if out is None:
+    table["federation"] = {**(table.get("federation") or {}), "clients": len(clients)}
+    settings = parse(table, "config")
+    path = None if out is None else Path(out)
+    if path is not None and (path / "config.toml").exists() and not settings.engine.threads:
+        settings = settings.model_copy(update={"engine": read_config(path).engine})  # as many as the run began with
+    settings = settings.resolved()
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    experiment = Experiment(model, gathered(clients, test, crop, flip, dtype), settings, watchers=watchers)
+    if path is None:
         return experiment.run()
-    path = Path(out)
-    holds_run = (path / "config.toml").exists()
-    with RunFolder.open(path) if holds_run else RunFolder.create(path, settings) as folder:
+    with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, settings) as folder:
         if folder.config != settings:
             raise FedhmError(f"{path} holds a run with other settings: choose another folder")
         return experiment.run(folder)

@@ -18,12 +18,15 @@ def participants(
         drawn = numpy_generator(seed, "tiers", round_number).integers(len(tiers), size=clients)
         return [Participant(client, tiers[drawn[client]]) for client in chosen]
     if config.assignment:
-        _check(config, clients, tiers)
         return [Participant(client, config.assignment[client]) for client in chosen]
     return [Participant(client, tiers[client % len(tiers)]) for client in chosen]
 
 
-def _check(config: FederationConfig, clients: int, tiers: Sequence[str]) -> None:
+def check_assignment(config: FederationConfig, clients: int, tiers: Sequence[str]) -> None:
+    if not config.assignment:
+        return
+    if config.heterogeneity == "dynamic":
+        raise FedhmError("federation.assignment fixes the clients' tiers, but federation.heterogeneity is 'dynamic'")
     if len(config.assignment) != clients:
         raise FedhmError(f"federation.assignment names {len(config.assignment)} tiers for {clients} clients")
     if unknown := set(config.assignment) - set(tiers):

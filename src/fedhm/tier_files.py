@@ -24,4 +24,7 @@ def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
         raise FedhmError(f"cannot read {path}: {error}") from None
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a tier's model saved by this library")
-    return load(to_hybrid(model, header["ranks"], spectral=False), tensors).eval()
+    network = to_hybrid(model, header["ranks"], spectral=False)
+    if missing := set(exchanged(network)) - set(tensors):
+        raise FedhmError(f"{path} is of another model: it has no '{min(missing)}'")
+    return load(network, tensors).eval()

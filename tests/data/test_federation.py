@@ -41,6 +41,12 @@ def test_own_data_in_any_form() -> None:
         assert federation.classes == 3
 
 
+def test_numpys_float64_comes_to_the_type_of_the_model() -> None:
+    data = (np.zeros((3, 4)), np.zeros(3))
+    assert gathered([data], data).test.inputs.dtype == torch.float32
+    assert gathered([data], data, dtype=torch.float64).test.inputs.dtype == torch.float64
+
+
 def test_own_images_as_pillow_images() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
     pairs = [(Image.fromarray(image), 0) for image in pixels]
@@ -62,7 +68,11 @@ def test_own_images_are_normalised_by_the_clients_pixels() -> None:
     [
         ([], "at least one client"),
         ([(torch.zeros(0, 4), torch.zeros(0))], "client 0 has no samples"),
-        ([(torch.zeros(3, 5), torch.zeros(3))], r"client 0 has inputs of shape \(5,\), the test set of shape \(4,\)"),
+        ([(torch.zeros(3, 5), torch.zeros(3))], r"client 0 has inputs of shape \(5,\).*the test set of shape \(4,\)"),
+        ([(torch.zeros(3, 4).byte(), torch.zeros(3))], r"type uint8, the test set of .* type float32"),
+        ([(torch.zeros(3, 4), torch.tensor([0.5, 1, 1]))], "whole class numbers"),
+        ([(["one"], ["two"])], "must be arrays of numbers"),
+        ([[{"image": 1}]], "must be pairs of an array and a class number"),
         ([(torch.zeros(3, 4), torch.zeros(2))], "labels must be one integer per sample"),
         ([(torch.zeros(3, 4), torch.tensor([0, -1, 0]))], "labels outside 0…1"),
         (["data"], "a pair"),

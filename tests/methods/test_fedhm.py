@@ -140,8 +140,8 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
 def test_all_clients_at_full_rank_is_fedavg_bit_for_bit(seed: int, counts: list[int]) -> None:
     model = small_model(seed % 7)
     for weighting in ("uniform", "samples"):
-        fedhm = FedHM(model, FedHMConfig.model_validate({"weighting": weighting}))
-        fedavg = FedAvg(model, FedAvgConfig.model_validate({"weighting": weighting}))
+        fedhm = FedHM(model, FedHMConfig.model_validate({"weighting": weighting}), "9")
+        fedavg = FedAvg(model, FedAvgConfig.model_validate({"weighting": weighting}), "9")
         merged = []
         for method in (fedhm, fedavg):
             state = start(method, model)
@@ -165,7 +165,7 @@ def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) 
 
 def test_classifier_rows_come_from_those_who_hold_the_label() -> None:
     model = small_model()
-    method = FedHM(model, FedHMConfig())
+    method = FedHM(model, FedHMConfig(), "9")
     state = start(method, model)
     tasks = round_of(method, state, ["full", "1/8"])
     updates = [answer(tasks[0], labels=(0, 1)), answer(tasks[1], labels=(1, 2))]

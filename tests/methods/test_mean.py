@@ -3,7 +3,8 @@
 import torch
 
 from fedhm.lowrank.unroll import roll
-from fedhm.methods.mean import WeightedMean, held_rows
+from fedhm.messages import Update
+from fedhm.methods.mean import WeightedMean, trained_rows
 
 
 def test_dense_and_factored_contributions_add_up() -> None:
@@ -35,9 +36,16 @@ def test_rows_are_averaged_over_those_who_trained_them() -> None:
     assert mean.result()["b"].tolist() == [1, 3, 4, 9]
 
 
-def test_a_client_that_holds_all_labels_trained_all_rows() -> None:
+def held_rows(labels: tuple[int, ...] | None, rows: int, classifier: str | None = "fc") -> torch.Tensor | None:
+    update = Update("train", 1, 0, "full", "full", {"fc.weight": torch.zeros(rows, 2)}, 1, labels, 0.0)
+    return trained_rows(update, classifier)
+
+
+def test_without_a_classifier_or_missing_labels_all_rows_are_trained() -> None:
     assert held_rows((0, 1, 2), 3) is None
     assert held_rows(None, 3) is None
+    assert held_rows((0,), 3, classifier=None) is None
+    assert held_rows((0,), 3, classifier="elsewhere") is None
 
 
 def test_the_type_of_the_weights_is_kept() -> None:

@@ -31,7 +31,7 @@ class Slices:
     tiers = ("full", "half")
     widths = {"full": 8, "half": 4}  # noqa: RUF012
 
-    def __init__(self, model: nn.Module, config: object) -> None:  # noqa: ARG002
+    def __init__(self, *_: object) -> None:
         self._shapes = {tier: {n: t.shape for n, t in exchanged(slim(w)).items()} for tier, w in self.widths.items()}
 
     def start(self, weights: Tensors) -> State:
@@ -73,7 +73,7 @@ class Mix:
 
     tiers = ("3", "1")
 
-    def __init__(self, model: nn.Module, config: object) -> None:
+    def __init__(self, *_: object) -> None:
         pass
 
     def start(self, weights: Tensors) -> State:  # noqa: ARG002

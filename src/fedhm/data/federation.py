@@ -46,11 +46,8 @@ class Federation:
         ]:
             if samples.labels.min() < 0 or samples.labels.max() >= self.classes:
                 raise FedhmError(f"{name} has labels outside 0…{self.classes - 1}")
-            if samples.inputs.shape[1:] != self.test.inputs.shape[1:]:
-                raise FedhmError(
-                    f"{name} has inputs of shape {tuple(samples.inputs.shape[1:])}, "
-                    f"the test set of shape {tuple(self.test.inputs.shape[1:])}"
-                )
+            if _kind(samples) != _kind(self.test):
+                raise FedhmError(f"{name} has inputs of {_kind(samples)}, the test set of {_kind(self.test)}")
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -73,17 +70,28 @@ def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
     )
 
 
+def _kind(samples: Samples) -> str:
+    return f"shape {tuple(samples.inputs.shape[1:])} and type {str(samples.inputs.dtype).removeprefix('torch.')}"
+
+
 def gathered(
-    clients: Sequence[DataLike], test: DataLike, classes: int | None = None, crop: int = 0, flip: bool = False
+    clients: Sequence[DataLike],
+    test: DataLike,
+    crop: int = 0,
+    flip: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Federation:
-    """A federation from a user's own data sets. Images in uint8 (N, C, H, W) are normalised, other input is not."""
+    """A federation from a user's own data sets.
+
+    Images in uint8 (N, C, H, W) are normalised; other floating-point input is brought to `dtype` and left as it is.
+    """
     own = [_as_samples(data, f"client {number}") for number, data in enumerate(clients)]
     own_test = _as_samples(test, "the test set")
-    if classes is None:
-        classes = 1 + max(int(s.labels.max()) for s in [*own, own_test] if len(s))
+    own, own_test = [_converted(samples, dtype) for samples in own], _converted(own_test, dtype)
+    classes = 1 + max((int(s.labels.max()) for s in [*own, own_test] if len(s)), default=0)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    if own and own[0].are_images:
+    if own and all(samples.are_images and len(samples) for samples in own):
         mean, std = channel_statistics(concatenate(own).inputs)
     return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip))
 
@@ -92,21 +100,31 @@ def _as_samples(data: DataLike, whose: str) -> Samples:
     if isinstance(data, Samples):
         return data
     if isinstance(data, tuple) and len(data) == 2:
-        return Samples(torch.as_tensor(data[0]), torch.as_tensor(data[1]).long())
+        try:
+            inputs, labels = torch.as_tensor(data[0]), torch.as_tensor(data[1])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise FedhmError(f"the inputs and labels of {whose} must be arrays of numbers: {error}") from None
+        if labels.is_floating_point() and not torch.equal(labels, labels.round()):
+            raise FedhmError(f"the labels of {whose} must be whole class numbers")
+        return Samples(inputs, labels.long())
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, str):
         kind = type(data).__name__
         raise FedhmError(f"{whose} must be a pair (inputs, labels) or a dataset with a length, not a {kind}")
     try:
         pairs = [data[index] for index in range(len(data))]
-        inputs = [_as_tensor(pair[0]) for pair in pairs]
-        labels = [int(pair[1]) for pair in pairs]
-    except (TypeError, ValueError, IndexError) as error:
-        raise FedhmError(f"the samples of {whose} must be pairs of an array and a class number: {error}") from None
+        images = [_as_tensor(pair[0]) for pair in pairs]
+        numbers = [int(pair[1]) for pair in pairs]
+    except Exception as error:  # whatever a user's data set raises
+        raise FedhmError(f"the samples of {whose} must be pairs of an array and a class number: {error!r}") from error
     if not pairs:
         raise FedhmError(f"{whose} has no samples")
-    if any(x.shape != inputs[0].shape for x in inputs):
+    if any(x.shape != images[0].shape for x in images):
         raise FedhmError(f"the samples of {whose} differ in shape: bring them to one size first")
-    return Samples(torch.stack(inputs), torch.tensor(labels))
+    return Samples(torch.stack(images), torch.tensor(numbers))
+
+
+def _converted(samples: Samples, dtype: torch.dtype) -> Samples:
+    return Samples(samples.inputs.to(dtype), samples.labels) if samples.inputs.is_floating_point() else samples
 
 
 def _as_tensor(value: Any) -> Tensor:

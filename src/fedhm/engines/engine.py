@@ -12,14 +12,21 @@ class Engine(Protocol):
         ...
 
 
-def in_task_order(replies: Iterable[Reply]) -> Iterator[Reply]:
-    """Holds back what came early, so that sums do not depend on who was faster."""
+def in_task_order(replies: Iterable[Reply], count: int) -> Iterator[Reply]:
+    """Holds back what came early, so that sums do not depend on who was faster.
+
+    Of several replies to one of the `count` tasks the first counts; a reply to no task does not.
+    """
     early: dict[int, Reply] = {}
+    answered: set[int] = set()
     following = 0
     for reply in replies:
+        if reply.position in answered or not 0 <= reply.position < count:
+            continue
+        answered.add(reply.position)
         early[reply.position] = reply
         while following in early:
             yield early.pop(following)
             following += 1
-    for position in sorted(early):
+    for position in sorted(early):  # some task before them was never answered
         yield early[position]

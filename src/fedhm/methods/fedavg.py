@@ -11,20 +11,19 @@ from fedhm.config import FedAvgConfig, tier_name
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.lowrank.plan import find_classifier
 from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.methods.mean import WeightedMean, held_rows
+from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.methods.method import State
 from fedhm.methods.tier_plan import tier_plan
 
 
 class FedAvg:
-    def __init__(self, model: nn.Module, config: FedAvgConfig) -> None:
+    def __init__(self, model: nn.Module, config: FedAvgConfig, classifier: str | None = None) -> None:
         self.config = config
         self.tier = tier_name(config.tier)
-        self.plan = tier_plan(model, config.tier, config.keep)
+        self.plan = tier_plan(model, config.tier, config.keep, classifier)
         self._model = model
-        self._classifier = find_classifier(model)
+        self._classifier = classifier
 
     @property
     def tiers(self) -> Sequence[str]:
@@ -42,7 +41,7 @@ class FedAvg:
         mean = WeightedMean(state.weights)
         for update in updates:
             weight = float(update.samples) if self.config.weighting == "samples" else 1.0
-            rows = held_rows(update.labels, len(update.tensors.get(f"{self._classifier}.weight", ())))
+            rows = trained_rows(update, self._classifier)
             for name, tensor in update.tensors.items():
                 mean.add(name, tensor, weight, rows if name.rpartition(".")[0] == self._classifier else None)
         return State(mean.result())

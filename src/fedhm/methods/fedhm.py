@@ -20,26 +20,24 @@ from fedhm.config import FedHMConfig, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.convergence import largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.lowrank.plan import RankPlan, find_classifier
+from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import factorize
 from fedhm.lowrank.unroll import join, split, unroll
 from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.methods.mean import WeightedMean, held_rows
+from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.methods.method import State
 from fedhm.methods.tier_plan import tier_plan
 
 
 class FedHM:
-    def __init__(self, model: nn.Module, config: FedHMConfig) -> None:
+    def __init__(self, model: nn.Module, config: FedHMConfig, classifier: str | None = None) -> None:
         self.config = config
         self.ratios = {tier_name(ratio): ratio for ratio in sorted(config.tiers, reverse=True)}
-        self.plans = {tier: tier_plan(model, ratio, config.keep) for tier, ratio in self.ratios.items()}
+        self.plans = {t: tier_plan(model, ratio, config.keep, classifier) for t, ratio in self.ratios.items()}
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
-            raise FedhmError(
-                f"method.temperature = {config.temperature:g} leaves the smallest tier no weight: raise it"
-            )
+            raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
         self._model = model
-        self._classifier = find_classifier(model)
+        self._classifier = classifier
         self._largest: dict[str, int] = {}  # layer → the largest rank that any tier asks for
         for plan in self.plans.values():
             for layer, rank in plan.items():
@@ -98,8 +96,7 @@ class FedHM:
 
     def _fold(self, mean: WeightedMean, update: Update, plan: RankPlan, weight: float) -> float:
         """Adds one client's model to the mean; its κ_UV."""
-        classes = len(update.tensors.get(f"{self._classifier}.weight", ()))
-        rows = held_rows(update.labels, classes)
+        rows = trained_rows(update, self._classifier)
         norm = 0.0
         for layer in plan:
             u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fedhm.lowrank.unroll import roll, unrolled_shape
-from fedhm.messages import Tensors
+from fedhm.messages import Tensors, Update
 
 
 class WeightedMean:
@@ -33,12 +33,14 @@ class WeightedMean:
 
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Folds in the weight that unrolls to `left @ right`, without forming it."""
-        self._fold_product(name, left, right, weight)
+        self.correct_product(name, left, right, weight)
         self._count(name, torch.tensor(weight, dtype=torch.float64))
 
     def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Adds `weight · left @ right` to the sum, but is nobody's contribution."""
-        self._fold_product(name, left, right, weight)
+        if name not in self._products:
+            self._products[name] = self._old[name].new_zeros(unrolled_shape(self._old[name].shape))
+        self._products[name].addmm_(left, right, alpha=weight)
 
     def correct(self, name: str, tensor: Tensor, weight: float) -> None:
         """Adds `weight · tensor` to the sum, but is nobody's contribution."""
@@ -59,11 +61,6 @@ class WeightedMean:
             merged[name] = torch.where(weight > 0, total / weight, old)
         return merged
 
-    def _fold_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
-        if name not in self._products:
-            self._products[name] = self._old[name].new_zeros(unrolled_shape(self._old[name].shape))
-        self._products[name].addmm_(left, right, alpha=weight)
-
     def _count(self, name: str, share: Tensor) -> None:
         self._weights[name] = self._weights[name] + share if name in self._weights else share
 
@@ -74,10 +71,11 @@ def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
     return shaped.to(tensor.dtype)
 
 
-def held_rows(labels: tuple[int, ...] | None, classes: int) -> Tensor | None:
-    """The mask of the classifier rows that a client trained; None if it trained them all."""
-    if labels is None or len(labels) == classes:
+def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
+    """The mask of the classifier's rows that a client trained, those of the labels it holds; None for all of them."""
+    weight = update.tensors.get(f"{classifier}.weight")
+    if update.labels is None or weight is None or len(update.labels) == len(weight):
         return None
-    rows = torch.zeros(classes, dtype=torch.float64)
-    rows[list(labels)] = 1.0
+    rows = torch.zeros(len(weight), dtype=torch.float64)
+    rows[list(update.labels)] = 1.0
     return rows

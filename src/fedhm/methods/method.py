@@ -6,7 +6,7 @@ model to every participant and keeps the last one that comes back:
 
     class LastOne:
         tiers = ("full",)
-        def __init__(self, model, config): self.model = model
+        def __init__(self, model, config, classifier): self.model = model
         def start(self, weights): return State(weights)
         def tasks(self, state, participants, round_number):
             for p in participants:

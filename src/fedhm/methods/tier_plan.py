@@ -7,9 +7,9 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 
 
-def tier_plan(model: nn.Module, ratio: float, keep: int) -> RankPlan:
-    """A tier below the full one must differ from it."""
-    plan = plan_ranks(model, ratio, keep)
+def tier_plan(model: nn.Module, ratio: float, keep: int, classifier: str | None) -> RankPlan:
+    """A tier below the full one must differ from it. `classifier` gives the logits, where that layer is known."""
+    plan = plan_ranks(model, ratio, keep, classifier=classifier or "auto")
     if not plan and ratio < 1:
         raise FedhmError(
             f"there is nothing to factorize for tier {tier_name(ratio)}: every layer stays dense; "

@@ -1,5 +1,6 @@
 """Accuracy by round, and by bytes sent, of one or several runs."""
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def _megabytes(run: Run, tier: str, rounds: int) -> float:
-    return rounds * run.bytes_per_client(tier) / 1e6
+    return rounds * (run.bytes_per_client(tier) or math.nan) / 1e6
 
 
 def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], float], path: Path) -> None:

@@ -26,11 +26,11 @@ class Run:
     def evaluated(self) -> list[Record]:
         return [record for record in self.records if record.scores]
 
-    def bytes_per_client(self, tier: str) -> float:
-        """Measured bytes, both ways, that training cost one participant of a tier in one round."""
+    def bytes_per_client(self, tier: str) -> float | None:
+        """Measured bytes, both ways, that training cost one participant of a tier in one round; None if it had none."""
         traffic = [record.traffic[tier] for record in self.records if tier in record.traffic]
         clients = sum(t.clients for t in traffic)
-        return sum(t.down + t.up for t in traffic) / clients if clients else float("nan")
+        return sum(t.down + t.up for t in traffic) / clients if clients else None
 
     def statistics_bytes(self) -> float:
         """Measured bytes, both ways, that gathering BatchNorm statistics cost one participant in an evaluated round."""

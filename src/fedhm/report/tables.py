@@ -34,11 +34,9 @@ def title(run: Run) -> str:
 
 def caption(run: Run) -> str:
     """What the table's columns leave out."""
-    gathering = readable_bytes(run.statistics_bytes())
-    return (
-        "bytes/round: one client's training, down and up. "
-        f"Gathering BatchNorm statistics adds {gathering} a client in rounds that are evaluated."
-    )
+    gathering = run.statistics_bytes()
+    adds = f" Gathering BatchNorm statistics adds {readable_bytes(gathering)} a client in rounds that are evaluated."
+    return "bytes/round: one client's training, down and up." + (adds if gathering else "")
 
 
 def rich_table(run: Run) -> Table:
@@ -74,11 +72,15 @@ def as_csv(runs: Sequence[Run]) -> str:
             for tier, score in record.scores.items():
                 cost = run.costs[tier]
                 where = [run.name, run.config.method.name, record.round, tier]
-                writer.writerow([*where, cost.parameters, cost.macs, record.round * run.bytes_per_client(tier), *score])
+                sent = run.bytes_per_client(tier)
+                so_far = "" if sent is None else record.round * sent
+                writer.writerow([*where, cost.parameters, cost.macs, so_far, *score])
     return out.getvalue()
 
 
-def readable_bytes(count: float) -> str:
+def readable_bytes(count: float | None) -> str:
+    if count is None:
+        return "–"
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
