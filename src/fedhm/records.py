@@ -1,6 +1,7 @@
 """What a round left behind, one line of JSON each."""
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -21,11 +22,11 @@ class Traffic:
     """What one tier's participants exchanged and computed in a round."""
 
     clients: int = 0
-    answers: int = 0  # of the clients, those that sent an update
+    answers: int = 0  # of the clients, those that sent an update with a finite loss
     down: int = 0  # bytes, server → clients
     up: int = 0
     macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
-    loss: float = 0.0  # of training, mean over the clients
+    loss: float = 0.0  # of training, mean over those
 
 
 @dataclass
@@ -48,8 +49,9 @@ class Record:
         if isinstance(reply, Update):
             traffic.up += size_in_bytes(reply.tensors)
             traffic.macs += macs * reply.samples
-            traffic.answers += 1
-            traffic.loss += (reply.loss - traffic.loss) / traffic.answers
+            if math.isfinite(reply.loss):  # a client that diverged is named among the dropped
+                traffic.answers += 1
+                traffic.loss += (reply.loss - traffic.loss) / traffic.answers
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
