@@ -1,5 +1,6 @@
 """The command line, as a user meets it."""
 
+import io
 import os
 import pty
 import re
@@ -12,8 +13,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from fedhm.cli import main
+from fedhm.evaluate import Score
+from fedhm.records import Record
+from fedhm.report.progress import LiveBar
 
 QUICK = ["train.rounds=3", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=1"]
 
@@ -29,7 +34,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Exit code 1, one paragraph on stderr, no traceback."""
     assert main(arguments) == 1
     out, err = capsys.readouterr()
-    assert out == ""
+    assert not out or out.startswith("reading ")
     assert err.startswith("fedhm: ")
     assert "Traceback" not in err
     return err
@@ -54,7 +59,7 @@ def test_the_table_has_a_row_for_each_tier(finished: Path, capsys: pytest.Captur
     assert main(["report", str(finished)]) == 0
     out = capsys.readouterr().out
     for tier in ("full", "1/2", "1/4", "1/8"):
-        assert re.search(rf"│ {tier} +│ +[\d,]+ │ +[\d.]+ M │ +[\d.]+ kB │ +\d+\.\d\d % │", out), out
+        assert re.search(rf"│ {tier} +│ +[\d,]+ │ +[\d.]+ [kM] │ +[\d.]+ kB │ +\d+\.\d\d % │", out), out
 
 
 def test_several_runs_side_by_side(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,8 +68,8 @@ def test_several_runs_side_by_side(finished: Path, tmp_path: Path, capsys: pytes
     assert main(arguments) == 0
     assert main(["report", str(finished), str(other), "--out", str(tmp_path / "both")]) == 0
     out = capsys.readouterr().out
-    assert "quick: fedhm, round 3 of 3" in out
-    assert "fedavg: fedavg, round 3 of 3" in out
+    for run, method, tier in (("quick", "fedhm", "1/8"), ("fedavg", "fedavg", "full")):
+        assert re.search(rf"│ {run} +│ {method} +│ +3/3 │ {tier} ", out), out
     csv = (tmp_path / "both" / "report.csv").read_text().splitlines()
     assert len(csv) == 1 + 3 * 4 + 3
     assert (tmp_path / "both" / "accuracy-by-bytes.png").exists()
@@ -129,6 +134,28 @@ def test_a_diverging_run_says_so_and_keeps_its_rounds(tmp_path: Path, capsys: py
     assert re.search(r"client \d+ \(tier .*\) in round 1 cannot be used: its loss became NaN", err)
     assert main(["report", folder]) == 1
     assert "no evaluated round" in capsys.readouterr().err
+
+
+def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m fedhm run digits --set {' '.join(QUICK)} --out {tmp_path}/run | head -1"
+    assert subprocess.run(command, shell=True, check=True, capture_output=True).stderr == b""
+    assert (tmp_path / "run" / "report.md").exists()
+    assert len((tmp_path / "run" / "records.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert "holds other files" in failure(capsys, "run", "digits", "--out", str(tmp_path))
+
+
+def test_the_narrow_terminal_shows_round_and_accuracy() -> None:
+    out = io.StringIO()
+    with LiveBar(Console(file=out, force_terminal=True, width=80)) as bar:
+        bar.started(0, 40)
+        scores = {tier: Score(0.9915, 0.1) for tier in ("full", "1/2", "1/4", "1/8")}
+        bar.round_done(Record(37, scores=scores))
+    shown = re.sub(r"\x1b\[[\d;?]*\w", "", out.getvalue())
+    assert re.search(r"round 37/40 ━.* left .*99\.2/99\.2/99\.2/99\.2%", shown)
 
 
 def test_damaged_folders_are_told_apart(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

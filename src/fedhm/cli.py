@@ -10,17 +10,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from fedhm.batchnorm import running_names
 from fedhm.config import Config
 from fedhm.config_file import load_config, presets
 from fedhm.cost import measure, training_memory
 from fedhm.errors import FedhmError
-from fedhm.files import write_atomically
+from fedhm.exchange import exchanged
 from fedhm.folder import RunFolder, read_config
+from fedhm.messages import size_in_bytes
 from fedhm.methods import make_method
-from fedhm.report.plots import save_plots
 from fedhm.report.progress import progress
 from fedhm.report.runs import read_runs
-from fedhm.report.tables import as_csv, markdown, readable_bytes, rich_table
+from fedhm.report.save import save_report
+from fedhm.report.tables import readable_bytes, readable_macs, rich_table
 from fedhm.run import build_model, input_format, prepare
 
 
@@ -34,9 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nfedhm: stopped{_where_to_go_on(options)}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:  # a full disk, a folder that may not be written
         print(f"fedhm: {error}{_where_to_go_on(options)}", file=sys.stderr)
         return 1
@@ -101,7 +100,9 @@ def _resume(options: argparse.Namespace) -> None:
 
 def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[[], RunFolder]) -> None:
     """Everything that can be wrong with settings and data is found before a folder is made."""
-    console = Console()
+    console = _Console()
+    if config.data is not None:
+        console.print(f"reading {config.data.source} …", highlight=False)
     with progress(console) as bar:
         experiment = prepare(config, [bar])
         with open_folder() as folder:
@@ -120,29 +121,36 @@ def _sizes(options: argparse.Namespace) -> None:
     for tier in method.tiers:
         network = method.network(tier)
         cost = measure(network, shape)
+        on_wire = exchanged(network)
+        if config.evaluation.static_from == 0:  # then BatchNorm's running averages never travel
+            on_wire = {name: t for name, t in on_wire.items() if name not in running_names(network)}
         memory = training_memory(network, shape, config.train.batch)
         table.add_row(
             tier,
             f"{cost.parameters:,}",
-            f"{cost.macs / 1e6:,.1f} M",
-            readable_bytes(cost.bytes),
+            readable_macs(cost.macs),
+            readable_bytes(size_in_bytes(on_wire)),
             readable_bytes(memory),
         )
-    Console().print(table)
+    _Console().print(table)
 
 
 def _report(options: argparse.Namespace) -> None:
     default = options.folders[0] if len(options.folders) == 1 else Path("report")
-    _show(options.folders, options.out or default, Console())
+    _show(options.folders, options.out or default, _Console())
 
 
 def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
     runs = read_runs(folders)
     for run in runs:
-        console.print(rich_table(run))
-    write_atomically(out / "report.md", markdown(runs))
-    write_atomically(out / "report.csv", as_csv(runs))
-    for path in [out / "report.md", out / "report.csv", *save_plots(runs, out)]:
+        if not run.evaluated:
+            print(f"fedhm: {run.name} has no evaluated round yet", file=sys.stderr)
+    runs = [run for run in runs if run.evaluated]
+    if not runs:
+        raise FedhmError("there is nothing to report")
+    written = save_report(runs, out)
+    console.print(rich_table(runs))
+    for path in written:
         console.print(str(path), highlight=False, soft_wrap=True)
 
 
@@ -162,3 +170,10 @@ def _new_folder(name: str) -> Path:
 def _where_to_go_on(options: argparse.Namespace) -> str:
     started = getattr(options, "started", None)
     return f"; 'fedhm resume {started}' goes on from the last complete round" if started else ""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader of our output went away, as `head` does: the run goes on without it."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from importlib import resources
@@ -42,7 +43,9 @@ def load_config(name: str, changes: Iterable[str] = ()) -> Config:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise FedhmError(f"{where} is not valid TOML: {error}") from None
+    changes = list(changes)
     table = _changed(table, changes)
+    where += " with --set" if changes else ""
     return parse({"data": {}, "model": {}, **table}, where)
 
 
@@ -75,7 +78,9 @@ def _changed(table: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """As TOML would read it; a bare word is a string."""
+    """As TOML would read it; a bare word is a string, and so is a bare fraction in a list."""
+    if text.startswith("["):
+        text = re.sub(r'(?<![\w"\'/.])(\d+/\d+)(?![\w"\'/.])', r'"\1"', text)
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -85,13 +90,22 @@ def _value(text: str) -> Any:
 def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
     method = table.get("method", {}).get("name", "fedhm") if isinstance(table.get("method", {}), dict) else "fedhm"
     known = list(_known_keys(method))
+    said: set[str] = set()
     for problem in error.errors():
         # pydantic puts the name of a union's branch into the path; the user never wrote it
         path = [str(part) for part in problem["loc"]]
         if path[:1] == ["method"] and len(path) > 1 and path[1] in ("fedhm", "fedavg"):
             del path[1]
         key = ".".join(part for part in path if not part.startswith(("constrained-", "literal[")))
-        if problem["type"] == "extra_forbidden":
+        if key in said:
+            continue  # a value that fits none of several types has a problem with each
+        said.add(key)
+        if problem["type"] == "union_tag_invalid":
+            known_methods = problem["ctx"]["expected_tags"].replace("'", "")
+            yield f"method.name: there is no method '{problem['ctx']['tag']}', known are {known_methods}"
+        elif problem["type"] == "too_short" and len(problem["input"]):
+            continue  # follows from an item that was refused, which has a sentence of its own
+        elif problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             yield f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else "")
         else:

@@ -34,6 +34,8 @@ class RunFolder:
     def check_free(path: Path) -> None:
         if (path / "config.toml").exists():
             raise FedhmError(f"{path} holds a run already: go on with 'fedhm resume {path}', or choose another folder")
+        if path.is_dir() and any(not entry.name.endswith(".tmp") for entry in path.iterdir()):
+            raise FedhmError(f"{path} holds other files: choose an empty or a new folder")
 
     @classmethod
     def create(cls, path: Path, config: Config) -> "RunFolder":

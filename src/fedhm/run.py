@@ -15,6 +15,8 @@ from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result, Watcher
 from fedhm.folder import RunFolder, read_config
 from fedhm.models import MODELS
+from fedhm.report.runs import read_runs
+from fedhm.report.save import save_report
 from fedhm.seeds import derive
 
 
@@ -37,8 +39,12 @@ def run(
     out            a folder for records, checkpoints and models; if it holds an unfinished run of this config,
                    that is gone on with
     """
-    if isinstance(config, Config):
-        config = config.model_dump(mode="json", exclude_none=True)
+    if isinstance(config, Config):  # of a preset or file, all but its data and model
+        config = config.model_dump(mode="json", exclude={"data", "model"})
+    if config is not None and not isinstance(config, Mapping):
+        raise FedhmError("config must be a mapping of sections; fedhm.load_config reads a preset or a file")
+    if isinstance(clients, tuple) and len(clients) == 2 and hasattr(clients[0], "shape"):
+        raise FedhmError("clients must be a list with an entry for each client, not one pair of arrays")
     table, clients = dict(config or {}), list(clients)
     if given := {"data", "model"} & set(table):
         raise FedhmError(f"the section '{min(given)}' is for runs from a config file; here data and model are given")
@@ -55,7 +61,9 @@ def run(
     with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, settings) as folder:
         if folder.config != settings:
             raise FedhmError(f"{path} holds a run with other settings: choose another folder")
-        return experiment.run(folder)
+        result = experiment.run(folder)
+    save_report(read_runs([path]), path)
+    return result
 
 
 def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:

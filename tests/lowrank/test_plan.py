@@ -216,6 +216,13 @@ def test_plan_is_a_mapping() -> None:
         plan["a"] = 3  # type: ignore[index]
 
 
+def test_ratios_may_be_written_as_fractions() -> None:
+    assert plan_ranks(resnet18(10), "1/8", keep=3) == plan_ranks(resnet18(10), 0.125, keep=3)
+    for wrong in ("one half", "1/0", "2"):
+        with pytest.raises(FedhmError, match="rank ratio"):
+            plan_ranks(resnet18(10), wrong)
+
+
 def test_a_module_named_as_dense_keeps_all_its_layers() -> None:
     plan = plan_ranks(resnet18(10), 1 / 8, keep=3, dense=["layer4.1", "layer3"])
     kept = [name for name, reason in plan.dense.items() if reason == "asked for"]

@@ -7,6 +7,7 @@ other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linea
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -15,6 +16,8 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from fedhm.errors import FedhmError
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.unroll import unrolled_shape
+
+ROOT = "(model)"  # a model that has weights of its own, outside its layers
 
 
 @dataclass(frozen=True, eq=False)  # equal as mappings are: the same ranks
@@ -41,23 +44,23 @@ class RankPlan(Mapping[str, int]):
         return len(self.ranks)
 
     def __str__(self) -> str:
-        width = max(map(len, self.decisions), default=0)
+        width = max((len(name or ROOT) for name in self.decisions), default=0)
         return "\n".join(
-            f"{name:<{width}}  {f'rank {what}' if isinstance(what, int) else f'dense: {what}'}"
+            f"{name or ROOT:<{width}}  {f'rank {what}' if isinstance(what, int) else f'dense: {what}'}"
             for name, what in self.decisions.items()
         )
 
 
 def plan_ranks(
     model: nn.Module,
-    ratio: float,
+    ratio: float | str,
     keep: int = 1,
     *,
     classifier: str | None = "auto",
     pointwise: bool = False,
     dense: Collection[str] = (),
 ) -> RankPlan:
-    """Plans the hybrid network of `model` at rank ratio γ = `ratio`.
+    """Plans the hybrid network of `model` at rank ratio γ = `ratio`, a number or a fraction such as "1/8".
 
     keep        how many layers to leave dense at the start (the paper's ρ), in the order in which the model
                 defines them; 1×1 convolutions and the classifier do not count
@@ -66,6 +69,11 @@ def plan_ranks(
     pointwise   factorize 1×1 convolutions too
     dense       further layers to leave as they are, or modules whose layers are left
     """
+    if isinstance(ratio, str):
+        try:
+            ratio = float(Fraction(ratio))
+        except (ValueError, ZeroDivisionError):
+            raise FedhmError(f"'{ratio}' is not a rank ratio: write 0.125 or \"1/8\"") from None
     if not 0 < ratio <= 1:
         raise FedhmError(f"a rank ratio lies above 0 and at most at 1, not at {ratio:g}")
     if keep < 0:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from fedhm.report.runs import Run
 
@@ -27,13 +28,17 @@ def _megabytes(run: Run, tier: str, rounds: int) -> float:
 
 def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], float], path: Path) -> None:
     colours = matplotlib.color_sequences["tab10"]
-    tiers = list(dict.fromkeys(tier for run in runs for tier in run.tiers))
+    sizes = {tier: cost.parameters for run in runs for tier, cost in run.costs.items()}
+    tiers = sorted(sizes, key=lambda tier: -sizes[tier])  # a tier has the same colour in every plot of the same tiers
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
     for number, run in enumerate(runs):
         for tier in run.tiers:
+            where = [position(run, tier, record.round) for record in run.evaluated]
+            if math.isnan(where[0]):
+                continue  # no client of this tier has trained yet
             axes.plot(
-                [position(run, tier, record.round) for record in run.evaluated],
+                where,
                 [100 * record.scores[tier].accuracy for record in run.evaluated],
                 linestyle=STYLES[number % len(STYLES)],
                 color=colours[tiers.index(tier) % len(colours)],
@@ -45,6 +50,9 @@ def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], fl
     if position is _megabytes:
         axes.set_xscale("log")  # tiers differ by an order of magnitude
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(axis)
     axes.set_ylabel("test accuracy (%)")
     axes.grid(alpha=0.3)

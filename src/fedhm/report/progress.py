@@ -1,4 +1,4 @@
-"""How a run goes, while it goes: a live bar in a terminal, a line per evaluated round elsewhere."""
+"""How a run goes, while it goes: a live bar in a terminal, a line per round elsewhere."""
 
 from rich.console import Console
 from rich.progress import (
@@ -6,11 +6,12 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
 from fedhm.records import Record
+
+SHORT = {"train": "train", "statistics": "BN"}  # the bar must fit 80 columns
 
 
 class LiveBar:
@@ -19,12 +20,10 @@ class LiveBar:
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
             TextColumn("[bold]round"),
-            BarColumn(),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
+            BarColumn(bar_width=14),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[doing]}"),
+            TextColumn("left  {task.fields[doing]:<12}"),
             TextColumn("[green]{task.fields[accuracy]}"),
             console=console,
         )
@@ -42,16 +41,17 @@ class LiveBar:
         self._progress.update(self._bar, completed=done, total=rounds)
 
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
-        self._progress.update(self._bar, completed=round_number - 1, doing=f"{what} {done}/{of}")
+        self._progress.update(self._bar, completed=round_number - 1, doing=f"{SHORT[what]} {done}/{of}")
 
     def round_done(self, record: Record) -> None:
         self._progress.update(self._bar, completed=record.round)
         if record.scores:
-            self._progress.update(self._bar, accuracy=_accuracies(record))
+            accuracies = (f"{100 * score.accuracy:.1f}" for score in record.scores.values())
+            self._progress.update(self._bar, accuracy="/".join(accuracies) + "%")
 
 
 class Lines:
-    """For logs: one line for each evaluated round."""
+    """For logs: one line for each round."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -72,9 +72,9 @@ class Lines:
         return
 
     def round_done(self, record: Record) -> None:
-        if record.scores:
-            seconds = sum(record.seconds.values())
-            self._console.print(f"round {record.round}/{self._rounds}  {_accuracies(record)}  {seconds:.1f} s")
+        losses = "  ".join(f"{tier} {traffic.loss:.3f}" for tier, traffic in sorted(record.traffic.items()))
+        what = _accuracies(record) if record.scores else f"training loss {losses}"
+        self._console.print(f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s")
 
 
 def progress(console: Console) -> LiveBar | Lines:

@@ -39,7 +39,8 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Named by their folders; by the whole path where two folders are called alike."""
+    """Each folder once, named by its last part, or by its whole path where two are called alike."""
+    paths = list({path.resolve(): path for path in paths}.values())
     runs = [_read(path) for path in paths]
     names = [run.name for run in runs]
     return [replace(r, name=str(p)) if names.count(r.name) > 1 else r for r, p in zip(runs, paths, strict=True)]
@@ -48,7 +49,4 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read(path: Path) -> Run:
     if not path.is_dir():
         raise FedhmError(f"there is no folder {path}")
-    run = Run(path.resolve().name, read_config(path), read_records(path / "records.jsonl"), read_costs(path))
-    if not run.evaluated:
-        raise FedhmError(f"{path} has no evaluated round yet")
-    return run
+    return Run(path.resolve().name, read_config(path), read_records(path / "records.jsonl"), read_costs(path))

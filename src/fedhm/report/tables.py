@@ -1,4 +1,4 @@
-"""A row for each tier: what it costs and how well it does."""
+"""A row for each run and tier: what it costs and how well it does."""
 
 import csv
 import io
@@ -8,17 +8,20 @@ from rich.table import Table
 
 from fedhm.report.runs import Run
 
-COLUMNS = ("tier", "parameters", "MACs/sample", "bytes/round", "accuracy", "loss")
+COLUMNS = ("run", "method", "round", "tier", "parameters", "MACs/sample", "bytes/round", "accuracy", "loss")
+LEFT = ("run", "method", "tier")
 
 
 def rows(run: Run) -> list[tuple[str, ...]]:
     """Bytes per round are of one client of the tier, down and up; accuracy is that of the last evaluated round."""
     last = run.evaluated[-1]
+    which = (run.name, run.config.method.name, f"{last.round}/{run.config.train.rounds}")
     return [
         (
+            *which,
             tier,
             f"{run.costs[tier].parameters:,}",
-            f"{run.costs[tier].macs / 1e6:,.1f} M",
+            readable_macs(run.costs[tier].macs),
             readable_bytes(run.bytes_per_client(tier)),
             f"{100 * last.scores[tier].accuracy:.2f} %",
             f"{last.scores[tier].loss:.4f}",
@@ -27,39 +30,43 @@ def rows(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
-def title(run: Run) -> str:
-    last = run.evaluated[-1].round
-    return f"{run.name}: {run.config.method.name}, round {last} of {run.config.train.rounds}"
+def _table(runs: Sequence[Run]) -> tuple[str, tuple[str, ...], list[list[tuple[str, ...]]]]:
+    """Title, columns, and each run's rows; what is the same in all rows of a single run goes into the title."""
+    all_rows = [rows(run) for run in runs]
+    if len(runs) > 1:
+        return "", COLUMNS, all_rows
+    name, method, last = all_rows[0][0][:3]
+    return f"{name}: {method}, round {last}", COLUMNS[3:], [[row[3:] for row in all_rows[0]]]
 
 
-def caption(run: Run) -> str:
-    """What the table's columns leave out."""
-    gathering = run.statistics_bytes()
-    adds = f" Gathering BatchNorm statistics adds {readable_bytes(gathering)} a client in rounds that are evaluated."
-    return "bytes/round: one client's training, down and up." + (adds if gathering else "")
+def caption(runs: Sequence[Run]) -> str:
+    """What the columns leave out."""
+    text = "bytes/round: one client's training, down and up."
+    for run in runs:
+        if gathering := run.statistics_bytes():
+            whose = f" of {run.name}" if len(runs) > 1 else ""
+            text += f" Gathering BatchNorm statistics{whose} adds {readable_bytes(gathering)} a client when evaluated."
+    return text
 
 
-def rich_table(run: Run) -> Table:
-    table = Table(title=title(run), title_justify="left", caption=caption(run), caption_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "tier" else "right")
-    for row in rows(run):
-        table.add_row(*row)
+def rich_table(runs: Sequence[Run]) -> Table:
+    title, columns, groups = _table(runs)
+    table = Table(title=title or None, title_justify="left", caption=caption(runs), caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column in LEFT else "right")
+    for group in groups:
+        for row in group:
+            table.add_row(*row, end_section=row is group[-1])
     return table
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    parts: list[str] = []
-    for run in runs:
-        lines = [
-            f"### {title(run)}",
-            "",
-            "| " + " | ".join(COLUMNS) + " |",
-            "|---" + "|--:" * (len(COLUMNS) - 1) + "|",
-        ]
-        lines += ["| " + " | ".join(row) + " |" for row in rows(run)]
-        parts.append("\n".join([*lines, "", caption(run)]))
-    return "\n\n".join(parts) + "\n"
+    title, columns, groups = _table(runs)
+    lines = [f"### {title}", ""] if title else []
+    lines += ["| " + " | ".join(columns) + " |"]
+    lines += ["|" + "|".join("---" if column in LEFT else "--:" for column in columns) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for group in groups for row in group]
+    return "\n".join([*lines, "", caption(runs)]) + "\n"
 
 
 def as_csv(runs: Sequence[Run]) -> str:
@@ -76,6 +83,10 @@ def as_csv(runs: Sequence[Run]) -> str:
                 so_far = "" if sent is None else record.round * sent
                 writer.writerow([*where, cost.parameters, cost.macs, so_far, *score])
     return out.getvalue()
+
+
+def readable_macs(count: int) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} k"
 
 
 def readable_bytes(count: float | None) -> str:

@@ -1,0 +1,16 @@
+"""Everything that a report leaves on disk."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedhm.files import write_atomically
+from fedhm.report.plots import save_plots
+from fedhm.report.runs import Run
+from fedhm.report.tables import as_csv, markdown
+
+
+def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Writes table and plots; gives their paths."""
+    write_atomically(folder / "report.md", markdown(runs))
+    write_atomically(folder / "report.csv", as_csv(runs))
+    return [folder / "report.md", folder / "report.csv", *save_plots(runs, folder)]
