@@ -22,7 +22,7 @@ from fedhm.methods import make_method
 from fedhm.report.progress import progress
 from fedhm.report.runs import read_runs
 from fedhm.report.save import save_report
-from fedhm.report.tables import readable_bytes, readable_macs, rich_table
+from fedhm.report.tables import readable_bytes, readable_macs, rich_tables
 from fedhm.run import build_model, input_format, prepare
 
 
@@ -107,7 +107,11 @@ def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[
         experiment = prepare(config, [bar])
         with open_folder() as folder:
             options.started = folder.path
-            experiment.run(folder)
+            try:
+                experiment.run(folder)
+            except FedhmError:
+                folder.remove_if_nothing_was_done()
+                raise
     _show([folder.path], folder.path, console)
 
 
@@ -149,7 +153,8 @@ def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
     if not runs:
         raise FedhmError("there is nothing to report")
     written = save_report(runs, out)
-    console.print(rich_table(runs))
+    for table in rich_tables(runs, console.width):
+        console.print(table)
     for path in written:
         console.print(str(path), highlight=False, soft_wrap=True)
 

@@ -77,6 +77,14 @@ class RunFolder:
         append_record(self.path / "records.jsonl", record)
         save_checkpoint(self.path / "checkpoints", checkpoint, run)
 
+    def remove_if_nothing_was_done(self) -> None:
+        """A run that failed in its first round leaves nothing to go on with, and would stand in the way."""
+        if not list(self.path.glob("checkpoints/*.safetensors")):
+            for name in ("config.toml", "records.jsonl", "tiers.json"):
+                (self.path / name).unlink(missing_ok=True)
+            if not list(self.path.iterdir()):
+                self.path.rmdir()
+
     def save_costs(self, costs: dict[str, Cost]) -> None:
         write_atomically(self.path / "tiers.json", json.dumps({t: vars(cost) for t, cost in costs.items()}, indent=2))
 

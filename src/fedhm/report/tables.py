@@ -49,7 +49,12 @@ def caption(runs: Sequence[Run]) -> str:
     return text
 
 
-def rich_table(runs: Sequence[Run]) -> Table:
+def rich_tables(runs: Sequence[Run], width: int) -> list[Table]:
+    """One table for all runs where the terminal has the room, otherwise one for each."""
+    return [_rich_table(runs)] if width >= 110 else [_rich_table([run]) for run in runs]
+
+
+def _rich_table(runs: Sequence[Run]) -> Table:
     title, columns, groups = _table(runs)
     table = Table(title=title or None, title_justify="left", caption=caption(runs), caption_justify="left")
     for column in columns:
