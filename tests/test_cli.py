@@ -143,6 +143,17 @@ def test_a_run_that_diverges_at_once_says_so_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_resumed_run_that_fails_loses_nothing(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.toml", "tiers.json"):
+        (tmp_path / name).write_bytes((finished / name).read_bytes())
+    (tmp_path / "records.jsonl").write_text("damaged\n")  # and its checkpoints are gone
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert "is not a round's record" in failure(capsys, "resume", str(tmp_path))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     command = f"{sys.executable} -m fedhm run digits --set {' '.join(QUICK)} --out {tmp_path}/run | head -1"
     assert subprocess.run(command, shell=True, check=True, capture_output=True).stderr == b""

@@ -22,6 +22,7 @@ class RunFolder:
     def __init__(self, path: Path, config: Config) -> None:
         self.path = path
         self.config = config
+        self._new = False  # made by this process
         # The lock ends with the process, however that ends.
         self._lock = os.open(path, os.O_RDONLY)
         try:
@@ -50,6 +51,7 @@ class RunFolder:
         except BaseException:
             folder.__exit__()
             raise
+        folder._new = True
         return folder
 
     @classmethod
@@ -79,7 +81,7 @@ class RunFolder:
 
     def remove_if_nothing_was_done(self) -> None:
         """A run that failed in its first round leaves nothing to go on with, and would stand in the way."""
-        if not list(self.path.glob("checkpoints/*.safetensors")):
+        if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
             for name in ("config.toml", "records.jsonl", "tiers.json"):
                 (self.path / name).unlink(missing_ok=True)
             if not list(self.path.iterdir()):
