@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from fedhm.exchange import exchanged
 from fedhm.folder import RunFolder, read_config
 from fedhm.messages import size_in_bytes
 from fedhm.methods import make_method
+from fedhm.methods.method import Setup
 from fedhm.report.progress import progress
 from fedhm.report.runs import read_runs
 from fedhm.report.save import save_report
@@ -118,7 +120,7 @@ def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[
 def _sizes(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.changes)
     shape, classes = input_format(config)
-    method = make_method(build_model(config, shape, classes), config.method)
+    method = make_method(build_model(config, shape, classes), config.method, Setup(sample=torch.zeros(1, *shape)))
     table = Table(title=f"{options.config}: one sample {'×'.join(map(str, shape))}, batch {config.train.batch}")
     for column in ("tier", "parameters", "MACs/sample", "bytes each way", "training memory"):
         table.add_column(column, justify="left" if column == "tier" else "right")

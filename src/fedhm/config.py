@@ -1,40 +1,13 @@
 """The settings of a run: typed and validated. `config_file.py` reads them."""
 
-import math
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-def _as_ratio(value: object) -> object:
-    """Ratios may be written as "1/8"."""
-    if isinstance(value, str):
-        try:
-            return float(Fraction(value))
-        except (ValueError, ZeroDivisionError):
-            return value
-    return value
-
-
-Ratio = Annotated[float, BeforeValidator(_as_ratio), Field(gt=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-Weighting = Literal["uniform", "samples", "softmax", "softmax-inverse"]
-
-
-def tier_name(ratio: float) -> str:
-    """How a tier is called everywhere: full, 1/2, 1/8, or the plain number."""
-    if ratio == 1:
-        return "full"
-    fraction = Fraction(ratio).limit_denominator(64)
-    return str(fraction) if math.isclose(float(fraction), ratio, rel_tol=1e-9) else f"{ratio:g}"
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
+from fedhm.method_config import FedHMConfig, MethodConfig, Positive, Section
 
 
 class DataConfig(Section):
@@ -44,6 +17,8 @@ class DataConfig(Section):
     alpha: Annotated[float, Field(gt=0)] = 0.5
     crop: Annotated[int, Field(ge=0)] = 0
     flip: bool = False
+    public: str = ""  # unlabelled samples that everybody has, for distillation: a source, or "held-out" from this one
+    public_samples: Positive = 1000
 
 
 class ModelConfig(Section):
@@ -83,31 +58,6 @@ class EvaluationConfig(Section):
     static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0  # after this round, BatchNorm statistics are
     # gathered at the clients; up to it, their running averages are used
     batch: Positive = 128
-
-
-class FedHMConfig(Section):
-    name: Literal["fedhm"] = "fedhm"
-    tiers: Annotated[tuple[Ratio, ...], Field(min_length=1)] = (1.0, 1 / 2, 1 / 4, 1 / 8)
-    keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
-    weighting: Weighting = "uniform"
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
-    aggregate: Literal["models", "updates"] = "models"  # updates: directions that a tier cannot carry are left alone
-
-    @model_validator(mode="after")
-    def _distinct(self) -> "FedHMConfig":
-        if len({tier_name(ratio) for ratio in self.tiers}) != len(self.tiers):
-            raise ValueError("a tier is listed twice")
-        return self
-
-
-class FedAvgConfig(Section):
-    name: Literal["fedavg"] = "fedavg"
-    tier: Ratio = 1.0  # one network for all clients: the full one, or its hybrid network at this ratio
-    keep: Annotated[int, Field(ge=0)] = 1
-    weighting: Literal["uniform", "samples"] = "uniform"
-
-
-MethodConfig = Annotated[FedHMConfig | FedAvgConfig, Field(discriminator="name")]
 
 
 class EngineConfig(Section):

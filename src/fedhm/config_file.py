@@ -11,8 +11,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedhm.config import Config, FedAvgConfig, FedHMConfig
+from fedhm.config import Config
 from fedhm.errors import FedhmError
+from fedhm.method_config import METHOD_CONFIGS, FedHMConfig
 
 
 def presets() -> dict[str, str]:
@@ -94,7 +95,7 @@ def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
     for problem in error.errors():
         # pydantic puts the name of a union's branch into the path; the user never wrote it
         path = [str(part) for part in problem["loc"]]
-        if path[:1] == ["method"] and len(path) > 1 and path[1] in ("fedhm", "fedavg"):
+        if path[:1] == ["method"] and len(path) > 1 and path[1] in METHOD_CONFIGS:
             del path[1]
         key = ".".join(part for part in path if not part.startswith(("constrained-", "literal[")))
         if key in said:
@@ -117,10 +118,9 @@ def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
 
 def _known_keys(method: str) -> Iterator[str]:
     """Every key that a config may have, in dotted form."""
-    methods: dict[str, type[BaseModel]] = {"fedhm": FedHMConfig, "fedavg": FedAvgConfig}
     for name, field in Config.model_fields.items():
         yield name
-        section = methods.get(method, FedHMConfig) if name == "method" else _section(field.annotation)
+        section = METHOD_CONFIGS.get(method, FedHMConfig) if name == "method" else _section(field.annotation)
         if section is not None:
             yield from (f"{name}.{key}" for key in section.model_fields)
 

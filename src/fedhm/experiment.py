@@ -26,7 +26,7 @@ from fedhm.fingerprint import fingerprint
 from fedhm.folder import RunFolder
 from fedhm.messages import Failure, Task, Tensors, Update
 from fedhm.methods import make_method
-from fedhm.methods.method import State
+from fedhm.methods.method import Setup, State
 from fedhm.probe import probe
 from fedhm.records import Record
 from fedhm.sampling import check_assignment, participants
@@ -64,7 +64,8 @@ class Experiment:
         self.clients, self.classes = len(federation.clients), federation.classes
         self._test = Feed(federation.test, federation.preprocessing)
         batch, _ = next(self._test.ordered(1))
-        self.method = make_method(model, config.method, probe(model, batch, federation.classes))
+        setup = Setup(probe(model, batch, federation.classes), batch, config.seed)
+        self.method = make_method(model, config.method, setup)
         check_assignment(config.federation, self.clients, self.method.tiers)
         self.cost = cache(lambda name: measure(self.method.network(name), federation.input_shape, batch.dtype))
         self.running_names = cache(lambda name: running_names(self.method.network(name)))
@@ -89,7 +90,7 @@ class Experiment:
         state, records = self._begin(folder)
         networks: dict[str, nn.Module] = {}
         for number in range(len(records) + 1, rounds + 1):
-            chosen = participants(self.config.federation, self.clients, self.method.tiers, self.config.seed, number)
+            chosen = participants(self.config.federation, self.clients, self.method.levels, self.config.seed, number)
             record = Record(number, chosen)
             with record.phase("merge"):
                 updates = self._updates(self.method.tasks(state, chosen, number), record)

@@ -1,12 +1,13 @@
 """What goes between server and clients: tasks down, updates up. Tensors and plain values only."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
-Kind = Literal["train", "statistics"]
+Kind = Literal["train", "statistics", "distil"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Task:
 
     train       train the network on your samples and send it back
     statistics  run the network over your samples and send its BatchNorm layers' input statistics
+    distil      bring the network that you kept towards the scores that come with the task, then train it on your
+                samples; send its scores on the public samples
     """
 
     kind: Kind
@@ -31,6 +34,8 @@ class Task:
     tier: str  # what the client can afford
     network: str  # which of the method's networks the tensors belong to; often named as the tier
     tensors: Tensors
+    kept: Tensors = field(default_factory=dict)  # what the client keeps from task to task: it does not travel
+    options: Mapping[str, float] = field(default_factory=dict)  # of this kind of task
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Update:
     labels: tuple[int, ...] | None  # the labels that the client holds, where its loss was masked to them
     loss: float  # mean over the last epoch
     position: int = 0  # its task's place in the round's list
+    kept: Tensors = field(default_factory=dict)  # see Task
 
 
 @dataclass(frozen=True)

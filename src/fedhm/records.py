@@ -42,7 +42,7 @@ class Record:
 
     def count(self, task: Task, reply: Reply, macs: int) -> None:
         """Books one task and what came of it."""
-        trained = task.kind == "train"
+        trained = task.kind != "statistics"
         traffic = self.traffic.setdefault(task.tier, Traffic()) if trained else self.statistics
         traffic.clients += 1
         traffic.down += size_in_bytes(task.tensors)

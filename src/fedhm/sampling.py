@@ -9,17 +9,17 @@ from fedhm.seeds import numpy_generator
 
 
 def participants(
-    config: FederationConfig, clients: int, tiers: Sequence[str], seed: int, round_number: int
+    config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> list[Participant]:
-    """A random share of the clients, in the order of their numbers."""
+    """A random share of the clients, in the order of their numbers, each with the tier of its capability level."""
     count = max(1, round(config.participation * clients))
     chosen = sorted(numpy_generator(seed, "participants", round_number).choice(clients, count, replace=False).tolist())
     if config.heterogeneity == "dynamic":
-        drawn = numpy_generator(seed, "tiers", round_number).integers(len(tiers), size=clients)
-        return [Participant(client, tiers[drawn[client]]) for client in chosen]
+        drawn = numpy_generator(seed, "tiers", round_number).integers(len(levels), size=clients)
+        return [Participant(client, levels[drawn[client]]) for client in chosen]
     if config.assignment:
         return [Participant(client, config.assignment[client]) for client in chosen]
-    return [Participant(client, tiers[client % len(tiers)]) for client in chosen]
+    return [Participant(client, levels[client % len(levels)]) for client in chosen]
 
 
 def check_assignment(config: FederationConfig, clients: int, tiers: Sequence[str]) -> None:

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm import Config, Experiment, Federation, Samples
-from fedhm.config import tier_name
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.digits import read_digits
 from fedhm.data.partition import dirichlet_equal
+from fedhm.method_config import tier_name
 from fedhm.sampling import participants
 from fedhm.seeds import numpy_generator, torch_generator
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from conftest import small_config, small_model
-from fedhm.config import FedAvgConfig, FedHMConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
@@ -20,9 +19,10 @@ from fedhm.lowrank.hybrid import to_full
 from fedhm.lowrank.svd import truncation_error
 from fedhm.lowrank.unroll import unroll
 from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.method_config import FedAvgConfig, FedHMConfig
 from fedhm.methods.fedavg import FedAvg
 from fedhm.methods.fedhm import FedHM, _weight
-from fedhm.methods.method import Method, State
+from fedhm.methods.method import Method, Setup, State
 
 TIERS = ("full", "1/2", "1/4", "1/8")
 
@@ -140,8 +140,8 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
 def test_all_clients_at_full_rank_is_fedavg_bit_for_bit(seed: int, counts: list[int]) -> None:
     model = small_model(seed % 7)
     for weighting in ("uniform", "samples"):
-        fedhm = FedHM(model, FedHMConfig.model_validate({"weighting": weighting}), "9")
-        fedavg = FedAvg(model, FedAvgConfig.model_validate({"weighting": weighting}), "9")
+        fedhm = FedHM(model, FedHMConfig.model_validate({"weighting": weighting}), Setup("9"))
+        fedavg = FedAvg(model, FedAvgConfig.model_validate({"weighting": weighting}), Setup("9"))
         merged = []
         for method in (fedhm, fedavg):
             state = start(method, model)
@@ -165,7 +165,7 @@ def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) 
 
 def test_classifier_rows_come_from_those_who_hold_the_label() -> None:
     model = small_model()
-    method = FedHM(model, FedHMConfig(), "9")
+    method = FedHM(model, FedHMConfig(), Setup("9"))
     state = start(method, model)
     tasks = round_of(method, state, ["full", "1/8"])
     updates = [answer(tasks[0], labels=(0, 1)), answer(tasks[1], labels=(1, 2))]

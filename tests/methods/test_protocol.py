@@ -28,7 +28,7 @@ def slim(width: int) -> nn.Module:
 class Slices:
     """A narrow client trains the first channels; each element is averaged over those who hold it."""
 
-    tiers = ("full", "half")
+    tiers = levels = ("full", "half")
     widths = {"full": 8, "half": 4}  # noqa: RUF012
 
     def __init__(self, *_: object) -> None:
@@ -71,7 +71,7 @@ class Ensemble(nn.Module):
 class Mix:
     """A tier is a number of base networks; a client gets one task for each that it can afford."""
 
-    tiers = ("3", "1")
+    tiers = levels = ("3", "1")
 
     def __init__(self, *_: object) -> None:
         pass

@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fedhm.config import FedAvgConfig, FedHMConfig
+from fedhm.method_config import AnyMethodConfig
 from fedhm.methods.fedavg import FedAvg
 from fedhm.methods.fedhm import FedHM
-from fedhm.methods.method import Method
+from fedhm.methods.method import Method, Setup
 
 METHODS: dict[str, Callable[..., Method]] = {"fedhm": FedHM, "fedavg": FedAvg}
 
 
-def make_method(model: nn.Module, config: FedHMConfig | FedAvgConfig, classifier: str | None = None) -> Method:
-    """`classifier` is the layer that gives the logits: rows of labels that a client lacks are not taken from it."""
-    return METHODS[config.name](model, config, classifier)
+def make_method(model: nn.Module, config: AnyMethodConfig, setup: Setup) -> Method:
+    return METHODS[config.name](model, config, setup)

@@ -7,26 +7,30 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from fedhm.config import FedAvgConfig, tier_name
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.method_config import FedAvgConfig, tier_name
 from fedhm.methods.mean import WeightedMean, trained_rows
-from fedhm.methods.method import State
+from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
 
 
 class FedAvg:
-    def __init__(self, model: nn.Module, config: FedAvgConfig, classifier: str | None = None) -> None:
+    def __init__(self, model: nn.Module, config: FedAvgConfig, setup: Setup = Setup()) -> None:
         self.config = config
         self.tier = tier_name(config.tier)
-        self.plan = tier_plan(model, config.tier, config.keep, classifier)
+        self.plan = tier_plan(model, config.tier, config.keep, setup.classifier)
         self._model = model
-        self._classifier = classifier
+        self._classifier = setup.classifier
 
     @property
     def tiers(self) -> Sequence[str]:
+        return (self.tier,)
+
+    @property
+    def levels(self) -> Sequence[str]:
         return (self.tier,)
 
     def start(self, weights: Tensors) -> State:

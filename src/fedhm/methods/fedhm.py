@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from fedhm.config import FedHMConfig, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.convergence import largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
@@ -24,20 +23,21 @@ from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import factorize
 from fedhm.lowrank.unroll import join, split, unroll
 from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.method_config import FedHMConfig, tier_name
 from fedhm.methods.mean import WeightedMean, trained_rows
-from fedhm.methods.method import State
+from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
 
 
 class FedHM:
-    def __init__(self, model: nn.Module, config: FedHMConfig, classifier: str | None = None) -> None:
+    def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config = config
         self.ratios = {tier_name(ratio): ratio for ratio in sorted(config.tiers, reverse=True)}
-        self.plans = {t: tier_plan(model, ratio, config.keep, classifier) for t, ratio in self.ratios.items()}
+        self.plans = {t: tier_plan(model, ratio, config.keep, setup.classifier) for t, ratio in self.ratios.items()}
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
         self._model = model
-        self._classifier = classifier
+        self._classifier = setup.classifier
         self._largest: dict[str, int] = {}  # layer → the largest rank that any tier asks for
         for plan in self.plans.values():
             for layer, rank in plan.items():
@@ -46,6 +46,10 @@ class FedHM:
     @property
     def tiers(self) -> Sequence[str]:
         return tuple(self.ratios)
+
+    @property
+    def levels(self) -> Sequence[str]:
+        return tuple(tier_name(ratio) for ratio in sorted(self.config.tiers, reverse=True))
 
     def start(self, weights: Tensors) -> State:
         return State(weights, self._factorized(weights))

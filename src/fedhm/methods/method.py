@@ -6,7 +6,8 @@ model to every participant and keeps the last one that comes back:
 
     class LastOne:
         tiers = ("full",)
-        def __init__(self, model, config, classifier): self.model = model
+        levels = ("full",)
+        def __init__(self, model, config, setup): self.model = model
         def start(self, weights): return State(weights)
         def tasks(self, state, participants, round_number):
             for p in participants:
@@ -20,8 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
+from fedhm.data.batches import Feed
 from fedhm.messages import Participant, Task, Tensors, Update
 
 
@@ -34,10 +36,25 @@ class State:
     diagnostics: dict[str, float] = field(default_factory=dict)  # of the last merge, for the record
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a method may know of its run beside its own settings."""
+
+    classifier: str | None = None  # the layer that gives the logits, where there is one
+    sample: Tensor | None = None  # a batch of one input, for methods that must see the model run
+    seed: int = 0
+    public: Feed | None = None  # samples that everybody has, without their labels
+
+
 class Method(Protocol):
     @property
     def tiers(self) -> Sequence[str]:
         """The tiers' names, largest first. A client's tier is one of them."""
+        ...
+
+    @property
+    def levels(self) -> Sequence[str]:
+        """The tier of each capability level, strongest first: one with two shares of the clients comes twice."""
         ...
 
     def start(self, weights: Tensors) -> State:
