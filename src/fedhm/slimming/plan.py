@@ -78,7 +78,9 @@ def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str 
         layer.register_forward_pre_hook(narrow)
     try:
         with torch.no_grad():
-            network(sample)
+            scores = network(sample)
+            if len(scores) != len(sample):  # a hard-coded reshape took channels for samples
+                raise FedhmError(f"the model cannot be made narrower: it gives {len(scores)} scores for {len(sample)}")
     except FedhmError:
         raise
     except Exception as error:  # whatever a foreign model raises
