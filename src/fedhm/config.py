@@ -17,6 +17,7 @@ class DataConfig(Section):
     alpha: Annotated[float, Field(gt=0)] = 0.5
     crop: Annotated[int, Field(ge=0)] = 0
     flip: bool = False
+    train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all
     public: str = ""  # unlabelled samples that everybody has, for distillation: a source, or "held-out" from this one
     public_samples: Positive = 1000
 

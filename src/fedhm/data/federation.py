@@ -57,17 +57,27 @@ class Federation:
 def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
     """Reads the data set that `config` names and deals it out."""
     source = read_source(config.source, config.folder)
-    if clients > len(source.train):
-        raise FedhmError(f"{clients} clients cannot share {len(source.train)} samples: at least one each is needed")
-    labels: np.ndarray[Any, np.dtype[np.int64]] = source.train.labels.numpy()
+    train = _chosen(source.train, config.train_samples, config.source, seed)
+    if clients > len(train):
+        raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
+    labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
     rng = numpy_generator(seed, "partition")
     parts = PARTITIONS[config.partition](labels, clients, config.alpha, rng)
     return Federation(
-        [source.train.subset(torch.from_numpy(part)) for part in parts],
+        [train.subset(torch.from_numpy(part)) for part in parts],
         source.test,
         source.classes,
         Preprocessing(source.mean, source.std, config.crop, config.flip),
     )
+
+
+def _chosen(samples: Samples, count: int, source: str, seed: int) -> Samples:
+    if count > len(samples):
+        raise FedhmError(f"data.train_samples = {count}, but {source} has {len(samples)} to train on")
+    if not count:
+        return samples
+    chosen = numpy_generator(seed, "train samples").choice(len(samples), count, replace=False)
+    return samples.subset(torch.from_numpy(np.sort(chosen)))
 
 
 def _kind(samples: Samples) -> str:

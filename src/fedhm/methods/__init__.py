@@ -7,9 +7,22 @@ from torch import nn
 from fedhm.method_config import AnyMethodConfig
 from fedhm.methods.fedavg import FedAvg
 from fedhm.methods.fedhm import FedHM
+from fedhm.methods.fedrolex import FedRolex
+from fedhm.methods.fjord import FjORD
+from fedhm.methods.heterofl import HeteroFL
 from fedhm.methods.method import Method, Setup
+from fedhm.methods.slimmed import Slimmed
+from fedhm.methods.splitmix import SplitMix
 
-METHODS: dict[str, Callable[..., Method]] = {"fedhm": FedHM, "fedavg": FedAvg}
+METHODS: dict[str, Callable[..., Method]] = {
+    "fedhm": FedHM,
+    "fedavg": FedAvg,
+    "slimmed": Slimmed,
+    "heterofl": HeteroFL,
+    "fedrolex": FedRolex,
+    "fjord": FjORD,
+    "splitmix": SplitMix,
+}
 
 
 def make_method(model: nn.Module, config: AnyMethodConfig, setup: Setup) -> Method:

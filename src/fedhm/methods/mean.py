@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fedhm.lowrank.unroll import roll, unrolled_shape
 from fedhm.messages import Tensors, Update
+from fedhm.slimming.narrow import Where, spots
 
 
 class WeightedMean:
@@ -18,7 +19,7 @@ class WeightedMean:
         self._old = old
         self._sums: Tensors = {}
         self._products: Tensors = {}  # in unrolled form
-        self._weights: dict[str, Tensor] = {}  # a number, or one per row
+        self._weights: dict[str, Tensor] = {}  # a number, or one for each row or element
 
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
         """Folds in a dense tensor; with `rows`, a mask, only those of its rows."""
@@ -30,6 +31,25 @@ class WeightedMean:
         else:
             self._sums[name].addcmul_(tensor, _per_row(share, tensor))
         self._count(name, share)
+
+    def add_all(self, update: Update, weight: float, classifier: str | None, prefix: str = "") -> None:
+        """Folds in a whole update, whose tensors are named here with `prefix`."""
+        rows = trained_rows(update, classifier)
+        for name, tensor in update.tensors.items():
+            self.add(f"{prefix}{name}", tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
+
+    def add_part(self, name: str, tensor: Tensor, weight: float, indices: Where, rows: Tensor | None = None) -> None:
+        """Folds in a tensor that holds only the numbers at `indices`; the mean is over those who hold a number."""
+        if name not in self._sums:
+            self._sums[name] = torch.zeros_like(self._old[name])
+        share = torch.full_like(tensor, weight, dtype=torch.float64)
+        if rows is not None:
+            share *= _per_row(rows, share)
+        where = spots(indices, self._old[name].shape)
+        self._sums[name][where] += tensor * share.to(tensor.dtype)
+        held = torch.zeros_like(self._old[name], dtype=torch.float64)
+        held[where] = share
+        self._count(name, held)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Folds in the weight that unrolls to `left @ right`, without forming it."""
@@ -67,8 +87,12 @@ class WeightedMean:
 
 def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
     """One weight per row, shaped and typed to multiply `tensor`."""
-    shaped = weight.reshape(-1, *[1] * (tensor.ndim - 1)) if weight.ndim else weight
+    shaped = weight.reshape(-1, *[1] * (tensor.ndim - 1)) if weight.ndim == 1 else weight
     return shaped.to(tensor.dtype)
+
+
+def influence(update: Update, weighting: str) -> float:
+    return float(update.samples) if weighting == "samples" else 1.0
 
 
 def trained_rows(update: Update, classifier: str | None) -> Tensor | None:

@@ -1,0 +1,66 @@
+"""One model at several widths, for the methods whose tiers are widths."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from fedhm.errors import FedhmError
+from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.method_config import width_name
+from fedhm.methods.mean import WeightedMean, influence, trained_rows
+from fedhm.methods.method import Setup
+from fedhm.slimming.narrow import check_alignment, narrowed, take, where
+from fedhm.slimming.plan import WidthPlan, plan_widths
+
+
+class Slices:
+    """The networks of every width, and where their numbers lie in the full model."""
+
+    def __init__(self, model: nn.Module, widths: Sequence[float], setup: Setup, *, scaler: bool = False) -> None:
+        if setup.sample is None:
+            raise FedhmError("a method of widths must see an input of the model: its setup has no sample")
+        self.levels = tuple(width_name(width) for width in sorted(widths, reverse=True))
+        self.widths = {width_name(width): width for width in sorted(widths, reverse=True)}
+        self.tiers = tuple(self.widths)
+        self._model, self._classifier, self._scaler = model, setup.classifier, scaler
+        self._plans = {tier: self._plan(width, setup.sample[:1]) for tier, width in self.widths.items()}
+
+    def _plan(self, width: float, sample: Tensor) -> WidthPlan:
+        if width == 1:
+            return {}
+        plan = plan_widths(self._model, width, sample, self._classifier)
+        check_alignment(self._model, plan, sample)
+        return plan
+
+    def network(self, tier: str) -> nn.Module:
+        return narrowed(self._model, self._plans[tier], self.widths[tier] if self._scaler else 1.0)
+
+    def take(self, weights: Tensors, tier: str, offset: int = 0) -> Tensors:
+        """The tier's part of the full model's weights: a window of channels that starts at `offset`."""
+        plan = self._plans[tier]
+        return {name: take(t, where(plan, name, t.ndim, offset)) for name, t in weights.items()}
+
+    def own_scale(self, tensors: Tensors, tier: str) -> Tensors:
+        """Initial weights shrink with the number of inputs: brings slices to the scale of a network of their width."""
+        cuts = {name: self._plans[tier].get(name.rpartition(".")[0]) for name in tensors}
+        scale = {name: (c.inputs.full / c.inputs.kept) ** 0.5 for name, c in cuts.items() if c and c.inputs}
+        return {name: tensor * scale.get(name, 1.0) for name, tensor in tensors.items()}
+
+    def tasks(
+        self, weights: Tensors, participants: Sequence[Participant], round_number: int, offset: int = 0
+    ) -> Iterator[Task]:
+        """Every participant trains its tier's part of the full model."""
+        sent = {tier: self.take(weights, tier, offset) for tier in {p.tier for p in participants}}
+        for p in participants:
+            yield Task("train", round_number, p.client, p.tier, p.tier, sent[p.tier])
+
+    def merged(self, weights: Tensors, updates: Iterable[Update], weighting: str, offset: int = 0) -> Tensors:
+        """The full model, each of its numbers averaged over those who hold it."""
+        mean = WeightedMean(weights)
+        for update in updates:
+            rows = trained_rows(update, self._classifier)
+            for name, tensor in update.tensors.items():
+                indices = where(self._plans[update.tier], name, tensor.ndim, offset)
+                held = rows if name.rpartition(".")[0] == self._classifier else None
+                mean.add_part(name, tensor, influence(update, weighting), indices, held)
+        return mean.result()

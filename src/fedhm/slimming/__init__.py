@@ -1,0 +1,1 @@
+"""Width: narrower versions of a network, made of some of its channels. Knows nothing of federation."""

@@ -1,0 +1,116 @@
+"""Width plans: how many channels of every layer a narrower network keeps, for any network that runs.
+
+A layer with C output channels keeps round(C · width) of them; the classifier keeps all. How many inputs are left for
+a layer follows from the layers before it, and is found by running the network once while it is being narrowed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedhm.errors import FedhmError
+from fedhm.lowrank.plan import weight_owners
+from fedhm.slimming.resize import CONVOLUTIONS, NORMS, copied, depthwise, inputs_of, outputs_of, resize
+
+LAYERS = (*CONVOLUTIONS, nn.Linear, *NORMS)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`kept` of `full` indices along one axis of a weight; they come in blocks of `unit` for each channel."""
+
+    full: int
+    kept: int
+    unit: int = 1
+
+    def window(self, offset: int) -> Tensor | None:
+        """The indices of the channels offset, offset + 1, …, around the end; None for all of them, in order."""
+        if self.kept == self.full:
+            return None
+        channels = (torch.arange(self.kept // self.unit) + offset) % (self.full // self.unit)
+        return (channels[:, None] * self.unit + torch.arange(self.unit)).flatten()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of one layer."""
+
+    outputs: Axis
+    inputs: Axis | None  # None where a layer has one weight for each of its outputs: norms, depthwise convolutions
+    normalised: bool = False  # a normalisation follows
+
+
+WidthPlan = dict[str, Cut]  # by layer name
+
+
+def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str | None) -> WidthPlan:
+    """Plans the network of `width`, a share of the channels in 0…1; `sample` is a batch of inputs."""
+    network = copied(model).eval()
+    names = {layer: name for name, layer in _layers(network)}
+    cuts: WidthPlan = {}
+    before: list[str] = []  # layers with outputs of their own, in the order in which they ran
+
+    def narrow(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        name = names[layer]
+        found = arguments[0].shape[-1 if isinstance(layer, nn.Linear | nn.LayerNorm) else 1]
+        if name in cuts:  # a layer that the network uses twice
+            return
+        follows = cuts[before[-1]] if before else None
+        inputs = _inputs(name, inputs_of(layer), found, follows.outputs if follows else None)
+        if isinstance(layer, NORMS) or depthwise(layer):
+            share = outputs_of(layer) // inputs.full
+            axis = Axis(outputs_of(layer), inputs.kept * share, inputs.unit * share)
+            cuts[name] = Cut(axis, None)
+        else:
+            full = outputs_of(layer)
+            kept = full if name == classifier else max(1, round(full * width))
+            cuts[name] = Cut(Axis(full, kept), inputs)
+        if isinstance(layer, NORMS) and before:
+            cuts[before[-1]] = Cut(cuts[before[-1]].outputs, cuts[before[-1]].inputs, normalised=True)
+        elif not isinstance(layer, NORMS):
+            before.append(name)
+        resize(layer, cuts[name].outputs.kept, inputs.kept)
+
+    for layer in names:
+        layer.register_forward_pre_hook(narrow)
+    try:
+        with torch.no_grad():
+            scores = network(sample)
+            if len(scores) != len(sample):  # a hard-coded reshape took channels for samples
+                raise FedhmError(f"the model cannot be made narrower: it gives {len(scores)} scores for {len(sample)}")
+    except FedhmError:
+        raise
+    except Exception as error:  # whatever a foreign model raises
+        raise FedhmError(f"the model cannot be made narrower: {error}") from error
+    return cuts
+
+
+def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers to narrow; refuses a network that has others with weights."""
+    owners = weight_owners(network)
+    for name, layer in network.named_modules():
+        own = list(layer.parameters(recurse=False))
+        if not own and not isinstance(layer, _BatchNorm):
+            continue
+        if type(layer) not in LAYERS:
+            raise FedhmError(
+                f"the model cannot be made narrower: '{name or 'the model itself'}' is a {type(layer).__name__}, "
+                "and only convolutions, Linear and normalisation layers are"
+            )
+        if any(owners[id(p)] > 1 for p in own):
+            raise FedhmError(f"the model cannot be made narrower: the weights of '{name}' are tied to another layer's")
+        yield name, layer
+
+
+def _inputs(name: str, full: int, found: int, previous: Axis | None) -> Axis:
+    """The input axis of a layer that gets `found` values where the full network gives it `full`."""
+    if found == full:
+        return Axis(full, full)
+    if previous is not None and full % previous.full == 0 and found == full // previous.full * previous.kept:
+        return Axis(full, found, full // previous.full)  # a flattened image has many values for each channel
+    if found > full:
+        raise FedhmError(f"the model cannot be made narrower: '{name}' would get {found} inputs instead of {full}")
+    return Axis(full, found)
