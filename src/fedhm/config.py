@@ -103,5 +103,12 @@ class Config(Section):
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
         return self.model_copy(update=changes)
 
+    def dotted(self) -> dict[str, Any]:
+        """Every setting by its dotted key, as --set would change it."""
+        found: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json", exclude_none=True).items():
+            found |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        return found
+
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

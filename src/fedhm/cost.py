@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +26,51 @@ class Cost:
     bytes: int  # of one transfer of the network, in one direction
 
 
+@dataclass(frozen=True)
+class LayerCost:
+    parameters: int
+    macs: int
+
+
+ROOT = "(model)"  # what a model has or computes outside its parts
+
+
 def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
     """Counts `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
     """
+    counter = _counted(model, input_shape, dtype)
+    return Cost(_trainable(model.parameters()), counter.get_total_flops() // 2, size_in_bytes(exchanged(model)))
+
+
+def by_layer(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
+    """Top-level part of the model → its share of what `measure` counts; a shared weight is its first owner's."""
+    counts = _counted(model, input_shape, dtype).get_flop_counts()
+    name_of_model = type(model).__name__  # how the counter calls the parts: CNN.conv1
+    counted: set[Tensor] = set()
+    parts: dict[str, LayerCost] = {}
+    for name, part in model.named_children():
+        own = set(part.parameters()) - counted
+        counted |= own
+        parts[name] = LayerCost(_trainable(own), sum(counts.get(f"{name_of_model}.{name}", {}).values()) // 2)
+    outside = _trainable(set(model.parameters()) - counted)
+    macs = sum(counts["Global"].values()) // 2 - sum(part.macs for part in parts.values())
+    return parts | ({ROOT: LayerCost(outside, macs)} if outside or macs else {})
+
+
+def _trainable(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _counted(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None) -> FlopCounterMode:
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
     try:
         with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
             model(_sample(model, 1, input_shape, dtype))
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {tuple(input_shape)}: {error}") from error
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Cost(parameters, counter.get_total_flops() // 2, size_in_bytes(exchanged(model)))
+    return counter
 
 
 def training_memory(

@@ -1,6 +1,6 @@
 """The cells of a comparison: every entry with every seed is one run, with its config and its folder."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from fedhm.files import write_atomically
 from fedhm.folder import RunFolder, is_complete, read_config, rounds_done
 from fedhm.run import build_model, read_federation
 
-OF_NO_CONCERN = ("engine", "data.folder")  # how and where a run went does not make it another
+OF_NO_CONCERN = ("engine.", "data.folder")  # how and where a run went does not make it another
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,10 @@ def _check_folder(cell: Cell) -> None:
     if not (cell.folder / "config.toml").exists():
         RunFolder.check_free(cell.folder)
     elif cell.rounds_done:
-        old, new = dict(_settings(read_config(cell.folder))), dict(_settings(cell.config))
+        old, new = read_config(cell.folder).dotted(), cell.config.dotted()
         for key in [*new, *old]:
-            if old.get(key) != new.get(key):
+            if old.get(key) != new.get(key) and not key.startswith(OF_NO_CONCERN):
                 raise FedhmError(
                     f"{cell.folder} was run with {key} = {old.get(key, 'nothing')}, now {new.get(key, 'nothing')}: "
                     "choose another --out, or remove it"
                 )
-
-
-def _settings(config: Config) -> Iterator[tuple[str, Any]]:
-    """Dotted key → value, of all that makes a run that run."""
-    for section, values in config.model_dump(mode="json").items():
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            name = f"{section}.{key}" if key else section
-            if not name.startswith(OF_NO_CONCERN):
-                yield name, value

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fedhm.config import DataConfig, ModelConfig
 from fedhm.report.compared import Compared
 from fedhm.report.runs import Run
 
 MUST_AGREE = {
-    "data": ("source", "partition", "alpha", "crop", "flip", "public", "public_samples"),
-    "model": ("name", "width"),
+    "data": tuple(key for key in DataConfig.model_fields if key != "folder"),
+    "model": tuple(ModelConfig.model_fields),
     "federation": ("clients", "participation", "heterogeneity"),
     "train": ("rounds", "epochs", "batch", "lr", "milestones", "lr_decay"),
     "evaluation": ("static_from",),

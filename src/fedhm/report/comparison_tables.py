@@ -1,88 +1,74 @@
-"""A comparison as tables: accuracy by capability level, and what each tier spent."""
+"""A comparison as tables: accuracy by capability level, what each tier spent, and what a target accuracy cost."""
 
 import csv
 import io
-from collections.abc import Callable, Sequence
-
-from rich.table import Table
+from collections.abc import Sequence
 
 from fedhm.report.compared import Compared, Spread, computed, sent, so_far
-from fedhm.report.comparison import Comparison, Place, arrange
+from fedhm.report.comparison import Comparison, Place
+from fedhm.report.sheets import Sheet
 from fedhm.report.tables import readable_bytes, readable_macs
+from fedhm.report.targets import Reached
 
-SPENT = ("entry", "tier", "parameters", "MACs/sample", "bytes/client/round", "bytes in all", "MACs in all", "accuracy")
 CSV = (
     *("entry", "seed", "round", "tier", "parameters", "macs"),
     *("federation_bytes_so_far", "federation_macs_so_far", "accuracy", "loss"),
 )
-CAPTION = (
-    "Parameters of the tier, accuracy in percent after the last round{over}; ×n: n capability levels train it. "
-    "Best accuracy of a row in bold."
-)
-SPENT_CAPTION = (
-    "bytes/client/round: one client's training, down and up. In all: what the tier's clients sent and computed for "
-    "training in all rounds{over}."
-)
-COLUMN = 24  # how wide a method's column is in a terminal
 
 
-def rich_tables(entries: Sequence[Compared], width: int) -> list[Table]:
-    """The table of accuracies, as several where the terminal is too narrow; then what was spent."""
-    comparison = arrange(entries)
-    names = list(comparison.columns)
-    at_once = max(1, (width - 10) // COLUMN)
-    parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
-    tables = [_accuracies(comparison, part) for part in parts]
-    tables[-1].caption = _over(CAPTION, entries, " (mean ± deviation over {} seeds)")
-    return [*tables, _spent(entries)]
+def accuracies(comparison: Comparison, seeds: int) -> Sheet:
+    """The paper's table."""
+    rows = [
+        [level, *(_cell(comparison, places.get(number), number) for places in comparison.columns.values())]
+        for number, level in enumerate(comparison.rows)
+    ]
+    over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
+    note = (
+        f"Parameters, and test accuracy in percent after the last round{over}; the best of a row in bold. "
+        "×n: n of the capability levels train this model."
+    )
+    return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
 
 
-def _accuracies(comparison: Comparison, names: Sequence[str]) -> Table:
-    table = Table(caption_justify="left")
-    table.add_column("tier")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, row in enumerate(comparison.rows):
-        cells = [_cell(comparison, name, number, lambda text: f"[bold]{text}[/bold]") for name in names]
-        table.add_row(row, *cells)
-    return table
+def spent(entries: Sequence[Compared]) -> Sheet:
+    columns = [
+        "entry",
+        "tier",
+        "parameters",
+        "MACs per sample",
+        "bytes per round",
+        "bytes in all",
+        "MACs in all",
+        "accuracy",
+    ]
+    seeds = len(entries[0].runs)
+    note = (
+        "Bytes per round: one client's training, down and up. In all: what the tier's clients sent and computed for "
+        "training in all rounds" + (f", mean over {seeds} seeds." if seeds > 1 else ".")
+    )
+    return Sheet(columns, [_spent(entry) for entry in entries], left=2, title="What each tier spent", note=note)
 
 
-def _spent(entries: Sequence[Compared]) -> Table:
-    caption = _over(SPENT_CAPTION, entries, ", mean of {} seeds")
-    table = Table(title="what each tier spent", title_justify="left", caption=caption, caption_justify="left")
-    for column in SPENT:
-        table.add_column(column, justify="left" if column in SPENT[:2] else "right")
-    for entry in entries:
-        rows = spent_rows(entry)
-        for row in rows:
-            table.add_row(*row, end_section=row is rows[-1])
-    return table
-
-
-def spent_rows(entry: Compared) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _spent(entry: Compared) -> list[list[str]]:
+    rows: list[list[str]] = []
     for tier in entry.tiers:
         cost = entry.first.costs[tier]
         sizes = (f"{cost.parameters:,}", readable_macs(cost.macs), readable_bytes(entry.client_bytes(tier)))
-        totals = (readable_bytes(entry.bytes(tier)), _work(entry.macs(tier)))
-        rows.append((entry.label, tier, *sizes, *totals, _percent(entry.accuracy(tier))))
+        totals = (readable_bytes(entry.bytes(tier)), readable_work(entry.macs(tier)))
+        rows.append([entry.label, tier, *sizes, *totals, _percent(entry.accuracy(tier))])
     if len(entry.tiers) > 1:
-        rows.append((entry.label, "all", "", "", "", readable_bytes(entry.bytes()), _work(entry.macs()), ""))
+        rows.append([entry.label, "all", "", "", "", readable_bytes(entry.bytes()), readable_work(entry.macs()), ""])
     return rows
 
 
-def markdown(entries: Sequence[Compared]) -> str:
-    """Both tables."""
-    comparison = arrange(entries)
-    lines = _header(["tier", *comparison.columns], left=1)
-    for number, row in enumerate(comparison.rows):
-        cells = [_cell(comparison, name, number, lambda text: f"**{text}**") for name in comparison.columns]
-        lines.append("| " + " | ".join([row, *cells]) + " |")
-    lines += ["", _over(CAPTION, entries, " (mean ± deviation over {} seeds)"), "", "### What each tier spent", ""]
-    lines += _header(SPENT, left=2)
-    lines += ["| " + " | ".join(row) + " |" for entry in entries for row in spent_rows(entry)]
-    return "\n".join([*lines, "", _over(SPENT_CAPTION, entries, ", mean of {} seeds")]) + "\n"
+def to_target(target: float, reached: Sequence[Reached]) -> Sheet:
+    rows = [[r.entry.label, r.tier, _ratio(r.communication), _ratio(r.computation)] for r in reached]
+    note = (
+        "Communication and computation of all clients until the tier first reaches the target, relative to the full "
+        "model on every client."
+    )
+    title = f"Cost of {100 * target:g} % accuracy"
+    return Sheet(["entry", "tier", "communication", "computation"], [rows], left=2, title=title, note=note)
 
 
 def as_csv(entries: Sequence[Compared]) -> str:
@@ -102,26 +88,12 @@ def as_csv(entries: Sequence[Compared]) -> str:
     return out.getvalue()
 
 
-def _cell(comparison: Comparison, column: str, row: int, bold: Callable[[str], str]) -> str:
-    place = comparison.columns[column].get(row)
-    if place is None:
-        return ""
-    accuracy = _percent(place.accuracy)
-    best = round(place.accuracy.mean, 2) == comparison.best(row)
-    return f"{_size(place)}  {bold(accuracy) if best else accuracy}"
+def readable_count(parameters: int) -> str:
+    return f"{parameters / 1e6:.2f} M" if parameters >= 1e6 else f"{parameters / 1e3:.1f} k"
 
 
-def _size(place: Place) -> str:
-    count = place.parameters
-    shown = f"{count / 1e6:.2f} M" if count >= 1e6 else f"{count / 1e3:.1f} k"
-    return f"{shown} ×{place.shares}" if place.shares > 1 else shown
-
-
-def _percent(accuracy: Spread) -> str:
-    return f"{accuracy.mean:.2f}" + ("" if accuracy.deviation is None else f" ± {accuracy.deviation:.2f}")
-
-
-def _work(macs: float) -> str:
+def readable_work(macs: float) -> str:
+    """Of a whole training."""
     for unit in ("M", "G", "T"):
         macs /= 1000 if unit != "M" else 1e6
         if macs < 1000:
@@ -129,11 +101,18 @@ def _work(macs: float) -> str:
     return f"{macs:,.1f} {unit}"
 
 
-def _over(text: str, entries: Sequence[Compared], seeds: str) -> str:
-    count = len(entries[0].runs)
-    return text.format(over=seeds.format(count) if count > 1 else "")
+def _cell(comparison: Comparison, place: Place | None, row: int) -> str:
+    if place is None:
+        return ""
+    size = readable_count(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
+    accuracy = _percent(place.accuracy)
+    best = round(place.accuracy.mean, 2) == comparison.best(row)
+    return f"{size}  {f'**{accuracy}**' if best else accuracy}"
 
 
-def _header(columns: Sequence[str], left: int) -> list[str]:
-    marks = ["---" if number < left else "--:" for number in range(len(columns))]
-    return ["| " + " | ".join(columns) + " |", "|" + "|".join(marks) + "|"]
+def _percent(accuracy: Spread) -> str:
+    return f"{accuracy.mean:.2f}" + ("" if accuracy.deviation is None else f" ± {accuracy.deviation:.2f}")
+
+
+def _ratio(ratio: float | None) -> str:
+    return "not reached" if ratio is None else f"{ratio:.3f}"
