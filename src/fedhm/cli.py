@@ -23,6 +23,7 @@ from fedhm.folder import RunFolder, read_config
 from fedhm.messages import size_in_bytes
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup
+from fedhm.report.comparable import difference
 from fedhm.report.progress import progress
 from fedhm.report.runs import read_runs
 from fedhm.report.save import save_report
@@ -168,6 +169,8 @@ def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
     written = save_report(runs, out)
     for table in rich_tables(runs, console.width):
         console.print(table)
+    if found := difference(runs):
+        console.print(f"Not comparable: {found}.", highlight=False)
     for path in written:
         console.print(str(path), highlight=False, soft_wrap=True)
 

@@ -69,6 +69,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     out = options.out or _default_folder(options.config, config)
     planned = cells(config, chosen, seeds, out)
     check(planned)
+    _make(out)
     options.go_on = "; the same command goes on with what is missing"
     failures = execute(planned, jobs, console)
     if complete := _complete(planned):
@@ -114,6 +115,13 @@ def _config(options: argparse.Namespace) -> Config:
 def _default_folder(name: str, config: Config) -> Path:
     assert config.data is not None  # load_config sees to that
     return Path("runs") / f"compare-{Path(name).stem}-{config.federation.heterogeneity}-{config.data.partition}"
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FedhmError(f"cannot make the folder {out}: {error.strerror}") from None
 
 
 def _complete(planned: Sequence[Cell]) -> list[Compared]:

@@ -43,12 +43,11 @@ class _Child:
     @property
     def failure(self) -> str | None:
         """Why it failed, once it has ended."""
-        if self._process.returncode == 0:
+        code = self._process.returncode
+        if code == 0:
             return None
         self._complaints.seek(0)
-        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
-        said = lines[-1].removeprefix("fedhm: ") if lines else f"it ended with exit code {self._process.returncode}"
-        return f"{self.cell.name} failed: {said}"
+        return f"{self.cell.name} failed: {_reason(self._complaints.read().decode(errors='replace').strip(), code)}"
 
     def interrupt(self) -> None:
         if self.running:
@@ -61,6 +60,15 @@ class _Child:
             self._process.kill()
             self._process.wait()
         self._complaints.close()
+
+
+def _reason(said: str, code: int) -> str:
+    """A run's own sentence, or the last line of a traceback."""
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
+    if "fedhm: " in said:
+        return said.rpartition("fedhm: ")[2]
+    return said.splitlines()[-1] if said else f"it ended with exit code {code}"
 
 
 def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[str]:

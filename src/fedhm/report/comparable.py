@@ -57,8 +57,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
                 yield f"{section}.{key}", getattr(settings, key)
     if run.data is not None:
         yield "samples", run.data.samples
-        yield f"data of seed {run.config.seed}, by its digest", run.data.digest
+        yield f"data digest with seed {run.config.seed}", run.data.digest
 
 
 def _shown(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple | list) else str(value)
+    return str(list(value)) if isinstance(value, tuple) else str(value) or "nothing"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from fedhm.report.comparable import difference
 from fedhm.report.runs import Run
 
 COLUMNS = ("run", "method", "round", "tier", "parameters", "MACs/sample", "bytes/round", "accuracy", "loss")
@@ -71,7 +72,10 @@ def markdown(runs: Sequence[Run]) -> str:
     lines += ["| " + " | ".join(columns) + " |"]
     lines += ["|" + "|".join("---" if column in LEFT else "--:" for column in columns) + "|"]
     lines += ["| " + " | ".join(row) + " |" for group in groups for row in group]
-    return "\n".join([*lines, "", caption(runs)]) + "\n"
+    lines += ["", caption(runs)]
+    if found := difference(runs):
+        lines += ["", f"Not comparable: {found}."]
+    return "\n".join(lines) + "\n"
 
 
 def as_csv(runs: Sequence[Run]) -> str:

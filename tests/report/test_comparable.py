@@ -1,0 +1,97 @@
+"""Runs that differ in data, budget or seeds are not comparable, and the sentence names both values."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_runs import FACTS, made_run
+
+from fedhm.report.comparable import difference, difference_of_entries
+from fedhm.report.compared import Compared
+
+SIZES = {"full": 100, "1/4": 30}
+DONE = [{"full": 0.5, "1/4": 0.4}, {"full": 0.6, "1/4": 0.5}]
+
+
+def test_the_same_settings_and_other_methods_are_comparable() -> None:
+    fedhm = made_run("a", SIZES, DONE)
+    heterofl = made_run("b", {"full": 100, "w0.5": 25}, [{"full": 0.1, "w0.5": 0.2}] * 2, {"name": "heterofl"})
+    assert difference([fedhm, heterofl]) is None
+    assert difference([]) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"train": {"rounds": 3}}, "a has train.rounds = 2, b has 3"),
+        ({"train": {"epochs": 5}}, "a has train.epochs = 1, b has 5"),
+        ({"train": {"batch": 16}}, "a has train.batch = 8, b has 16"),
+        ({"train": {"lr": 0.1}}, "a has train.lr = 0.05, b has 0.1"),
+        ({"train": {"milestones": [1]}}, "a has train.milestones = [], b has [1]"),
+        ({"federation": {"clients": 9}}, "a has federation.clients = 8, b has 9"),
+        ({"federation": {"participation": 1.0}}, "a has federation.participation = 0.5, b has 1.0"),
+        ({"federation": {"heterogeneity": "dynamic"}}, "a has federation.heterogeneity = fixed, b has dynamic"),
+        ({"evaluation": {"static_from": 1}}, "a has evaluation.static_from = 0, b has 1"),
+    ],
+)  # fmt: skip
+def test_other_budgets_are_named(changes: dict[str, Any], sentence: str) -> None:
+    assert difference([made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, **changes)]) == sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"source": "cifar10"}, "a has data.source = digits, b has cifar10"),
+        ({"partition": "dirichlet"}, "a has data.partition = iid, b has dirichlet"),
+        ({"alpha": 0.1}, "a has data.alpha = 0.5, b has 0.1"),
+        ({"crop": 4}, "a has data.crop = 0, b has 4"),
+        ({"flip": True}, "a has data.flip = False, b has True"),
+        ({"public": "held-out"}, "a has data.public = nothing, b has held-out"),
+        ({"train_samples": 50}, "a has data.train_samples = 0, b has 50"),
+    ],
+)  # fmt: skip
+def test_other_data_are_named(changes: dict[str, Any], sentence: str) -> None:
+    runs = [made_run(name, SIZES, DONE, facts=None, data=own) for name, own in (("a", {}), ("b", changes))]
+    assert difference(runs) == sentence
+
+
+def test_where_the_files_are_makes_no_difference() -> None:
+    section = {"source": "digits", "folder": "/elsewhere"}
+    assert difference([made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, data=section)]) is None
+
+
+def test_other_models_are_named() -> None:
+    runs = [made_run("a", SIZES, DONE, model={"width": 1.0}), made_run("b", SIZES, DONE, model={"width": 0.5})]
+    assert difference(runs) == "a has model.width = 1.0, b has 0.5"
+
+
+def test_the_tiers_of_one_tier_methods_are_neither_fixed_nor_dynamic() -> None:
+    one = made_run("b", {"full": 100}, [{"full": 0.5}] * 2, {"name": "fedavg"}, federation={"heterogeneity": "dynamic"})
+    assert difference([made_run("a", SIZES, DONE), one]) is None
+    assert difference([one, made_run("a", SIZES, DONE)]) is None
+
+
+def test_data_from_python_are_told_apart() -> None:
+    a = made_run("a", SIZES, DONE)
+    hundred = made_run("b", SIZES, DONE, facts=replace(FACTS, classes=100))
+    assert difference([a, hundred]) == "a has classes = 4, b has 100"
+    other = made_run("b", SIZES, DONE, facts=replace(FACTS, digest="xyz"))
+    assert difference([a, other]) == "a has data digest with seed 0 = abc, b has xyz"
+    other_seed = made_run("b", SIZES, DONE, seed=1, facts=replace(FACTS, digest="xyz"))
+    assert difference([a, other_seed]) is None, "another seed deals the samples out in another way"
+    assert difference([a, made_run("b", SIZES, DONE, facts=None)]) is None, "a run from before data were described"
+
+
+def test_seeds_must_agree() -> None:
+    def entry(label: str, *seeds: int) -> Compared:
+        return Compared(label, [made_run(f"{label}-seed{seed}", SIZES, DONE, seed=seed) for seed in seeds])
+
+    assert difference_of_entries([entry("a", 0, 1), entry("b", 0, 1)]) is None
+    sentence = "a was run with the seeds 0, 1, b with 0"
+    assert difference_of_entries([entry("a", 0, 1), entry("b", 0)]) == sentence
+    assert "two runs with the same settings and seed" in str(difference_of_entries([entry("a", 0, 0)]))
+
+
+def test_unfinished_runs_are_not_compared() -> None:
+    unfinished = made_run("half", SIZES, DONE, train={"rounds": 4})
+    assert difference_of_entries([Compared("a", [unfinished])]) == "half has done 2 of its 4 rounds"
