@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedhm.cost import Cost, measure, training_memory
+from fedhm.cost import Cost, by_layer, measure, training_memory
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import LowRankConv2d
@@ -225,3 +225,34 @@ def test_training_memory_is_the_same_every_time() -> None:
 def test_training_memory_of_a_wrong_batch(shape: tuple[int, ...], batch: int) -> None:
     with pytest.raises(FedhmError, match=r"the model cannot be trained on a batch of shape \(-?\d, \d\): "):
         training_memory(nn.Linear(3, 4), shape, batch)
+
+
+class Odd(nn.Module):
+    """A shared layer, one that is never called, a weight of its own and a product outside its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), self.a)
+        self.unused = nn.Linear(2, 2)
+        self.own = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(self.a(x)) @ self.own
+        return y
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [(resnet18(width=0.25), (3, 32, 32)), (Odd(), (4,)), (nn.Linear(3, 2), (3,))]
+)
+def test_costs_by_layer_add_up(model: nn.Module, shape: tuple[int, ...]) -> None:
+    cost, parts = measure(model, shape), by_layer(model, shape)
+    assert sum(part.parameters for part in parts.values()) == cost.parameters
+    assert sum(part.macs for part in parts.values()) == cost.macs
+    assert all(part.macs >= 0 for part in parts.values())
+
+
+def test_costs_by_layer_are_those_of_the_layers() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2, bias=False))
+    costs = {name: (part.parameters, part.macs) for name, part in by_layer(model, (5,)).items()}
+    assert costs == {"0": (42, 35), "1": (0, 0), "2": (14, 14)}

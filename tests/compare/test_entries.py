@@ -1,0 +1,109 @@
+"""What the names in --methods stand for."""
+
+import pytest
+
+from fedhm.compare.cells import cells
+from fedhm.compare.entries import Entry, entries, known
+from fedhm.compare.reference import Reference
+from fedhm.config import Config
+from fedhm.config_file import load_config
+from fedhm.errors import FedhmError
+
+
+def paper(*changes: str) -> Config:
+    return load_config("cifar10-resnet18", changes)
+
+
+def named(*names: str, config: Config | None = None) -> dict[str, Entry]:
+    return {entry.label: entry for entry in entries(names, Reference(config or paper()))}
+
+
+def test_fedhm_is_the_presets_own_method() -> None:
+    config = paper("method.keep=5", "method.weighting=softmax")
+    method = named("fedhm", config=config)["fedhm"].method
+    assert method == config.method.model_dump(mode="json")
+    assert named("fedhm-updates", config=config)["fedhm-updates"].method == {**method, "aggregate": "updates"}
+
+
+def test_another_methods_preset_is_compared_with_fedhms_defaults() -> None:
+    assert named("fedhm", config=paper("method.name=fedavg"))["fedhm"].method["tiers"] == [1, 0.5, 0.25, 0.125]
+
+
+def test_variants_replace_the_largest_tiers_by_the_next_smaller() -> None:
+    found = named("fedhm-v2", "fedhm-v3", "heterofl-v2", "heterofl-v3")
+    assert [entry.method["tiers"] for entry in found.values()] == [
+        [0.5, 0.5, 0.25, 0.125],
+        [0.25, 0.25, 0.25, 0.125],
+        [0.62, 0.62, 0.5, 0.35],
+        [0.5, 0.5, 0.5, 0.35],
+    ]
+    with pytest.raises(FedhmError, match="fedhm-v3 needs at least 3 tiers, but there are 2"):
+        named("fedhm-v3", config=paper("method.tiers=[1, 1/2]"))
+
+
+def test_methods_of_widths_have_the_papers() -> None:
+    found = named("heterofl", "fedrolex", "fjord", "fedmd", "feddf", "splitmix")
+    assert all(e.method["tiers"] == [1, 0.62, 0.5, 0.35] for e in found.values() if e.label != "splitmix")
+    assert found["splitmix"].method == {"name": "splitmix", "base": 0.35, "tiers": [9, 3, 2, 1]}
+
+
+def test_families_have_an_entry_for_each_size_below_the_full_model() -> None:
+    assert list(named("lowrank", "slimmed")) == [
+        "lowrank:1/2", "lowrank:1/4", "lowrank:1/8", "slimmed:0.62", "slimmed:0.5", "slimmed:0.35",
+    ]  # fmt: skip
+    low_rank = named("lowrank:0.125")["lowrank:1/8"].method
+    assert low_rank == {"name": "fedhm", "tiers": ["0.125"], "keep": 3}
+    assert named("slimmed:.35")["slimmed:0.35"].method == {"name": "slimmed", "width": ".35"}
+
+
+def test_one_tier_methods_take_the_smallest_tier_and_the_presets_keep() -> None:
+    found = named("pufferfish", "feddlr", "fedpara", "fedavg")
+    pufferfish = found["pufferfish"].method
+    assert (pufferfish["tiers"], pufferfish["form"], pufferfish["warmup"]) == ([0.125], "pufferfish", 16)
+    assert found["feddlr"].method == {"name": "feddlr", "tier": 0.125, "keep": 3}
+    assert found["fedpara"].method["keep"] == 3
+    assert found["fedavg"].method == {"name": "fedavg"}
+    assert named("pufferfish", config=paper("train.rounds=4"))["pufferfish"].method["warmup"] == 1
+
+
+def test_the_same_entry_is_there_once() -> None:
+    assert list(named("fedavg", "lowrank:1/8", "fedavg", "lowrank:0.125")) == ["fedavg", "lowrank:1/8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("heteroffl", "there is no 'heteroffl', did you mean 'heterofl'"),
+        ("x", "known are fedhm, fedhm-updates"),
+        ("fedhm:1/2", "only lowrank and slimmed are followed by a colon"),
+    ],
+)
+def test_unknown_names_are_refused(name: str, sentence: str) -> None:
+    with pytest.raises(FedhmError) as error:
+        named(name)
+    assert sentence in str(error.value)
+
+
+def test_no_name_is_refused() -> None:
+    with pytest.raises(FedhmError, match="there is no method to compare"):
+        named()
+
+
+@pytest.mark.parametrize("name", ["lowrank:7", "lowrank:half", "slimmed:0", "slimmed:"])
+def test_sizes_that_are_none_are_refused_in_a_sentence(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(FedhmError, match=r"--methods \w+:.*: method\."):
+        cells(paper(), list(named(name).values()), 1, tmp_path_factory.mktemp("out"))
+
+
+def test_every_name_gives_valid_runs_that_differ_in_their_method_only(tmp_path_factory: pytest.TempPathFactory) -> None:
+    planned = cells(paper(), entries(known(), Reference(paper())), 2, tmp_path_factory.mktemp("out"))
+    assert len({cell.folder for cell in planned}) == len(planned)
+    for cell in planned:
+        assert cell.config.compare is None
+        assert cell.config.engine.threads == 1
+        same = {"method": planned[0].config.method, "seed": 0}
+        assert cell.config.model_copy(update=same) == planned[0].config.model_copy(update=same)
+    assert {cell.config.seed for cell in planned} == {0, 1}
+    assert [cell.name for cell in planned if cell.entry.label == "lowrank:1/8"] == [
+        "lowrank-1-8-seed0", "lowrank-1-8-seed1",
+    ]  # fmt: skip
