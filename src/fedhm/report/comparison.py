@@ -30,6 +30,9 @@ class Comparison:
     rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
     columns: dict[str, dict[int, Place]]  # column → row number → what is there
 
+    def column(self, entry: Compared) -> str:
+        return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
+
     def best(self, row: int) -> float:
         """Accuracy in percent, as precise as it is shown: equal ones are all best."""
         means = [places[row].accuracy.mean for places in self.columns.values() if row in places]

@@ -3,12 +3,13 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from fedhm.report.compared import sent, so_far
 from fedhm.report.comparison import Comparison, Place
@@ -44,6 +45,7 @@ def save_communication(comparison: Comparison, path: Path) -> Path:
             place = places[choose(places)]
             _draw(axes, number, name, place, _communication(place))
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         _finish(axes, "sent by server and clients for training so far, all together", f"{title} model of each method")
@@ -53,12 +55,17 @@ def save_communication(comparison: Comparison, path: Path) -> Path:
     return path
 
 
-def save_costs_to_target(target: float, reached: Sequence[Reached], path: Path) -> Path:
+def save_costs_to_target(comparison: Comparison, target: float, reached: Sequence[Reached], path: Path) -> Path:
     figure = Figure(figsize=(11, 1.4 + 0.3 * len(reached)), dpi=150, layout="constrained")
     figure.suptitle(f"Cost to first reach {100 * target:g} % accuracy, relative to the full model on every client")
     left, right = figure.subplots(1, 2, sharey=True)
-    _bars(left, "communication", [(r, r.communication) for r in reached])
-    _bars(right, "computation", [(r, r.computation) for r in reached])
+    columns = list(comparison.columns)
+    colours = [COLOURS[columns.index(comparison.column(r.entry)) % len(COLOURS)] for r in reached]
+    labels = [f"{r.entry.label}, {readable_count(r.entry.first.costs[r.tier].parameters)}" for r in reached]
+    _bars(left, [r.communication for r in reached], labels, colours)
+    _bars(right, [r.computation for r in reached], labels, colours)
+    left.set_title("communication", fontsize=10)
+    right.set_title("computation", fontsize=10)
     figure.savefig(path)
     return path
 
@@ -73,7 +80,7 @@ def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[
     label = f"{name}, {readable_count(place.parameters)}"
     axes.plot(positions, means, style, color=colour, marker=marker, linewidth=1.5, label=label)
     if around.any():
-        axes.fill_between(positions, means - around, means + around, color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(positions, means - around, means + around, color=colour, alpha=0.12, linewidth=0)
 
 
 def _communication(place: Place) -> list[float]:
@@ -82,18 +89,14 @@ def _communication(place: Place) -> list[float]:
     return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in place.entry.curve(place.tier)]
 
 
-def _bars(axes: Axes, what: str, ratios: Sequence[tuple[Reached, float | None]]) -> None:
-    labels = [f"{r.entry.label}, {readable_count(r.entry.first.costs[r.tier].parameters)}" for r, _ in ratios]
-    entries = list(dict.fromkeys(r.entry.label for r, _ in ratios))
-    colours = [COLOURS[entries.index(r.entry.label) % len(COLOURS)] for r, _ in ratios]
-    widths = [ratio or 0.0 for _, ratio in ratios]
+def _bars(axes: Axes, ratios: Sequence[float | None], labels: Sequence[str], colours: Sequence[Any]) -> None:
+    widths = [ratio or 0.0 for ratio in ratios]
+    axes.axvline(1, color="black", linewidth=0.8, linestyle=":", zorder=0)
     bars = axes.barh(range(len(ratios)), widths, color=colours, height=0.7)
-    axes.bar_label(bars, [" not reached" if r is None else f" {r:.2f}" for _, r in ratios], fontsize=8)
-    axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.bar_label(bars, [" not reached" if ratio is None else f" {ratio:.2f}" for ratio in ratios], fontsize=8)
     axes.set_yticks(range(len(ratios)), labels, fontsize=8)
     axes.set_ylim(len(ratios) - 0.4, -0.6)  # the first on top
     axes.set_xlim(0, 1.18 * max([1.0, *widths]))
-    axes.set_title(what, fontsize=10)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
 

@@ -62,7 +62,7 @@ class ComparisonReport:
         for path in (costs, layers):
             path.unlink(missing_ok=True)  # of an earlier comparison, which could afford it
         if self.reached:
-            figures.append(save_costs_to_target(self.target, self.reached, costs))
+            figures.append(save_costs_to_target(self.comparison, self.target, self.reached, costs))
         if self.layers:
             figures.append(save_layers(self.layers, layers))
         pictures = "\n".join(f"![{path.stem}]({path.name})" for path in figures)

@@ -1,0 +1,226 @@
+"""`fedhm compare`, as a user meets it: real runs of a small model in processes of their own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedhm.cli import main
+from fedhm.folder import read_config
+
+SMALL = ["train.rounds=3", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=1"]
+THREE = ["compare", "digits", "--methods", "fedhm,fedavg,lowrank:1/8", "--seeds", "2", "--set", *SMALL]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("comparison") / "out"
+    assert main([*THREE, "--out", str(out)]) == 0
+    return out
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("fedhm: ")
+    assert "Traceback" not in err
+    return err
+
+
+def started(folder: Path) -> list[float]:
+    return [(run / "records.jsonl").stat().st_mtime for run in sorted(folder.glob("*-seed*"))]
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Those that have the folder in their command line, but for the comparison itself."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended just now
+        if b"resume" in words and any(str(folder).encode() in word for word in words):
+            found.append(int(path.name))
+    return found
+
+
+def begin(out: Path, *methods: str, rounds: int) -> "subprocess.Popen[str]":
+    settings = [*SMALL, f"train.rounds={rounds}"]
+    command = [sys.executable, "-m", "fedhm", "compare", "digits", "--methods", ",".join(methods), "--seeds", "1"]
+    return subprocess.Popen(
+        [*command, "--jobs", "2", "--set", *settings, "--out", str(out)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for_rounds(folder: Path, rounds: int, process: "subprocess.Popen[str]") -> None:
+    while process.poll() is None:
+        records = folder / "records.jsonl"
+        if records.exists() and records.read_bytes().count(b"\n") >= rounds:
+            return
+        time.sleep(0.05)
+    raise AssertionError(process.communicate())
+
+
+@pytest.mark.slow
+def test_every_run_is_complete_and_the_tables_are_written(finished: Path) -> None:
+    assert {path.name for path in finished.iterdir()} == {
+        *(f"{entry}-seed{seed}" for entry in ("fedhm", "fedavg", "lowrank-1-8") for seed in (0, 1)),
+        "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
+        "cost-to-target.png", "parameters-and-macs-by-layer.png",
+    }  # fmt: skip
+    config = read_config(finished / "lowrank-1-8-seed1")
+    assert (config.seed, config.compare, config.engine.threads) == (1, None, 1)
+    lines = (finished / "comparison.csv").read_text().splitlines()
+    assert len(lines) == 1 + 2 * 3 * (4 + 1 + 1)
+    assert "seeds 0, 1" in (finished / "comparison.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_same_command_again_runs_nothing(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = started(finished)
+    assert main([*THREE, "--out", str(finished)]) == 0
+    assert started(finished) == before
+    out = capsys.readouterr().out
+    assert "runs" not in out.splitlines()[0]
+    assert "│ full │" in out
+    assert "What each tier spent" in out
+
+
+@pytest.mark.slow
+def test_a_missing_and_an_interrupted_run_are_made_up_for(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    expected = (finished / "comparison.csv").read_text()
+    shutil.rmtree(out / "fedavg-seed1")
+    interrupted = out / "fedhm-seed0"
+    shutil.rmtree(interrupted / "models")
+    max((interrupted / "checkpoints").iterdir()).unlink()  # as if it was killed in its last round
+    assert main([*THREE, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "4 of 6 runs are done" in said
+    assert "fedavg-seed1 runs\n" in said
+    assert "fedhm-seed0 runs after round" in said
+    assert (out / "comparison.csv").read_text() == expected
+
+
+@pytest.mark.slow
+def test_a_folder_of_other_settings_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = started(finished)
+    message = failure(capsys, *THREE, "train.rounds=2", "--out", str(finished))
+    assert f"{finished}/fedhm-seed0 was run with train.rounds = 3, now 2: choose another --out" in message
+    assert started(finished) == before
+
+
+@pytest.mark.slow
+def test_runs_that_exist_give_the_same_table(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = sorted(map(str, finished.glob("*")))  # as a shell's star would, tables and figures included
+    assert main(["compare", "--out", str(tmp_path / "again"), "--runs", *folders]) == 0
+    again = (tmp_path / "again" / "comparison.md").read_text()
+    (full,) = [line for line in (finished / "comparison.md").read_text().splitlines() if line.startswith("| full |")]
+    columns = {cell.strip() for cell in full.split("|")}
+    assert any({cell.strip() for cell in line.split("|")} == columns for line in again.splitlines())
+    assert (tmp_path / "again" / "cost-to-target.png").exists()
+    capsys.readouterr()
+    sentence = failure(capsys, "compare", "--runs", str(finished / "fedhm-seed0"), *map(str, finished.glob("fedavg*")))
+    assert "fedhm was run with the seeds 0, fedavg with 0, 1" in sentence
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = begin(out, "fedhm", "fedavg", "lowrank:1/8", rounds=400)
+    wait_for_rounds(out / "fedavg-seed0", 2, process)
+    assert processes_in(out)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "\nfedhm: stopped; the same command goes on with what is missing\n"
+    assert processes_in(out) == []
+    done = len((out / "fedavg-seed0" / "records.jsonl").read_text().splitlines())
+    assert done >= 2
+    process = begin(out, "fedhm", "fedavg", "lowrank:1/8", rounds=400)
+    wait_for_rounds(out / "fedavg-seed0", done + 1, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert processes_in(out) == []
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = begin(out, "fedavg", "lowrank:1/8", rounds=12)
+    wait_for_rounds(out / "fedavg-seed0", 1, process)
+    (victim,) = processes_in(out / "fedavg-seed0")
+    os.kill(victim, signal.SIGKILL)
+    said, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err == "fedhm: fedavg-seed0 failed: it was ended by SIGKILL\n"
+    assert "lowrank-1-8-seed0 done" in said
+    assert "│ 1/8" in said
+    process = begin(out, "fedavg", "lowrank:1/8", rounds=12)
+    said, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "fedavg-seed0 runs after round" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "name a preset or a config file to compare methods on"),
+        (["digit"], "did you mean 'digits'"),
+        (["digits", "--methods", "fedhm,heteroflow"], "did you mean 'heterofl'"),
+        (["digits", "--methods", ","], "there is no method to compare"),
+        (["digits", "--methods", "lowrank:8"], "--methods lowrank:8: method.tiers.0: input should be less than"),
+        (["digits", "--seeds", "0"], "--seeds takes a whole number from 1 on, not '0'"),
+        (["digits", "--seeds", "three"], "--seeds takes a whole number from 1 on, not 'three'"),
+        (["digits", "--jobs", "-1"], "--jobs takes a whole number from 1 on"),
+        (["digits", "--setting", "wild"], "--setting takes fixed or dynamic, not 'wild'"),
+        (["digits", "--data", "mnist"], "--data takes iid or dirichlet, not 'mnist'"),
+        (["digits", "--target", "90"], "--target takes an accuracy between 0 and 1, such as 0.9, not '90'"),
+        (["digits", "--methods", "fedhm,lowrank", "--set", "method.keep=9"], "nothing to factorize for tier 1/2"),
+        (["digits", "--methods", "fedhm-v3", "--set", "method.tiers=[1,1/2]"], "fedhm-v3 needs at least 3 tiers"),
+        (["cifar10-small", "--methods", "fedavg", "--set", "data.folder=nowhere"], "cifar-10-binary.tar.gz"),
+        (["digits", "--runs", "nowhere"], "leave 'digits' out"),
+        (["--runs", "nowhere"], "there is no folder nowhere"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_runs(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sentence in failure(capsys, "compare", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_something_else_is_not_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fedavg-seed0").mkdir()
+    (tmp_path / "fedavg-seed0" / "thesis.tex").write_text("precious")
+    message = failure(capsys, "compare", "digits", "--methods", "fedavg", "--seeds", "1", "--out", str(tmp_path))
+    assert "holds other files" in message
+    (tmp_path / "file").write_text("")
+    assert "cannot make the folder" in failure(
+        capsys, "compare", "digits", "--methods", "fedavg", "--out", str(tmp_path / "file")
+    )
+
+
+def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "neither the folder of a run nor holds any" in failure(capsys, "compare", "--runs", str(tmp_path))
+    (tmp_path / "table.md").write_text("")
+    assert "there are no runs to compare" in failure(capsys, "compare", "--runs", str(tmp_path / "table.md"))
