@@ -44,6 +44,12 @@ def outputs_of(layer: nn.Module) -> int:
     return layer.normalized_shape[0]
 
 
+def sizes_of(network: nn.Module) -> dict[str, list[int]]:
+    """Layer name → [outputs, inputs], of the layers that can be resized."""
+    layers = {n: m for n, m in network.named_modules() if type(m) in (*CONVOLUTIONS, nn.Linear, *NORMS)}
+    return {name: [outputs_of(layer), inputs_of(layer)] for name, layer in layers.items()}
+
+
 def resize(layer: nn.Module, outputs: int, inputs: int) -> None:
     """Leaves the first `outputs` and `inputs` channels of a layer."""
     if isinstance(layer, CONVOLUTIONS):
