@@ -8,12 +8,15 @@ from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.files import read_tensors, write_tensors
 from fedhm.lowrank.hybrid import plan_of, to_hybrid
+from fedhm.lowrank.plan import RankPlan
 
 FORMAT = "fedhm-tier-1"
 
 
 def save_tier(path: Path, network: nn.Module, tier: str) -> None:
-    write_tensors(path, exchanged(network), {"format": FORMAT, "tier": tier, "ranks": plan_of(network)})
+    plan = plan_of(network)
+    header = {"format": FORMAT, "tier": tier, "ranks": plan.ranks, "form": plan.form}
+    write_tensors(path, exchanged(network), header)
 
 
 def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
@@ -24,7 +27,8 @@ def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
         raise FedhmError(f"cannot read {path}: {error}") from None
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a tier's model saved by this library")
-    network = to_hybrid(model, header["ranks"], spectral=False)
+    plan = RankPlan(header["ranks"], header.get("form", "spatial"))  # files of version 0.1 do not name a form
+    network = to_hybrid(model, plan, spectral=False)
     if missing := set(exchanged(network)) - set(tensors):
         raise FedhmError(f"{path} is of another model: it has no '{min(missing)}'")
     return load(network, tensors).eval()

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import fedhm
 from conftest import small_config, small_model
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment
 from fedhm.lowrank.hybrid import to_full
+from fedhm.lowrank.layers import PufferfishConv2d
 from fedhm.lowrank.svd import truncation_error
-from fedhm.lowrank.unroll import unroll
+from fedhm.lowrank.unroll import Form, unroll
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.method_config import FedAvgConfig, FedHMConfig
 from fedhm.methods.fedavg import FedAvg
@@ -25,6 +28,7 @@ from fedhm.methods.fedhm import FedHM, _weight
 from fedhm.methods.method import Method, Setup, State
 
 TIERS = ("full", "1/2", "1/4", "1/8")
+both_forms = pytest.mark.parametrize("form", ["spatial", "pufferfish"])
 
 
 def start(method: Method, model: nn.Module) -> State:
@@ -48,23 +52,25 @@ def round_of(method: Method, state: State, tiers: Sequence[str]) -> list[Task]:
     return list(method.tasks(state, [Participant(number, tier) for number, tier in enumerate(tiers)], 1))
 
 
-def test_each_tier_is_sent_the_truncated_decomposition() -> None:
+@both_forms
+def test_each_tier_is_sent_the_truncated_decomposition(form: Form) -> None:
     model = small_model()
-    method = FedHM(model, FedHMConfig(keep=1))
+    method = FedHM(model, FedHMConfig(keep=1, form=form))
     state = start(method, model)
     for tier in TIERS:
         network = load(method.network(tier), method.weights(state, tier))
         for layer, rank in method.plans[tier].items():
-            weight = unroll(state.weights[f"{layer}.weight"])
-            error = (unroll(to_full(network)[f"{layer}.weight"]) - weight).norm().item()
+            weight = unroll(state.weights[f"{layer}.weight"], form)
+            error = (unroll(to_full(network)[f"{layer}.weight"], form) - weight).norm().item()
             assert error == pytest.approx(truncation_error(torch.linalg.svdvals(weight), rank), rel=1e-4)
     assert [len(method.plans[tier]) for tier in TIERS] == [0, 2, 2, 2]
 
 
+@both_forms
 @pytest.mark.parametrize("weighting", ["uniform", "samples", "softmax", "softmax-inverse"])
-def test_models_are_recovered_and_averaged_by_weight(weighting: str) -> None:
+def test_models_are_recovered_and_averaged_by_weight(weighting: str, form: Form) -> None:
     model = small_model().double()
-    config = FedHMConfig.model_validate({"weighting": weighting, "temperature": 2.0})
+    config = FedHMConfig.model_validate({"weighting": weighting, "temperature": 2.0, "form": form})
     method = FedHM(model, config)
     state = start(method, model)
     updates = [answer(task, samples=task.client + 1) for task in round_of(method, state, TIERS)]
@@ -101,9 +107,10 @@ def test_a_temperature_at_which_small_tiers_vanish_is_refused() -> None:
         FedHM(small_model(), FedHMConfig(weighting="softmax", temperature=0.01))
 
 
-def test_the_update_form_adds_what_clients_changed() -> None:
+@both_forms
+def test_the_update_form_adds_what_clients_changed(form: Form) -> None:
     model = small_model().double()
-    method = FedHM(model, FedHMConfig(aggregate="updates"))
+    method = FedHM(model, FedHMConfig(aggregate="updates", form=form))
     state = start(method, model)
     tasks = round_of(method, state, TIERS)
     updates = [answer(task) for task in tasks]
@@ -161,6 +168,25 @@ def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) 
     states = [run.networks["full"].state_dict() for run in runs]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert runs[0].scores == runs[1].scores
+
+
+@pytest.mark.parametrize("aggregate", ["models", "updates"])
+def test_a_whole_run_in_pufferfishs_form(federation: Federation, tmp_path: Path, aggregate: str) -> None:
+    settings: dict[str, dict[str, object]] = {
+        "method": {"form": "pufferfish", "aggregate": aggregate},
+        "train": {"rounds": 8, "epochs": 3, "batch": 8, "lr": 0.05},
+        "evaluation": {"every": 8},
+        "engine": {"threads": 1},
+    }
+    result = fedhm.run(small_model(), federation.clients, federation.test, settings, tmp_path)
+    assert all(score.accuracy > 0.85 for score in result.scores.values()), result.scores
+    small = fedhm.load_tier(tmp_path / "models" / "1-8.safetensors", small_model())
+    assert isinstance(small.get_submodule("3"), PufferfishConv2d)
+    assert result.costs["full"].parameters - result.costs["1/8"].parameters == (
+        16 * 8 * 9 - 2 * (8 * 9 + 16) + 144 * 24 - 3 * (144 + 24)
+    )
+    batch = torch.rand(2, 1, 6, 6)
+    assert torch.equal(small(batch), result.networks["1/8"].eval()(batch))
 
 
 def test_classifier_rows_come_from_those_who_hold_the_label() -> None:

@@ -33,7 +33,10 @@ class FedHM:
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config = config
         self.ratios = {tier_name(ratio): ratio for ratio in sorted(config.tiers, reverse=True)}
-        self.plans = {t: tier_plan(model, ratio, config.keep, setup.classifier) for t, ratio in self.ratios.items()}
+        self.plans = {
+            tier: tier_plan(model, ratio, config.keep, setup.classifier, config.form)
+            for tier, ratio in self.ratios.items()
+        }
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
         self._model = model
@@ -94,7 +97,7 @@ class FedHM:
         """One decomposition per layer, at the largest rank: the smaller tiers are its leading columns."""
         memory: Tensors = {}
         for layer, rank in self._largest.items():
-            factors = factorize(unroll(weights[f"{layer}.weight"]), rank)
+            factors = factorize(unroll(weights[f"{layer}.weight"], self.config.form), rank)
             memory |= {f"{layer}/{part}": tensor.contiguous() for part, tensor in factors._asdict().items()}
         return memory
 
