@@ -17,12 +17,12 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment
-from fedhm.lowrank.hybrid import to_full
+from fedhm.lowrank.hybrid import plan_of, to_full
 from fedhm.lowrank.layers import PufferfishConv2d
 from fedhm.lowrank.svd import truncation_error
 from fedhm.lowrank.unroll import Form, unroll
 from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import FedAvgConfig, FedHMConfig
+from fedhm.method_config import FedAvgConfig, FedHMConfig, tier_name
 from fedhm.methods.fedavg import FedAvg
 from fedhm.methods.fedhm import FedHM, _weight
 from fedhm.methods.method import Method, Setup, State
@@ -168,6 +168,56 @@ def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) 
     states = [run.networks["full"].state_dict() for run in runs]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert runs[0].scores == runs[1].scores
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples", "softmax"])
+@pytest.mark.parametrize("aggregate", ["models", "updates"])
+def test_warm_up_rounds_are_fedavg_bit_for_bit(federation: Federation, weighting: str, aggregate: str) -> None:
+    fedhm = {"name": "fedhm", "warmup": 3, "weighting": weighting, "aggregate": aggregate}
+    fedavg = {"name": "fedavg", "weighting": "samples" if weighting == "samples" else "uniform"}
+    warm, plain = (
+        Experiment(small_model(), federation, small_config(method=method, train={"rounds": 3})).run()
+        for method in (fedhm, fedavg)
+    )
+    states = [run.networks["full"].state_dict() for run in (warm, plain)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    for one, other in zip(warm.records, plain.records, strict=True):
+        assert {p.tier for p in one.participants} != {"full"}
+        assert one.scores["full"] == other.scores["full"]
+        assert one.diagnostics["kappa_uv"] == one.diagnostics["kappa_sigma2"] == 0
+        # what a small tier's clients exchange and compute in a warm-up round is that of the full network
+        assert {t.down / t.clients for t in one.traffic.values()} == {other.traffic["full"].down / 4}
+        assert sum(t.macs for t in one.traffic.values()) == other.traffic["full"].macs
+
+
+@pytest.mark.parametrize("tiers", [(1.0, 1 / 2, 1 / 4), (1 / 2, 1 / 4)])
+def test_after_the_warm_up_every_tier_trains_its_own_network(tiers: tuple[float, ...]) -> None:
+    model = small_model()
+    method = FedHM(model, FedHMConfig(tiers=tiers, warmup=2))
+    participants = [Participant(number, tier) for number, tier in enumerate(method.tiers)]
+    state = start(method, model)
+    for round_number in (1, 2, 3, 4):
+        tasks = list(method.tasks(state, participants, round_number))
+        assert [task.tier for task in tasks] == list(method.tiers)
+        assert [task.network for task in tasks] == (
+            ["full"] * len(tiers) if round_number <= 2 else [task.tier for task in tasks]
+        )
+        for task in tasks:
+            network = load(method.network(task.network), task.tensors)
+            assert exchanged(network).keys() == task.tensors.keys()
+            assert (plan_of(network) == {}) == (task.network == "full")
+        state = method.merge(state, (answer(task) for task in tasks))
+    assert set(method.tiers) == {tier_name(ratio) for ratio in tiers}
+
+
+def test_a_run_without_a_full_tier_warms_up_on_the_full_network(federation: Federation) -> None:
+    config = small_config(method={"tiers": [1 / 4, 1 / 8], "warmup": 1}, evaluation={"static_from": "never"})
+    experiment = Experiment(small_model(), federation, config)
+    result = experiment.run()
+    assert set(result.networks) == set(result.costs) == {"1/4", "1/8"}
+    for tier, cost in result.costs.items():
+        sent = [record.traffic[tier].down / record.traffic[tier].clients for record in result.records]
+        assert sent == [experiment.cost("full").bytes, cost.bytes]
 
 
 @pytest.mark.parametrize("aggregate", ["models", "updates"])

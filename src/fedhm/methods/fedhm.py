@@ -8,6 +8,9 @@ Round t, with the full model W and one decomposition L R of every factorized lay
 
 The paper averages models. Directions beyond a tier's rank then shrink every round by the share of the clients that
 could not carry them; averaging updates leaves them alone.
+
+In warm-up rounds every tier trains the full network, with the weight of γ = 1: the best directions are found before
+anything is cut off.
 """
 
 import math
@@ -28,14 +31,17 @@ from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
 
+FULL = tier_name(1)
+
 
 class FedHM:
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config = config
-        self.ratios = {tier_name(ratio): ratio for ratio in sorted(config.tiers, reverse=True)}
+        # by network; the full one is there for the warm-up, whatever the tiers
+        self.ratios = {FULL: 1.0} | {tier_name(ratio): ratio for ratio in config.tiers}
         self.plans = {
-            tier: tier_plan(model, ratio, config.keep, setup.classifier, config.form)
-            for tier, ratio in self.ratios.items()
+            name: tier_plan(model, ratio, config.keep, setup.classifier, config.form)
+            for name, ratio in self.ratios.items()
         }
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
@@ -48,7 +54,7 @@ class FedHM:
 
     @property
     def tiers(self) -> Sequence[str]:
-        return tuple(self.ratios)
+        return tuple(dict.fromkeys(self.levels))
 
     @property
     def levels(self) -> Sequence[str]:
@@ -58,23 +64,25 @@ class FedHM:
         return State(weights, self._factorized(weights))
 
     def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        sent = {tier: self.weights(state, tier) for tier in {p.tier for p in participants}}
-        for p in participants:
-            yield Task("train", round_number, p.client, p.tier, p.tier, sent[p.tier])
+        warm = round_number <= self.config.warmup
+        networks = [FULL if warm else p.tier for p in participants]
+        sent = {name: self.weights(state, name) for name in set(networks)}
+        for p, name in zip(participants, networks, strict=True):
+            yield Task("train", round_number, p.client, p.tier, name, sent[name])
 
     def merge(self, state: State, updates: Iterable[Update]) -> State:
         mean = WeightedMean(state.weights)
-        weight_of_tier: dict[str, float] = defaultdict(float)
+        weight_of_network: dict[str, float] = defaultdict(float)
         ranks: list[RankPlan] = []
         kappa_uv = 0.0
         for update in updates:
-            plan = self.plans[update.tier]
-            weight = _weight(self.config, self.ratios[update.tier], update.samples)
-            weight_of_tier[update.tier] += weight
+            plan = self.plans[update.network]
+            weight = _weight(self.config, self.ratios[update.network], update.samples)
+            weight_of_network[update.network] += weight
             ranks.append(plan)
             kappa_uv = max(kappa_uv, self._fold(mean, update, plan, weight))
         if self.config.aggregate == "updates":
-            self._complete(mean, state, weight_of_tier)
+            self._complete(mean, state, weight_of_network)
         weights = mean.result()
         spectra = {layer: state.memory[f"{layer}/spectrum"] for layer in self._largest}
         kappa_1, kappa_2 = spectral_constants(spectra, ranks) if ranks else (0.0, 0.0)
@@ -115,10 +123,10 @@ class FedHM:
                 mean.add(name, tensor, weight, rows if layer == self._classifier else None)
         return norm
 
-    def _complete(self, mean: WeightedMean, state: State, weight_of_tier: Mapping[str, float]) -> None:
+    def _complete(self, mean: WeightedMean, state: State, weight_of_network: Mapping[str, float]) -> None:
         """Turns every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
-        for tier, weight in weight_of_tier.items():
-            for layer, rank in self.plans[tier].items():
+        for network, weight in weight_of_network.items():
+            for layer, rank in self.plans[network].items():
                 left, right = state.memory[f"{layer}/left"], state.memory[f"{layer}/right"]
                 mean.correct_product(f"{layer}.weight", left[:, :rank], right[:rank], -weight)
                 mean.correct(f"{layer}.weight", state.weights[f"{layer}.weight"], weight)
