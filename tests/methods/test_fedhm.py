@@ -127,6 +127,7 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
     """Clients that change nothing: averaging models multiplies the tail by the full clients' share, every round."""
     model = small_model().double()
     tail: dict[str, float] = {}
+    energies: dict[str, list[float]] = {"models": [], "updates": []}
     for form in ("models", "updates"):
         method = FedHM(model, FedHMConfig.model_validate({"aggregate": form}))
         state = start(method, model)
@@ -137,9 +138,12 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
                 for t in round_of(method, state, TIERS)
             ]
             state = method.merge(state, iter(idle))
+            energies[form].append(state.diagnostics["energy_beyond/1/2"])
         tail[form] = truncation_error(state.memory["7/spectrum"], 12) / before
     assert tail["models"] == pytest.approx(0.25**2, rel=1e-6)
     assert tail["updates"] == pytest.approx(1, rel=1e-6)
+    assert energies["models"][1] < energies["models"][0] / 10
+    assert energies["updates"][1] == pytest.approx(energies["updates"][0], rel=1e-6)
 
 
 @settings(deadline=None, max_examples=15)
@@ -259,8 +263,26 @@ def test_diagnostics_are_zero_without_truncation_and_positive_with() -> None:
     state = start(method, model)
     alone = method.merge(state, (answer(t) for t in round_of(method, state, ["full", "full"]))).diagnostics
     mixed = method.merge(state, (answer(t) for t in round_of(method, state, TIERS))).diagnostics
-    assert alone == pytest.approx({"kappa_uv": 0.0, "kappa_sigma1": 0.0, "kappa_sigma2": 0.0}, abs=1e-25)
+    kappas = {name: value for name, value in alone.items() if name.startswith("kappa")}
+    assert kappas == pytest.approx({"kappa_uv": 0.0, "kappa_sigma1": 0.0, "kappa_sigma2": 0.0}, abs=1e-25)
+    assert alone.keys() == mixed.keys()
     assert all(value > 0 for value in mixed.values())
+
+
+@both_forms
+def test_diagnostics_tell_what_lies_beyond_each_tier(form: Form) -> None:
+    model = small_model().double()
+    method = FedHM(model, FedHMConfig(form=form))
+    state = start(method, model)
+    merged = method.merge(state, (answer(t) for t in round_of(method, state, TIERS)))
+    found = {name: value for name, value in merged.diagnostics.items() if name.startswith("energy_beyond/")}
+    assert list(found) == [f"energy_beyond/{tier}" for tier in TIERS[1:]]
+    for tier in TIERS[1:]:
+        truncated = to_full(load(method.network(tier), method.weights(merged, tier)))
+        names = [f"{layer}.weight" for layer in method.plans[tier]]
+        lost = sum((merged.weights[name] - truncated[name]).square().sum() for name in names)
+        whole = sum(merged.weights[name].square().sum() for name in names)
+        assert found[f"energy_beyond/{tier}"] == pytest.approx((lost / whole).item(), rel=1e-9)
 
 
 def test_merging_folds_one_update_at_a_time() -> None:

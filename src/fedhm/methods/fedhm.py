@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from fedhm.errors import FedhmError
+from fedhm.lowrank.collapse import energy_beyond, squared_norm
 from fedhm.lowrank.convergence import largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan
@@ -86,8 +87,9 @@ class FedHM:
         weights = mean.result()
         spectra = {layer: state.memory[f"{layer}/spectrum"] for layer in self._largest}
         kappa_1, kappa_2 = spectral_constants(spectra, ranks) if ranks else (0.0, 0.0)
-        diagnostics = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
-        return State(weights, self._factorized(weights), diagnostics)
+        kappas = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
+        memory = self._factorized(weights)
+        return State(weights, memory, kappas | self._energy_beyond(weights, memory))
 
     def network(self, name: str) -> nn.Module:
         return to_hybrid(self._model, self.plans[name], spectral=False)
@@ -108,6 +110,16 @@ class FedHM:
             factors = factorize(unroll(weights[f"{layer}.weight"], self.config.form), rank)
             memory |= {f"{layer}/{part}": tensor.contiguous() for part, tensor in factors._asdict().items()}
         return memory
+
+    def _energy_beyond(self, weights: Tensors, memory: Tensors) -> dict[str, float]:
+        """For every tier below full, the share of the model that it cannot carry."""
+        spectra = {layer: memory[f"{layer}/spectrum"] for layer in self._largest}
+        energies = {layer: squared_norm(weights[f"{layer}.weight"]) for layer in self._largest}
+        return {
+            f"energy_beyond/{tier}": energy_beyond(energies, spectra, self.plans[tier])
+            for tier in self.tiers
+            if tier != FULL
+        }
 
     def _fold(self, mean: WeightedMean, update: Update, plan: RankPlan, weight: float) -> float:
         """Adds one client's model to the mean; its κ_UV."""
