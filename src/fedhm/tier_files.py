@@ -8,9 +8,11 @@ from torch import nn
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.files import read_tensors, write_tensors
+from fedhm.lowrank.copied import copied
 from fedhm.lowrank.hybrid import plan_of, to_hybrid
+from fedhm.lowrank.plan import RankPlan
 from fedhm.slimming.ensemble import Ensemble
-from fedhm.slimming.resize import copied, resize, sizes_of
+from fedhm.slimming.resize import resize, sizes_of
 
 FORMAT = "fedhm-tier-1"
 
@@ -36,7 +38,8 @@ def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
 def _description(network: nn.Module) -> dict[str, Any]:
     if isinstance(network, Ensemble):
         return {**_description(network.members[0]), "members": len(network.members)}
-    return {"ranks": plan_of(network), "sizes": sizes_of(network)}
+    plan = plan_of(network)
+    return {"ranks": plan.ranks, "form": plan.form, "sizes": sizes_of(network)}
 
 
 def _rebuilt(model: nn.Module, header: dict[str, Any]) -> nn.Module:
@@ -45,6 +48,7 @@ def _rebuilt(model: nn.Module, header: dict[str, Any]) -> nn.Module:
     for name, (outputs, inputs) in header.get("sizes", {}).items():
         if name in full and full[name] != [outputs, inputs]:
             resize(layers[name], outputs, inputs)
-    network = to_hybrid(narrow, header["ranks"], spectral=False)
+    plan = RankPlan(header["ranks"], header.get("form", "spatial"))  # files of version 0.1 do not name a form
+    network = to_hybrid(narrow, plan, spectral=False)
     members = header.get("members")
     return Ensemble(copied(network) for _ in range(members)) if members else network

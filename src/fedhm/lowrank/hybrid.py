@@ -1,28 +1,27 @@
 """Any network + rank plan → hybrid network, and back to the full network's state."""
 
-import copy
 from collections.abc import Mapping
 from numbers import Integral
 
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, largest_rank
-from fedhm.lowrank.plan import obstacle, weight_owners
+from fedhm.lowrank.copied import copied
+from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, PufferfishConv2d, largest_rank
+from fedhm.lowrank.plan import RankPlan, obstacle, weight_owners
 
 
 def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:
-    """A copy of `model` in which every layer of `plan` is factorized at its rank.
+    """A copy of `model` in which every layer of `plan` is factorized at its rank, in the plan's form.
 
     The factors are the truncated SVD of the model's weights (spectral initialisation). With `spectral=False` they
     are zero, for a network whose weights are loaded right after.
     """
-    try:
-        hybrid = copy.deepcopy(model)
-    except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
-        raise FedhmError(f"the model cannot be copied: {error}") from error
+    hybrid = copied(model)
     layers = dict(hybrid.named_modules())
     owners = weight_owners(hybrid)
+    form = plan.form if isinstance(plan, RankPlan) else "spatial"
+    convolution = PufferfishConv2d if form == "pufferfish" else LowRankConv2d
     for name, rank in plan.items():
         dense = layers.get(name)
         if dense is None:
@@ -30,14 +29,12 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
         if reason := obstacle(dense, owners):
             raise FedhmError(f"the rank plan factorizes '{name}', but it must stay dense: {reason}")
         assert isinstance(dense, nn.Conv2d | nn.Linear)
-        if not isinstance(rank, Integral) or not 1 <= rank <= largest_rank(dense.weight.shape):
-            raise FedhmError(
-                f"rank {rank} is impossible for layer '{name}': "
-                f"it must lie between 1 and {largest_rank(dense.weight.shape)}"
-            )
+        largest = largest_rank(dense.weight.shape, form)
+        if not isinstance(rank, Integral) or not 1 <= rank <= largest:
+            raise FedhmError(f"rank {rank} is impossible for layer '{name}': it must lie between 1 and {largest}")
         low_rank: LowRank
         if isinstance(dense, nn.Conv2d):
-            low_rank = LowRankConv2d(dense, rank, spectral=spectral)
+            low_rank = convolution(dense, rank, spectral=spectral)
         else:
             low_rank = LowRankLinear(dense, rank, spectral=spectral)
         if dense is hybrid:
@@ -57,9 +54,12 @@ def to_full(hybrid: nn.Module) -> dict[str, Tensor]:
     return full
 
 
-def plan_of(hybrid: nn.Module) -> dict[str, int]:
-    """Layer name → rank of a network that is already factorized."""
-    return {name: layer.rank for name, layer in hybrid.named_modules() if isinstance(layer, LowRank)}
+def plan_of(hybrid: nn.Module) -> RankPlan:
+    """The ranks, and their form, of a network that is already factorized."""
+    layers = {name: layer for name, layer in hybrid.named_modules() if isinstance(layer, LowRank)}
+    pufferfish = any(isinstance(layer, PufferfishConv2d) for layer in layers.values())
+    ranks = {name: layer.rank for name, layer in layers.items()}
+    return RankPlan(ranks, "pufferfish" if pufferfish else "spatial")
 
 
 def _replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

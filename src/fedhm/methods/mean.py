@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.unroll import roll, unrolled_shape
+from fedhm.lowrank.unroll import roll
 from fedhm.messages import Tensors, Update
 from fedhm.slimming.narrow import Where, spots
 
@@ -59,7 +59,7 @@ class WeightedMean:
     def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Adds `weight · left @ right` to the sum, but is nobody's contribution."""
         if name not in self._products:
-            self._products[name] = self._old[name].new_zeros(unrolled_shape(self._old[name].shape))
+            self._products[name] = self._old[name].new_zeros(left.shape[0], right.shape[1])
         self._products[name].addmm_(left, right, alpha=weight)
 
     def correct(self, name: str, tensor: Tensor, weight: float) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fedhm.exchange import exchanged
+from fedhm.lowrank.copied import copied
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.method_config import SplitMixConfig
 from fedhm.methods.mean import WeightedMean, influence
@@ -19,7 +20,6 @@ from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.seeds import derive, numpy_generator
 from fedhm.slimming.ensemble import Ensemble
-from fedhm.slimming.resize import copied
 
 BASE = "base"
 
