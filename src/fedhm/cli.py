@@ -21,6 +21,7 @@ from fedhm.folder import RunFolder, read_config
 from fedhm.messages import size_in_bytes
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup
+from fedhm.probe import probe
 from fedhm.report.progress import progress
 from fedhm.report.runs import read_runs
 from fedhm.report.save import save_report
@@ -120,7 +121,8 @@ def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[
 def _sizes(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.changes)
     shape, classes = input_format(config)
-    method = make_method(build_model(config, shape, classes), config.method, Setup(sample=torch.zeros(1, *shape)))
+    model, sample = build_model(config, shape, classes), torch.zeros(1, *shape)
+    method = make_method(model, config.method, Setup(probe(model, sample, classes), sample))
     table = Table(title=f"{options.config}: one sample {'×'.join(map(str, shape))}, batch {config.train.batch}")
     for column in ("tier", "parameters", "MACs/sample", "bytes each way", "training memory"):
         table.add_column(column, justify="left" if column == "tier" else "right")
