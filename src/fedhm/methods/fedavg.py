@@ -12,7 +12,7 @@ from fedhm.exchange import exchanged, load
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.method_config import FedAvgConfig, tier_name
-from fedhm.methods.mean import WeightedMean, trained_rows
+from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
 
@@ -42,13 +42,7 @@ class FedAvg:
             yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
 
     def merge(self, state: State, updates: Iterable[Update]) -> State:
-        mean = WeightedMean(state.weights)
-        for update in updates:
-            weight = float(update.samples) if self.config.weighting == "samples" else 1.0
-            rows = trained_rows(update, self._classifier)
-            for name, tensor in update.tensors.items():
-                mean.add(name, tensor, weight, rows if name.rpartition(".")[0] == self._classifier else None)
-        return State(mean.result())
+        return State(average(state.weights, updates, self.config.weighting, self._classifier))
 
     def network(self, name: str) -> nn.Module:
         if name != self.tier:

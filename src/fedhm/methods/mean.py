@@ -1,5 +1,7 @@
 """The weighted mean of client models, folded one at a time, dense or in factor form."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -79,3 +81,14 @@ def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
     rows = torch.zeros(len(weight), dtype=torch.float64)
     rows[list(update.labels)] = 1.0
     return rows
+
+
+def average(old: Tensors, updates: Iterable[Update], weighting: str, classifier: str | None) -> Tensors:
+    """The mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
+    mean = WeightedMean(old)
+    for update in updates:
+        weight = float(update.samples) if weighting == "samples" else 1.0
+        rows = trained_rows(update, classifier)
+        for name, tensor in update.tensors.items():
+            mean.add(name, tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
+    return mean.result()
