@@ -7,9 +7,14 @@ from torch import nn
 from fedhm.method_config import AnyMethodConfig
 from fedhm.methods.fedavg import FedAvg
 from fedhm.methods.fedhm import FedHM
+from fedhm.methods.fedpara import FedPara
 from fedhm.methods.method import Method, Setup
 
-METHODS: dict[str, Callable[..., Method]] = {"fedhm": FedHM, "fedavg": FedAvg}
+METHODS: dict[str, Callable[..., Method]] = {
+    "fedhm": FedHM,
+    "fedavg": FedAvg,
+    "fedpara": FedPara,
+}
 
 
 def make_method(model: nn.Module, config: AnyMethodConfig, setup: Setup) -> Method:
