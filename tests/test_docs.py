@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedhm.config_file import _known_keys, presets
+from fedhm.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -14,7 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
 
 def test_every_setting_is_described_with_its_section() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
-    for method in ("fedhm", "fedavg"):
+    for method in METHODS:
         for key in _known_keys(method):
             section, _, name = key.rpartition(".")
             if section:

@@ -6,6 +6,7 @@ from torch import nn
 
 from fedhm.method_config import AnyMethodConfig
 from fedhm.methods.fedavg import FedAvg
+from fedhm.methods.feddlr import FedDLR
 from fedhm.methods.fedhm import FedHM
 from fedhm.methods.fedpara import FedPara
 from fedhm.methods.method import Method, Setup
@@ -14,6 +15,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedhm": FedHM,
     "fedavg": FedAvg,
     "fedpara": FedPara,
+    "feddlr": FedDLR,
 }
 
 
