@@ -11,7 +11,7 @@ from fedhm.batchnorm import gather
 from fedhm.config import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
-from fedhm.exchange import load
+from fedhm.exchange import exchanged, load
 from fedhm.lowrank.decay import add_frobenius_decay
 from fedhm.lowrank.layers import LowRank
 from fedhm.messages import Task, Tensors, Update
@@ -43,8 +43,8 @@ class Client:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive(self.seed, "network", task.round, task.client, task.network))
                 loss = self._fit(network, feed, labels, task)
-            state = network.state_dict()
-            tensors: Tensors = {name: state[name].contiguous() for name in task.tensors}
+            trained = exchanged(network)
+            tensors: Tensors = {name: trained[name].contiguous() for name in task.tensors}
         else:
             # Nothing is kept for a backward pass, so four times the batch fits where training does.
             tensors = gather(network, (inputs for inputs, _ in feed.ordered(4 * self.train.batch)))

@@ -22,7 +22,7 @@ from fedhm.messages import size_in_bytes
 @dataclass(frozen=True)
 class Cost:
     parameters: int  # trainable
-    macs: int  # multiply-accumulates of one sample's forward pass
+    macs: int  # multiply-accumulates of one sample's forward pass; what is done once for a batch does not count
     bytes: int  # of one transfer of the network, in one direction
 
 
@@ -31,14 +31,13 @@ def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype |
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
     """
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
     try:
-        with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
-            model(_sample(model, 1, input_shape, dtype))
+        # one sample more: the difference leaves out weights that are composed for each batch
+        one, two = (_flops(model, _sample(model, batch, input_shape, dtype)) for batch in (1, 2))
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {tuple(input_shape)}: {error}") from error
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Cost(parameters, counter.get_total_flops() // 2, size_in_bytes(exchanged(model)))
+    return Cost(parameters, (two - one) // 2, size_in_bytes(exchanged(model)))
 
 
 def training_memory(
@@ -65,6 +64,13 @@ def training_memory(
         shape = (batch, *input_shape)
         raise FedhmError(f"the model cannot be trained on a batch of shape {shape}: {error}") from error
     return watch.peak
+
+
+def _flops(model: nn.Module, inputs: Tensor) -> int:
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
+    with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
+        model(inputs)
+    return counter.get_total_flops()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from fedhm.engines.engine import Engine, in_task_order
 from fedhm.engines.local import LocalEngine
 from fedhm.errors import FedhmError
 from fedhm.evaluate import Score, evaluate
-from fedhm.exchange import exchanged, load
+from fedhm.exchange import exchanged, load, travels_as
 from fedhm.fingerprint import fingerprint
 from fedhm.folder import RunFolder
 from fedhm.messages import Failure, Task, Tensors, Update
@@ -165,6 +165,7 @@ class Experiment:
                     chosen = record.participants
                     tasks = [Task("statistics", record.round, p.client, p.tier, tier, weights) for p in chosen]
                     load(networks[tier], pool(update.tensors for update in self._updates(tasks, record)))
+            travels_as(networks[tier], None)  # from here on it is a network like any other
         return networks
 
     def _scores(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Score]:

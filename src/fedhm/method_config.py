@@ -98,7 +98,8 @@ class SplitMixConfig(_Averaging):
 
 class FedParaConfig(_Averaging):
     name: Literal["fedpara"] = "fedpara"
-    ratio: Annotated[float, Field(ge=0, le=1)] = 0.1  # γ: from the smallest useful rank to the one that saves nothing
+    # γ: from the smallest useful rank to the one that saves nothing
+    ratio: Annotated[float, BeforeValidator(_as_ratio), Field(ge=0, le=1)] = 0.1
     keep: Annotated[int, Field(ge=0)] = 1
 
 

@@ -9,7 +9,8 @@ from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.files import read_tensors, write_tensors
 from fedhm.lowrank.copied import copied
-from fedhm.lowrank.hybrid import plan_of, to_hybrid
+from fedhm.lowrank.hadamard import Hadamard
+from fedhm.lowrank.hybrid import plan_of, to_hadamard, to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.slimming.ensemble import Ensemble
 from fedhm.slimming.resize import resize, sizes_of
@@ -38,8 +39,8 @@ def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
 def _description(network: nn.Module) -> dict[str, Any]:
     if isinstance(network, Ensemble):
         return {**_description(network.members[0]), "members": len(network.members)}
-    plan = plan_of(network)
-    return {"ranks": plan.ranks, "form": plan.form, "sizes": sizes_of(network)}
+    plan, composed = plan_of(network), plan_of(network, Hadamard)
+    return {"ranks": plan.ranks, "form": plan.form, "hadamard": composed.ranks, "sizes": sizes_of(network)}
 
 
 def _rebuilt(model: nn.Module, header: dict[str, Any]) -> nn.Module:
@@ -49,6 +50,6 @@ def _rebuilt(model: nn.Module, header: dict[str, Any]) -> nn.Module:
         if name in full and full[name] != [outputs, inputs]:
             resize(layers[name], outputs, inputs)
     plan = RankPlan(header["ranks"], header.get("form", "spatial"))  # files of version 0.1 do not name a form
-    network = to_hybrid(narrow, plan, spectral=False)
+    network = to_hadamard(to_hybrid(narrow, plan, spectral=False), header.get("hadamard", {}))
     members = header.get("members")
     return Ensemble(copied(network) for _ in range(members)) if members else network

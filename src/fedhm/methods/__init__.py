@@ -6,7 +6,9 @@ from torch import nn
 
 from fedhm.method_config import AnyMethodConfig
 from fedhm.methods.fedavg import FedAvg
+from fedhm.methods.feddlr import FedDLR
 from fedhm.methods.fedhm import FedHM
+from fedhm.methods.fedpara import FedPara
 from fedhm.methods.fedrolex import FedRolex
 from fedhm.methods.fjord import FjORD
 from fedhm.methods.heterofl import HeteroFL
@@ -22,6 +24,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedrolex": FedRolex,
     "fjord": FjORD,
     "splitmix": SplitMix,
+    "fedpara": FedPara,
+    "feddlr": FedDLR,
 }
 
 

@@ -1,5 +1,7 @@
 """The weighted mean of client models, folded one at a time, dense or in factor form."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -103,3 +105,11 @@ def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
     rows = torch.zeros(len(weight), dtype=torch.float64)
     rows[list(update.labels)] = 1.0
     return rows
+
+
+def average(old: Tensors, updates: Iterable[Update], weighting: str, classifier: str | None) -> Tensors:
+    """The mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
+    mean = WeightedMean(old)
+    for update in updates:
+        mean.add_all(update, influence(update, weighting), classifier)
+    return mean.result()
