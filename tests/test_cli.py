@@ -42,7 +42,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
-        "config.toml", "records.jsonl", "tiers.json", "checkpoints", "models",
+        "config.toml", "records.jsonl", "tiers.json", "data.json", "checkpoints", "models",
         "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png", "energy-beyond-rank.png",
     }  # fmt: skip
     assert {path.name for path in (finished / "models").iterdir()} == {

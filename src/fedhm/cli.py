@@ -1,7 +1,8 @@
-"""The command line: fedhm run · resume · sizes · report · presets."""
+"""The command line: fedhm run · resume · compare · sizes · report · presets."""
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedhm.batchnorm import running_names
+from fedhm.compare import command as comparing
 from fedhm.config import Config
 from fedhm.config_file import load_config, presets
 from fedhm.cost import measure, training_memory
@@ -31,6 +33,7 @@ from fedhm.run import build_model, input_format, prepare
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    options.command = shlex.join(["fedhm", *(sys.argv[1:] if arguments is None else arguments)])
     try:
         options.verb(options)
     except FedhmError as error:
@@ -63,6 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("folder", type=Path, metavar="DIR")
     resume.set_defaults(verb=_resume)
 
+    compare = verbs.add_parser(
+        "compare", help="run several methods and put them into one table", description=comparing.DESCRIPTION
+    )
+    _add_config(compare, default=None)
+    comparing.add_arguments(compare)
+    compare.set_defaults(verb=lambda options: comparing.compare(options, _Console()))
+
     sizes = verbs.add_parser("sizes", help="what each tier costs: parameters, MACs, bytes, training memory")
     _add_config(sizes)
     sizes.set_defaults(verb=_sizes)
@@ -77,8 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", default="digits", metavar="PRESET or file.toml", help="default: digits")
+def _add_config(parser: argparse.ArgumentParser, default: str | None = "digits") -> None:
+    hint = f"default: {default}" if default else "see 'fedhm presets'"
+    parser.add_argument("config", nargs="?", default=default, metavar="PRESET or file.toml", help=hint)
     parser.add_argument(
         "--set",
         dest="changes",
@@ -109,7 +120,7 @@ def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[
     with progress(console) as bar:
         experiment = prepare(config, [bar])
         with open_folder() as folder:
-            options.started = folder.path
+            options.go_on = f"; 'fedhm resume {folder.path}' goes on from the last complete round"
             try:
                 experiment.run(folder)
             except FedhmError:
@@ -177,8 +188,8 @@ def _new_folder(name: str) -> Path:
 
 
 def _where_to_go_on(options: argparse.Namespace) -> str:
-    started = getattr(options, "started", None)
-    return f"; 'fedhm resume {started}' goes on from the last complete round" if started else ""
+    said: str = getattr(options, "go_on", "")
+    return said
 
 
 class _Console(Console):

@@ -7,7 +7,7 @@ import tomli_w
 import torch
 from pydantic import Field, model_validator
 
-from fedhm.method_config import FedHMConfig, MethodConfig, Positive, Section
+from fedhm.method_config import FedHMConfig, MethodConfig, Positive, Ratio, Section
 
 
 class DataConfig(Section):
@@ -66,6 +66,13 @@ class EngineConfig(Section):
     threads: Annotated[int, Field(ge=0)] = 0  # 0 is PyTorch's own choice; resuming uses the same number
 
 
+class CompareConfig(Section):
+    """The tiers of the methods that FedHM is compared with; empty: matched to FedHM's by their parameters."""
+
+    widths: tuple[Ratio, ...] = ()  # of the methods that slim the model
+    bases: tuple[Positive, ...] = ()  # Split-Mix's: how many base networks
+
+
 class Config(Section):
     """`data` and `model` are None where a run is started from Python with a user's own."""
 
@@ -77,6 +84,7 @@ class Config(Section):
     method: MethodConfig = FedHMConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: EngineConfig = EngineConfig()
+    compare: CompareConfig | None = None  # no part of a single run
 
     @model_validator(mode="before")
     @classmethod
@@ -89,10 +97,18 @@ class Config(Section):
     def resolved(self) -> "Config":
         """With all filled in that depends on where the run was started, so that a resumed run repeats it."""
         threads = self.engine.threads or torch.get_num_threads()
-        changes: dict[str, Section] = {"engine": self.engine.model_copy(update={"threads": threads})}
+        changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update={"threads": threads})}
+        changes["compare"] = None
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
         return self.model_copy(update=changes)
+
+    def dotted(self) -> dict[str, Any]:
+        """Every setting by its dotted key, as --set would change it."""
+        found: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json", exclude_none=True).items():
+            found |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        return found
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +26,51 @@ class Cost:
     bytes: int  # of one transfer of the network, in one direction
 
 
+@dataclass(frozen=True)
+class LayerCost:
+    parameters: int
+    macs: int
+
+
+ROOT = "(model)"  # what a model has or computes outside its parts
+WHOLE = "Global"  # how the counter calls the model
+
+
 def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
     """Counts `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
     """
+    macs = _macs(model, input_shape, dtype)
+    return Cost(_trainable(model.parameters()), macs[WHOLE], size_in_bytes(exchanged(model)))
+
+
+def by_layer(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
+    """Top-level part of the model → its share of what `measure` counts; a shared weight is its first owner's."""
+    macs = _macs(model, input_shape, dtype)
+    name_of_model = type(model).__name__  # how the counter calls the parts: CNN.conv1
+    counted: set[Tensor] = set()
+    parts: dict[str, LayerCost] = {}
+    for name, part in model.named_children():
+        own = set(part.parameters()) - counted
+        counted |= own
+        parts[name] = LayerCost(_trainable(own), macs.get(f"{name_of_model}.{name}", 0))
+    outside = _trainable(set(model.parameters()) - counted)
+    rest = macs[WHOLE] - sum(part.macs for part in parts.values())
+    return parts | ({ROOT: LayerCost(outside, rest)} if outside or rest else {})
+
+
+def _trainable(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def _macs(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None) -> dict[str, int]:
+    """Of one sample, by module and of the whole. Weights that are composed for each batch are left out."""
     try:
-        # one sample more: the difference leaves out weights that are composed for each batch
         one, two = (_flops(model, _sample(model, batch, input_shape, dtype)) for batch in (1, 2))
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {tuple(input_shape)}: {error}") from error
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Cost(parameters, (two - one) // 2, size_in_bytes(exchanged(model)))
+    return {module: (flops - one.get(module, 0)) // 2 for module, flops in two.items()}
 
 
 def training_memory(
@@ -66,11 +99,11 @@ def training_memory(
     return watch.peak
 
 
-def _flops(model: nn.Module, inputs: Tensor) -> int:
+def _flops(model: nn.Module, inputs: Tensor) -> dict[str, int]:
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
     with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
         model(inputs)
-    return counter.get_total_flops()
+    return {WHOLE: 0} | {module: sum(by_kind.values()) for module, by_kind in counter.get_flop_counts().items()}
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from fedhm.engines.local import LocalEngine
 from fedhm.errors import FedhmError
 from fedhm.evaluate import Score, evaluate
 from fedhm.exchange import exchanged, load, travels_as
-from fedhm.fingerprint import fingerprint
+from fedhm.fingerprint import data_facts, fingerprint
 from fedhm.folder import RunFolder
 from fedhm.messages import Failure, Task, Tensors, Update
 from fedhm.methods import make_method
@@ -75,6 +75,7 @@ class Experiment:
         self.engine = engine or LocalEngine([Client(samples, *parts) for samples in federation.clients])
         self._initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
         self.fingerprint = fingerprint(config, self._initial, federation)
+        self.data_facts = data_facts(federation)
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Runs the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
@@ -115,6 +116,7 @@ class Experiment:
         checkpoint, records = folder.restore(self.fingerprint) if folder else (None, [])
         if folder:
             folder.save_costs(self.costs)
+            folder.save_data_facts(self.data_facts)
         state = checkpoint.state if checkpoint else self.method.start(self._initial)
         for watcher in self.watchers:
             watcher.started(len(records), self.config.train.rounds)

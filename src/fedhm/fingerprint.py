@@ -1,6 +1,7 @@
 """What makes a run that very run: its settings, its data and the model that it starts from."""
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,10 +16,33 @@ def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str
     digest = hashlib.sha256(f"{config.to_toml()}{federation.preprocessing}".encode())
     for name in sorted(weights):
         _add(digest, name, weights[name])
+    _add_data(digest, federation)
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A federation's data in brief: what a comparison of runs needs to know of it."""
+
+    classes: int
+    input_shape: tuple[int, ...]
+    clients: int
+    samples: int  # of all clients
+    digest: str  # of every client's samples, the test set and the preprocessing
+
+
+def data_facts(federation: Federation) -> DataFacts:
+    digest = hashlib.sha256(str(federation.preprocessing).encode())
+    _add_data(digest, federation)
+    samples = sum(len(samples) for samples in federation.clients)
+    parts = (federation.classes, federation.input_shape, len(federation.clients), samples)
+    return DataFacts(*parts, digest.hexdigest()[:32])
+
+
+def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:
     for samples in [*federation.clients, federation.test]:
         _add(digest, "inputs", samples.inputs)
         _add(digest, "labels", samples.labels)
-    return digest.hexdigest()[:32]
 
 
 def _add(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -14,6 +15,7 @@ from fedhm.config_file import parse
 from fedhm.cost import Cost
 from fedhm.errors import FedhmError
 from fedhm.files import write_atomically
+from fedhm.fingerprint import DataFacts
 from fedhm.records import Record, append_record, read_records
 from fedhm.tier_files import save_tier
 
@@ -82,7 +84,7 @@ class RunFolder:
     def remove_if_nothing_was_done(self) -> None:
         """A run that failed in its first round leaves nothing to go on with, and would stand in the way."""
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
-            for name in ("config.toml", "records.jsonl", "tiers.json"):
+            for name in ("config.toml", "records.jsonl", "tiers.json", "data.json"):
                 (self.path / name).unlink(missing_ok=True)
             if not list(self.path.iterdir()):
                 self.path.rmdir()
@@ -90,9 +92,29 @@ class RunFolder:
     def save_costs(self, costs: dict[str, Cost]) -> None:
         write_atomically(self.path / "tiers.json", json.dumps({t: vars(cost) for t, cost in costs.items()}, indent=2))
 
+    def save_data_facts(self, facts: DataFacts) -> None:
+        write_atomically(self.path / "data.json", json.dumps(vars(facts), indent=2))
+
     def save_models(self, networks: dict[str, nn.Module]) -> None:
         for tier, network in networks.items():
-            save_tier(self.path / "models" / f"{tier.replace('/', '-')}.safetensors", network, tier)
+            save_tier(_model_file(self.path, tier), network, tier)
+
+
+def _model_file(path: Path, tier: str) -> Path:
+    return path / "models" / f"{tier.replace('/', '-')}.safetensors"
+
+
+def rounds_done(path: Path) -> int:
+    """How many records a run has written, also while another process writes them."""
+    file = path / "records.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def is_complete(path: Path, config: Config) -> bool:
+    """All rounds are done, and every tier's model and the report are on disk."""
+    if rounds_done(path) < config.train.rounds or not (path / "report.md").exists():
+        return False
+    return all(_model_file(path, tier).exists() for tier in read_costs(path))
 
 
 def read_config(path: Path) -> Config:
@@ -111,3 +133,15 @@ def read_costs(path: Path) -> dict[str, Cost]:
         return {tier: Cost(**cost) for tier, cost in json.loads((path / "tiers.json").read_text()).items()}
     except (OSError, ValueError, TypeError) as error:
         raise FedhmError(f"cannot read {path}/tiers.json: {error}") from None
+
+
+def read_data_facts(path: Path) -> DataFacts | None:
+    """None for a run from before they were written."""
+    file = path / "data.json"
+    if not file.exists():
+        return None
+    try:
+        facts = DataFacts(**json.loads(file.read_text()))
+        return replace(facts, input_shape=tuple(facts.input_shape))
+    except (OSError, ValueError, TypeError) as error:
+        raise FedhmError(f"cannot read {file}: {error}") from None

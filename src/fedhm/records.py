@@ -21,8 +21,8 @@ Item = TypeVar("Item")
 class Traffic:
     """What one tier's participants exchanged and computed in a round."""
 
-    clients: int = 0
-    answers: int = 0  # of the clients, those that sent an update with a finite loss
+    clients: int = 0  # tasks: a client that got several is counted as often
+    answers: int = 0  # of these, those that sent an update with a finite loss
     down: int = 0  # bytes, server → clients
     up: int = 0
     macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts

@@ -7,7 +7,8 @@ from pathlib import Path
 from fedhm.config import Config
 from fedhm.cost import Cost
 from fedhm.errors import FedhmError
-from fedhm.folder import read_config, read_costs
+from fedhm.fingerprint import DataFacts
+from fedhm.folder import read_config, read_costs, read_data_facts
 from fedhm.records import Record, read_records
 
 
@@ -17,6 +18,7 @@ class Run:
     config: Config
     records: list[Record]
     costs: dict[str, Cost]
+    data: DataFacts | None = None  # None for a run from before they were written
 
     @property
     def tiers(self) -> list[str]:
@@ -29,7 +31,7 @@ class Run:
     def bytes_per_client(self, tier: str) -> float | None:
         """Measured bytes, both ways, that training cost one participant of a tier in one round; None if it had none."""
         traffic = [record.traffic[tier] for record in self.records if tier in record.traffic]
-        clients = sum(t.clients for t in traffic)
+        clients = sum(p.tier == tier for record in self.records for p in record.participants)
         return sum(t.down + t.up for t in traffic) / clients if clients else None
 
     def statistics_bytes(self) -> float:
@@ -49,4 +51,5 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read(path: Path) -> Run:
     if not path.is_dir():
         raise FedhmError(f"there is no folder {path}")
-    return Run(path.resolve().name, read_config(path), read_records(path / "records.jsonl"), read_costs(path))
+    records = read_records(path / "records.jsonl")
+    return Run(path.resolve().name, read_config(path), records, read_costs(path), read_data_facts(path))

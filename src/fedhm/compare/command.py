@@ -1,0 +1,148 @@
+"""`fedhm compare`: several methods on one setting, or runs that exist, in one table."""
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fedhm.compare.cells import Cell, cells, check
+from fedhm.compare.entries import entries as entries_of
+from fedhm.compare.entries import known
+from fedhm.compare.execute import execute
+from fedhm.compare.existing import existing
+from fedhm.compare.reference import Reference
+from fedhm.config import Config
+from fedhm.config_file import load_config
+from fedhm.cost import LayerCost
+from fedhm.errors import FedhmError
+from fedhm.method_config import FedHMConfig
+from fedhm.report.compared import Compared
+from fedhm.report.comparison_report import ComparisonReport
+from fedhm.report.runs import read_runs
+from fedhm.report.sheets import rich_table
+
+METHODS = "fedhm,heterofl,splitmix,fedavg,lowrank,slimmed"
+WEIGHTING = {"fixed": "uniform", "dynamic": "softmax"}  # of FedHM in the paper
+WIDE = 105  # characters that the table of what was spent takes with its accuracies
+DESCRIPTION = """\
+Runs several methods on the same data with the same seeds and prints the paper's table: a row for each capability
+level, accuracy as mean ± deviation over the seeds. The same command again runs only what is missing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--methods", default=METHODS, metavar="A,B,…", help=f"of {', '.join(known())} (default: {METHODS})"
+    )
+    parser.add_argument("--seeds", default="3", metavar="N", help="how many, from the config's seed on (default: 3)")
+    parser.add_argument("--setting", metavar="fixed|dynamic", help="clients keep their tier, or draw one every round")
+    parser.add_argument("--data", metavar="iid|dirichlet", help="how the samples are dealt out to the clients")
+    parser.add_argument("--target", metavar="ACCURACY", help="what it costs to get there (default: what all reach)")
+    parser.add_argument("--jobs", metavar="N", help="runs side by side (default: one for each usable core)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-PRESET-SETTING-DATA")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="compare runs that exist (default --out: comparison)",
+    )
+
+
+def compare(options: argparse.Namespace, console: Console) -> None:
+    target = _share(options.target, "--target") if options.target else None
+    if options.runs:
+        if options.config is not None:
+            raise FedhmError(f"--runs takes runs that exist, and needs no preset: leave '{options.config}' out")
+        report = ComparisonReport(entries := existing(options.runs), options.command, _layers(entries), target)
+        _show(report, options.out or Path("comparison"), console)
+        return
+    if options.config is None:
+        raise FedhmError("name a preset or a config file to compare methods on; 'fedhm presets' lists the presets")
+    seeds = _positive(options.seeds, "--seeds")
+    jobs = _positive(options.jobs, "--jobs") if options.jobs else len(os.sched_getaffinity(0))
+    config = _config(options)
+    reference = Reference(config)
+    chosen = entries_of([name.strip() for name in options.methods.split(",") if name.strip()], reference)
+    out = options.out or _default_folder(options.config, config)
+    planned = cells(config, chosen, seeds, out)
+    check(planned)
+    options.go_on = "; the same command goes on with what is missing"
+    failures = execute(planned, jobs, console)
+    if complete := _complete(planned):
+        _show(ComparisonReport(complete, options.command, reference.layers(), target), out, console)
+    if failures:
+        raise FedhmError("\n".join(failures))
+
+
+def _layers(entries: Sequence[Compared]) -> dict[str, dict[str, LayerCost]]:
+    """Of the model that a config names; nothing where it was handed over in Python."""
+    configs = [entry.first.config for entry in entries if entry.first.config.model and entry.first.config.data]
+    configs.sort(key=lambda config: not isinstance(config.method, FedHMConfig))  # whose tiers are the ones to show
+    return Reference(configs[0]).layers() if configs else {}
+
+
+def _show(report: ComparisonReport, out: Path, console: Console) -> None:
+    for sheet in report.sheets:
+        if console.width < WIDE and "accuracy" in sheet.columns:
+            sheet = sheet.without("accuracy")  # stands in the table above
+        for part in sheet.split(console.width):
+            console.print(rich_table(part))
+        console.print(sheet.note + "\n", highlight=False)
+    if not report.reached:
+        console.print("What a target accuracy costs is relative to the full model: add fedavg to see it.")
+    for path in report.save(out):
+        console.print(str(path), highlight=False, soft_wrap=True)
+
+
+def _config(options: argparse.Namespace) -> Config:
+    changes = list(options.changes)
+    if options.data is not None:
+        changes.append(f"data.partition={_one_of(options.data, ('iid', 'dirichlet'), '--data')}")
+    if options.setting is None:
+        return load_config(options.config, changes)
+    setting = _one_of(options.setting, tuple(WEIGHTING), "--setting")
+    changes.append(f"federation.heterogeneity={setting}")
+    config = load_config(options.config, changes)
+    if isinstance(config.method, FedHMConfig) and not any(c.startswith("method.weighting=") for c in changes):
+        config = load_config(options.config, [*changes, f"method.weighting={WEIGHTING[setting]}"])
+    return config
+
+
+def _default_folder(name: str, config: Config) -> Path:
+    assert config.data is not None  # load_config sees to that
+    return Path("runs") / f"compare-{Path(name).stem}-{config.federation.heterogeneity}-{config.data.partition}"
+
+
+def _complete(planned: Sequence[Cell]) -> list[Compared]:
+    """The entries whose runs are all there."""
+    compared: list[Compared] = []
+    for label in dict.fromkeys(cell.entry.label for cell in planned):
+        own = [cell for cell in planned if cell.entry.label == label]
+        if all(cell.complete for cell in own):
+            compared.append(Compared(label, read_runs([cell.folder for cell in own])))
+    return compared
+
+
+def _positive(text: str, option: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise FedhmError(f"{option} takes a whole number from 1 on, not '{text}'")
+    return int(text)
+
+
+def _share(text: str, option: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise FedhmError(f"{option} takes an accuracy between 0 and 1, such as 0.9, not '{text}'")
+    return value
+
+
+def _one_of(text: str, choices: tuple[str, ...], option: str) -> str:
+    if text not in choices:
+        raise FedhmError(f"{option} takes {' or '.join(choices)}, not '{text}'")
+    return text

@@ -1,0 +1,113 @@
+"""Runs what a comparison lacks: each cell in a process of its own, some side by side."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import IO
+
+from rich.console import Console
+
+from fedhm.compare.cells import Cell
+from fedhm.compare.progress import progress
+from fedhm.errors import FedhmError
+
+POLL = 0.2  # seconds between two looks at the runs
+PATIENCE = 10.0  # seconds that a run is given to stop by itself
+
+
+class _Child:
+    """`fedhm resume` on one cell. Of what it says, only complaints are kept."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        cell.open()
+        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        # A session of its own: Ctrl-C reaches it from here, once, and not from the terminal as well.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fedhm", "resume", str(cell.folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._complaints,
+            start_new_session=True,
+        )
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def failure(self) -> str | None:
+        """Why it failed, once it has ended."""
+        if self._process.returncode == 0:
+            return None
+        self._complaints.seek(0)
+        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        said = lines[-1].removeprefix("fedhm: ") if lines else f"it ended with exit code {self._process.returncode}"
+        return f"{self.cell.name} failed: {said}"
+
+    def interrupt(self) -> None:
+        if self.running:
+            self._process.send_signal(signal.SIGINT)
+
+    def end(self, deadline: float) -> None:
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._complaints.close()
+
+
+def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[str]:
+    """Brings all cells to their end; sentences on those that failed. Whatever happens, no process is left behind."""
+    waiting = [cell for cell in cells if not cell.complete]
+    children: list[_Child] = []
+    failures: list[str] = []
+    with _requests_to_stop() as stops, progress(console, cells) as shown:
+        try:
+            while (waiting or children) and not stops:
+                while waiting and len(children) < jobs:
+                    cell = waiting.pop(0)
+                    try:
+                        children.append(_Child(cell))
+                    except FedhmError as error:  # someone else is at work in its folder
+                        failures.append(f"{cell.name} failed: {error}")
+                shown.update([child.cell for child in children])
+                time.sleep(POLL)
+                for child in [child for child in children if not child.running]:
+                    children.remove(child)
+                    failure = child.failure
+                    child.end(time.monotonic())
+                    failures += [failure] if failure else []
+                    shown.ended(child.cell, failure)
+        finally:
+            for child in children:
+                child.interrupt()
+            deadline = time.monotonic() + PATIENCE
+            for child in children:
+                child.end(deadline)
+    if stops:
+        raise KeyboardInterrupt
+    return failures
+
+
+@contextmanager
+def _requests_to_stop() -> Iterator[list[int]]:
+    """Ctrl-C, SIGTERM and the end of the terminal are noted and not raised: a run that was just started is not lost."""
+    stops: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        stops.append(number)
+
+    signals = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in signals}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

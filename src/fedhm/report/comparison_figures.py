@@ -1,0 +1,104 @@
+"""The paper's figures of a comparison: convergence, accuracy by communication, and costs to reach a target."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
+
+from fedhm.report.compared import sent, so_far
+from fedhm.report.comparison import Comparison, Place
+from fedhm.report.comparison_tables import readable_count
+from fedhm.report.targets import Reached
+
+COLOURS = matplotlib.color_sequences["tab10"]
+STYLES = ("-", "--", ":", "-.")
+
+
+def save_convergence(comparison: Comparison, path: Path) -> Path:
+    """Accuracy of each method's smallest tier by round."""
+    figure = Figure(figsize=(7.5, 4.6), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for number, (name, places) in enumerate(comparison.columns.items()):
+        place = places[max(places)]
+        rounds = [round_number for round_number, _ in place.entry.curve(place.tier)]
+        _draw(axes, number, name, place, rounds)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(axes, "round", "each method's smallest model")
+    axes.set_ylabel("test accuracy (%)")
+    axes.legend(title="method, parameters", fontsize=8, title_fontsize=8)
+    figure.savefig(path)
+    return path
+
+
+def save_communication(comparison: Comparison, path: Path) -> Path:
+    """Accuracy of each method's largest and smallest tier by what all clients together have sent."""
+    figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, choose, title in zip(panels, (min, max), ("largest", "smallest"), strict=True):
+        for number, (name, places) in enumerate(comparison.columns.items()):
+            place = places[choose(places)]
+            _draw(axes, number, name, place, _communication(place))
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        _finish(axes, "sent by server and clients for training so far, all together", f"{title} model of each method")
+        axes.legend(title="method, parameters", fontsize=8, title_fontsize=8)
+    figure.axes[0].set_ylabel("test accuracy (%)")
+    figure.savefig(path)
+    return path
+
+
+def save_costs_to_target(target: float, reached: Sequence[Reached], path: Path) -> Path:
+    figure = Figure(figsize=(11, 1.4 + 0.3 * len(reached)), dpi=150, layout="constrained")
+    figure.suptitle(f"Cost to first reach {100 * target:g} % accuracy, relative to the full model on every client")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _bars(left, "communication", [(r, r.communication) for r in reached])
+    _bars(right, "computation", [(r, r.computation) for r in reached])
+    figure.savefig(path)
+    return path
+
+
+def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[float]) -> None:
+    """A mean line with a band of ± one deviation."""
+    spreads = [spread for _, spread in place.entry.curve(place.tier)]
+    means = np.array([spread.mean for spread in spreads])
+    around = np.array([spread.deviation or 0.0 for spread in spreads])
+    colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+    marker = "o" if len(means) < 3 else None
+    label = f"{name}, {readable_count(place.parameters)}"
+    axes.plot(positions, means, style, color=colour, marker=marker, linewidth=1.5, label=label)
+    if around.any():
+        axes.fill_between(positions, means - around, means + around, color=colour, alpha=0.15, linewidth=0)
+
+
+def _communication(place: Place) -> list[float]:
+    """Bytes at each evaluated round, mean over the seeds."""
+    sums = [so_far(run, sent) for run in place.entry.runs]
+    return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in place.entry.curve(place.tier)]
+
+
+def _bars(axes: Axes, what: str, ratios: Sequence[tuple[Reached, float | None]]) -> None:
+    labels = [f"{r.entry.label}, {readable_count(r.entry.first.costs[r.tier].parameters)}" for r, _ in ratios]
+    entries = list(dict.fromkeys(r.entry.label for r, _ in ratios))
+    colours = [COLOURS[entries.index(r.entry.label) % len(COLOURS)] for r, _ in ratios]
+    widths = [ratio or 0.0 for _, ratio in ratios]
+    bars = axes.barh(range(len(ratios)), widths, color=colours, height=0.7)
+    axes.bar_label(bars, [" not reached" if r is None else f" {r:.2f}" for _, r in ratios], fontsize=8)
+    axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(ratios)), labels, fontsize=8)
+    axes.set_ylim(len(ratios) - 0.4, -0.6)  # the first on top
+    axes.set_xlim(0, 1.18 * max([1.0, *widths]))
+    axes.set_title(what, fontsize=10)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _finish(axes: Axes, x_label: str, title: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
