@@ -6,8 +6,10 @@ from torch import nn
 
 from fedhm.method_config import AnyMethodConfig
 from fedhm.methods.fedavg import FedAvg
+from fedhm.methods.feddf import FedDF
 from fedhm.methods.feddlr import FedDLR
 from fedhm.methods.fedhm import FedHM
+from fedhm.methods.fedmd import FedMD
 from fedhm.methods.fedpara import FedPara
 from fedhm.methods.fedrolex import FedRolex
 from fedhm.methods.fjord import FjORD
@@ -26,6 +28,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "splitmix": SplitMix,
     "fedpara": FedPara,
     "feddlr": FedDLR,
+    "fedmd": FedMD,
+    "feddf": FedDF,
 }
 
 
