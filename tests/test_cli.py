@@ -87,6 +87,12 @@ def test_a_finished_run_can_be_resumed_and_not_overwritten(finished: Path, capsy
     assert "holds a run already: go on with 'fedhm resume" in failure(capsys, "run", "digits", "--out", str(finished))
 
 
+@pytest.mark.parametrize("method", ["heterofl", "fedmd", "feddf"])
+def test_sizes_of_widths(capsys: pytest.CaptureFixture[str], method: str) -> None:
+    assert main(["sizes", "digits", "--set", f"method.name={method}"]) == 0
+    assert re.search(r"w0\.35 │ +13,873 │", capsys.readouterr().out)
+
+
 def test_sizes_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sizes", "cifar10-resnet18", "--set", "train.batch=2"]) == 0
     out = capsys.readouterr().out
