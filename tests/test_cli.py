@@ -93,6 +93,14 @@ def test_sizes_of_widths(capsys: pytest.CaptureFixture[str], method: str) -> Non
     assert re.search(r"w0\.35 │ +13,873 │", capsys.readouterr().out)
 
 
+def test_sizes_of_split_mix_hold_one_base_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sizes", "digits", "--set", "method.name=splitmix"]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines() if "x0.35" in line]
+    assert len({row[-2] for row in rows}) == 1  # training memory
+    sent = [float(row[4]) for row in rows]  # kB each way
+    assert sent == pytest.approx([sent[-1] * count for count in (9, 3, 2, 1)], rel=1e-3)
+
+
 def test_sizes_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sizes", "cifar10-resnet18", "--set", "train.batch=2"]) == 0
     out = capsys.readouterr().out
