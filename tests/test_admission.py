@@ -10,8 +10,9 @@ from fedhm.admission import objection
 from fedhm.batchnorm import blank
 from fedhm.messages import Task, Update
 
-TASK = Task("train", 3, 5, "1/2", "1/2", {"a": torch.ones(2, 3), "b": torch.ones(2)})
-UPDATE = Update("train", 3, 5, "1/2", "1/2", {"a": torch.zeros(2, 3), "b": torch.zeros(2)}, 10, None, 0.5)
+OWN = {"own": torch.zeros(3)}
+TASK = Task("train", 3, 5, "1/2", "1/2", {"a": torch.ones(2, 3), "b": torch.ones(2)}, OWN)
+UPDATE = Update("train", 3, 5, "1/2", "1/2", {"a": torch.zeros(2, 3), "b": torch.zeros(2)}, 10, None, 0.5, kept=OWN)
 
 
 def test_a_good_update_is_let_in() -> None:
@@ -36,6 +37,9 @@ def test_a_good_update_is_let_in() -> None:
         ({"tensors": {**UPDATE.tensors, "a": torch.zeros(1, 3)}}, r"'a' has shape \(1, 3\) instead of \(2, 3\)"),
         ({"tensors": {**UPDATE.tensors, "a": torch.zeros(2, 3).double()}}, "'a' has type torch.float64"),
         ({"tensors": {**UPDATE.tensors, "b": torch.tensor([0, float("inf")])}}, "'b' holds NaN or infinite"),
+        ({"kept": {}}, "it lacks the tensor 'own'"),
+        ({"kept": {"own": torch.zeros(2)}}, r"'own' has shape \(2,\) instead of \(3,\)"),
+        ({"kept": {"own": torch.full((3,), float("nan"))}}, "'own' holds NaN or infinite"),
     ],
 )
 def test_a_bad_update_is_refused_with_the_reason(changes: dict[str, object], reason: str) -> None:

@@ -43,13 +43,13 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         "config.toml", "records.jsonl", "tiers.json", "data.json", "checkpoints", "models",
-        "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png",
+        "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png", "energy-beyond-rank.png",
     }  # fmt: skip
     assert {path.name for path in (finished / "models").iterdir()} == {
         "full.safetensors", "1-2.safetensors", "1-4.safetensors", "1-8.safetensors",
     }  # fmt: skip
     assert len((finished / "records.jsonl").read_text().splitlines()) == 3
-    for name in ("accuracy-by-round.png", "accuracy-by-bytes.png"):
+    for name in ("accuracy-by-round.png", "accuracy-by-bytes.png", "energy-beyond-rank.png"):
         with Image.open(finished / name) as picture:
             assert picture.width > 600
             assert len(picture.convert("RGB").getcolors(2**24) or []) > 50  # something is drawn
@@ -85,6 +85,20 @@ def test_a_finished_run_can_be_resumed_and_not_overwritten(finished: Path, capsy
     assert main(["resume", str(finished)]) == 0
     capsys.readouterr()
     assert "holds a run already: go on with 'fedhm resume" in failure(capsys, "run", "digits", "--out", str(finished))
+
+
+@pytest.mark.parametrize("method", ["heterofl", "fedmd", "feddf"])
+def test_sizes_of_widths(capsys: pytest.CaptureFixture[str], method: str) -> None:
+    assert main(["sizes", "digits", "--set", f"method.name={method}"]) == 0
+    assert re.search(r"w0\.35 │ +13,873 │", capsys.readouterr().out)
+
+
+def test_sizes_of_split_mix_hold_one_base_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sizes", "digits", "--set", "method.name=splitmix"]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines() if "x0.35" in line]
+    assert len({row[-2] for row in rows}) == 1  # training memory
+    sent = [float(row[4]) for row in rows]  # kB each way
+    assert sent == pytest.approx([sent[-1] * count for count in (9, 3, 2, 1)], rel=1e-3)
 
 
 def test_sizes_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:

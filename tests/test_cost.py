@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from fedhm.cost import Cost, by_layer, measure, training_memory
 from fedhm.errors import FedhmError
+from fedhm.lowrank.hadamard import HadamardLinear
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import LowRankConv2d
 from fedhm.lowrank.plan import plan_ranks
@@ -27,6 +28,8 @@ from fedhm.models import resnet18
             5 * 3 * (4 + 6) + 6,
             4 * 8 * 5 * 4 * 3 + 16 * 6 * 5 * 3,
         ),
+        # the weight is composed once for a batch, however many samples it has
+        (HadamardLinear(nn.Linear(9, 8), 3), (9,), 2 * 3 * (9 + 8) + 8, 9 * 8),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

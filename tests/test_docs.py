@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fedhm.config_file import _known_keys, presets
+from fedhm.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -14,7 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
 
 def test_every_setting_is_described_with_its_section() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
-    for method in ("fedhm", "fedavg"):
+    for method in METHODS:
         for key in _known_keys(method):
             section, _, name = key.rpartition(".")
             if section:
@@ -46,5 +47,5 @@ def test_the_readmes_examples_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_presets_named_in_the_docs_exist() -> None:
     for page in PAGES:
-        for name in re.findall(r"fedhm (?:run|sizes) ([a-z][\w-]+)", page.read_text()):
+        for name in re.findall(r"fedhm (?:run|sizes|compare) ([a-z][\w-]+)", page.read_text()):
             assert name in presets(), (page.name, name)

@@ -22,8 +22,9 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Result
 from fedhm.folder import RunFolder
+from fedhm.records import Record
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "federation": {"participation": 0.5},
     "train": {"rounds": 3, "batch": 8, "lr": 0.05},
     "evaluation": {"every": 2},
@@ -31,8 +32,8 @@ SETTINGS = {
 }
 
 
-def run(federation: Federation, out: Path, model: nn.Module | None = None) -> Result:
-    return fedhm.run(model or small_model(), federation.clients, federation.test, SETTINGS, out)
+def run(federation: Federation, out: Path, model: nn.Module | None = None, **method: Any) -> Result:
+    return fedhm.run(model or small_model(), federation.clients, federation.test, {**SETTINGS, "method": method}, out)
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -79,6 +80,28 @@ def test_a_run_killed_at_any_write_ends_the_same(
             assert outcome(folder) == expected
             assert not list(folder.rglob("*.tmp"))
     assert deaths > 20
+
+
+def test_a_run_killed_around_the_end_of_its_warm_up_ends_the_same(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(federation, tmp_path / "whole", warmup=2)
+    expected = outcome(tmp_path / "whole")
+    commit = RunFolder.commit
+    for last in (1, 2):
+
+        def dying(folder: RunFolder, record: Record, *rest: Any, last: int = last) -> None:
+            commit(folder, record, *rest)
+            if record.round == last:
+                raise KilledError
+
+        folder = tmp_path / f"after-{last}"
+        with monkeypatch.context() as patch:
+            patch.setattr(RunFolder, "commit", dying)
+            with pytest.raises(KilledError):
+                run(federation, folder, warmup=2)
+        run(federation, folder, warmup=2)
+        assert outcome(folder) == expected
 
 
 def test_a_finished_run_can_be_asked_again(federation: Federation, tmp_path: Path) -> None:

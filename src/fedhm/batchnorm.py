@@ -7,7 +7,8 @@ pool exactly to those of their joint data:
     N = Σ nᵢ    M = Σ nᵢ mᵢ / N    V = Σ nᵢ (vᵢ + (mᵢ − M)²) / N
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,21 @@ def running_names(network: nn.Module) -> set[str]:
     """The names under which `network` stores its BatchNorm statistics."""
     layers = tracked_layers(network)
     return {f"{name}.{part}" if name else part for name in layers for part in ("running_mean", "running_var")}
+
+
+@contextmanager
+def by_batch(network: nn.Module) -> Iterator[None]:
+    """BatchNorm layers normalise by batch, whatever the network's mode, and leave their stored statistics alone."""
+    layers = tracked_layers(network).values()
+    try:
+        for layer in layers:
+            layer.train()
+            layer.track_running_stats = False
+        yield
+    finally:
+        for layer in layers:
+            layer.train(network.training)
+            layer.track_running_stats = True
 
 
 @torch.no_grad()

@@ -10,24 +10,21 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from fedhm.batchnorm import running_names
 from fedhm.compare import command as comparing
 from fedhm.config import Config
 from fedhm.config_file import load_config, presets
-from fedhm.cost import measure, training_memory
 from fedhm.errors import FedhmError
-from fedhm.exchange import exchanged
 from fedhm.folder import RunFolder, read_config
-from fedhm.messages import size_in_bytes
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup
+from fedhm.probe import probe
 from fedhm.report.comparable import difference
 from fedhm.report.progress import progress
 from fedhm.report.runs import read_runs
 from fedhm.report.save import save_report
-from fedhm.report.tables import readable_bytes, readable_macs, rich_tables
+from fedhm.report.sizes import size_table
+from fedhm.report.tables import rich_tables
 from fedhm.run import build_model, input_format, prepare
 
 
@@ -132,25 +129,9 @@ def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[
 def _sizes(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.changes)
     shape, classes = input_format(config)
-    method = make_method(build_model(config, shape, classes), config.method, Setup(sample=torch.zeros(1, *shape)))
-    table = Table(title=f"{options.config}: one sample {'×'.join(map(str, shape))}, batch {config.train.batch}")
-    for column in ("tier", "parameters", "MACs/sample", "bytes each way", "training memory"):
-        table.add_column(column, justify="left" if column == "tier" else "right")
-    for tier in method.tiers:
-        network = method.network(tier)
-        cost = measure(network, shape)
-        on_wire = exchanged(network)
-        if config.evaluation.static_from == 0:  # then BatchNorm's running averages never travel
-            on_wire = {name: t for name, t in on_wire.items() if name not in running_names(network)}
-        memory = training_memory(network, shape, config.train.batch)
-        table.add_row(
-            tier,
-            f"{cost.parameters:,}",
-            readable_macs(cost.macs),
-            readable_bytes(size_in_bytes(on_wire)),
-            readable_bytes(memory),
-        )
-    _Console().print(table)
+    model, sample = build_model(config, shape, classes), torch.zeros(1, *shape)
+    method = make_method(model, config.method, Setup(probe(model, sample, classes), sample))
+    _Console().print(size_table(options.config, config, model, method, shape))
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""What a client does with a task: local training, and gathering BatchNorm statistics. Nothing else runs there."""
+"""What a client does with a task: train, distil, gather BatchNorm statistics. Nothing else runs there."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from fedhm.batchnorm import gather
 from fedhm.config import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
-from fedhm.exchange import load
+from fedhm.distil import absolute_error, follow, scores
+from fedhm.exchange import exchanged, load
 from fedhm.lowrank.decay import add_frobenius_decay
 from fedhm.lowrank.layers import LowRank
 from fedhm.messages import Task, Tensors, Update
@@ -27,31 +28,50 @@ class Client:
     network: Callable[[str], nn.Module]
     train: TrainConfig
     seed: int
+    public: Feed | None = None  # samples that everybody has, numbered in place of labels
 
     def run(self, task: Task, position: int = 0) -> Update:
-        network = load(self.network(task.network), task.tensors)
+        weights = task.kept if task.kind == "distil" else task.tensors
+        network = load(self.network(task.network), weights)
         for parameter in network.parameters():
             if parameter.ndim == 4:  # images and convolutions run faster with channels last in memory
                 parameter.data = parameter.data.to(memory_format=torch.channels_last)
         feed = Feed(self.samples, self.preprocessing)
         labels: tuple[int, ...] | None = None
         loss = 0.0
-        if task.kind == "train":
+        kept: Tensors = {}
+        if task.kind != "statistics":
             if self.train.masked_loss:
                 labels = tuple(self.samples.labels.unique().tolist())
             # Dropout knows only the global generator: seed it for this task alone, and give it back as it was.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive(self.seed, "network", task.round, task.client, task.network))
+                if task.kind == "distil":
+                    self._digest(network, task)
                 loss = self._fit(network, feed, labels, task)
-            state = network.state_dict()
-            tensors: Tensors = {name: state[name].contiguous() for name in task.tensors}
+            trained = exchanged(network)
+            tensors: Tensors = {name: trained[name].contiguous() for name in weights}
+            if task.kind == "distil":
+                assert self.public is not None
+                tensors, kept = {"scores": scores(network, self.public, self.train.batch)}, tensors
         else:
             # Nothing is kept for a backward pass, so four times the batch fits where training does.
             tensors = gather(network, (inputs for inputs, _ in feed.ordered(4 * self.train.batch)))
         return Update(
             task.kind, task.round, task.client, task.tier, task.network, tensors,
-            len(self.samples), labels, loss, position,
+            len(self.samples), labels, loss, position, kept,
         )  # fmt: skip
+
+    def _digest(self, network: nn.Module, task: Task) -> None:
+        """Brings the network towards the scores that the clients agreed on, if they have yet, by plain SGD."""
+        if "consensus" not in task.tensors:
+            return
+        assert self.public is not None
+        generator = torch_generator(self.seed, "digest", task.round, task.client)
+        optimizer = torch.optim.SGD(network.parameters(), lr=task.options["digest_lr"])
+        for _ in range(int(task.options["digest_epochs"])):
+            batches = self.public.shuffled(self.train.batch, generator)
+            follow(network, task.tensors["consensus"], absolute_error, optimizer, batches)
 
     def _fit(self, network: nn.Module, feed: Feed, labels: tuple[int, ...] | None, task: Task) -> float:
         """SGD over the epochs of one round; the mean loss of the last epoch."""

@@ -22,7 +22,7 @@ from fedhm.messages import size_in_bytes
 @dataclass(frozen=True)
 class Cost:
     parameters: int  # trainable
-    macs: int  # multiply-accumulates of one sample's forward pass
+    macs: int  # multiply-accumulates of one sample's forward pass; what is done once for a batch does not count
     bytes: int  # of one transfer of the network, in one direction
 
 
@@ -33,6 +33,7 @@ class LayerCost:
 
 
 ROOT = "(model)"  # what a model has or computes outside its parts
+WHOLE = "Global"  # how the counter calls the model
 
 
 def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
@@ -40,37 +41,36 @@ def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype |
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
     """
-    counter = _counted(model, input_shape, dtype)
-    return Cost(_trainable(model.parameters()), counter.get_total_flops() // 2, size_in_bytes(exchanged(model)))
+    macs = _macs(model, input_shape, dtype)
+    return Cost(_trainable(model.parameters()), macs[WHOLE], size_in_bytes(exchanged(model)))
 
 
 def by_layer(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
     """Top-level part of the model → its share of what `measure` counts; a shared weight is its first owner's."""
-    counts = _counted(model, input_shape, dtype).get_flop_counts()
+    macs = _macs(model, input_shape, dtype)
     name_of_model = type(model).__name__  # how the counter calls the parts: CNN.conv1
     counted: set[Tensor] = set()
     parts: dict[str, LayerCost] = {}
     for name, part in model.named_children():
         own = set(part.parameters()) - counted
         counted |= own
-        parts[name] = LayerCost(_trainable(own), sum(counts.get(f"{name_of_model}.{name}", {}).values()) // 2)
+        parts[name] = LayerCost(_trainable(own), macs.get(f"{name_of_model}.{name}", 0))
     outside = _trainable(set(model.parameters()) - counted)
-    macs = sum(counts["Global"].values()) // 2 - sum(part.macs for part in parts.values())
-    return parts | ({ROOT: LayerCost(outside, macs)} if outside or macs else {})
+    rest = macs[WHOLE] - sum(part.macs for part in parts.values())
+    return parts | ({ROOT: LayerCost(outside, rest)} if outside or rest else {})
 
 
 def _trainable(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def _counted(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None) -> FlopCounterMode:
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
+def _macs(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None) -> dict[str, int]:
+    """Of one sample, by module and of the whole. Weights that are composed for each batch are left out."""
     try:
-        with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
-            model(_sample(model, 1, input_shape, dtype))
+        one, two = (_flops(model, _sample(model, batch, input_shape, dtype)) for batch in (1, 2))
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {tuple(input_shape)}: {error}") from error
-    return counter
+    return {module: (flops - one.get(module, 0)) // 2 for module, flops in two.items()}
 
 
 def training_memory(
@@ -97,6 +97,13 @@ def training_memory(
         shape = (batch, *input_shape)
         raise FedhmError(f"the model cannot be trained on a batch of shape {shape}: {error}") from error
     return watch.peak
+
+
+def _flops(model: nn.Module, inputs: Tensor) -> dict[str, int]:
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
+    with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
+        model(inputs)
+    return {WHOLE: 0} | {module: sum(by_kind.values()) for module, by_kind in counter.get_flop_counts().items()}
 
 
 @contextmanager

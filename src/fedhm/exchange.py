@@ -1,4 +1,6 @@
-"""Which tensors of a network travel, and how they are put back into one."""
+"""Which tensors of a network travel, in which form, and how they are put back into one."""
+
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -6,8 +8,26 @@ from fedhm.errors import FedhmError
 from fedhm.messages import Tensors
 
 
+class WireForm(Protocol):
+    """How tensors travel that a network holds in another form. Those that it does not concern pass as they are."""
+
+    def pack(self, tensors: Tensors) -> Tensors:
+        """What travels for the tensors that a network holds."""
+        ...
+
+    def unpack(self, tensors: Tensors) -> Tensors:
+        """What a network holds for tensors that travelled: all of them, or only some."""
+        ...
+
+
+def travels_as(network: nn.Module, form: WireForm | None) -> nn.Module:
+    """From now on `network` is exchanged in this form; with None, as it is."""
+    vars(network)["fedhm_wire_form"] = form
+    return network
+
+
 def exchanged(network: nn.Module) -> Tensors:
-    """The floating-point state of `network`, each tensor once.
+    """What travels of `network`: its floating-point state, each tensor once, in its wire form if it has one.
 
     Integers (counters, position tables) are not averaged. A tensor that the network holds under several names,
     because weights are tied or a submodule is shared, travels under its first name.
@@ -18,11 +38,14 @@ def exchanged(network: nn.Module) -> Tensors:
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[name] = tensor.detach()
-    return tensors
+    form = _wire_form(network)
+    return form.pack(tensors) if form else tensors
 
 
 def load(network: nn.Module, tensors: Tensors) -> nn.Module:
     """Puts travelled tensors into `network`. What did not travel keeps its value; an unknown name is an error."""
+    if form := _wire_form(network):
+        tensors = form.unpack(tensors)
     own = network.state_dict()
     for name, tensor in tensors.items():
         if name not in own or own[name].shape != tensor.shape:
@@ -30,3 +53,7 @@ def load(network: nn.Module, tensors: Tensors) -> nn.Module:
             raise FedhmError(f"'{name}' of shape {tuple(tensor.shape)} does not fit the network, which has {found}")
     network.load_state_dict(tensors, strict=False)
     return network
+
+
+def _wire_form(network: nn.Module) -> WireForm | None:
+    return vars(network).get("fedhm_wire_form")

@@ -17,14 +17,16 @@ from fedhm.config import Config
 from fedhm.cost import Cost, measure
 from fedhm.data.batches import Feed
 from fedhm.data.federation import Federation
+from fedhm.distil import blank_scores
 from fedhm.engines.engine import Engine, in_task_order
 from fedhm.engines.local import LocalEngine
 from fedhm.errors import FedhmError
 from fedhm.evaluate import Score, evaluate
-from fedhm.exchange import exchanged, load
+from fedhm.exchange import exchanged, load, travels_as
 from fedhm.fingerprint import data_facts, fingerprint
 from fedhm.folder import RunFolder
-from fedhm.messages import Failure, Task, Tensors, Update
+from fedhm.messages import Failure, Reply, Task, Tensors, Update
+from fedhm.method_config import Distilling
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup, State
 from fedhm.probe import probe
@@ -64,14 +66,22 @@ class Experiment:
         self.clients, self.classes = len(federation.clients), federation.classes
         self._test = Feed(federation.test, federation.preprocessing)
         batch, _ = next(self._test.ordered(1))
-        setup = Setup(probe(model, batch, federation.classes), batch, config.seed)
+        public, self.public = federation.public_feed(), len(federation.public or ())
+        if not self.public and isinstance(config.method, Distilling):
+            raise FedhmError(
+                f"{config.method.name} distils on public data, of which this run has none: "
+                "set data.public to a source or to 'held-out', or give fedhm.run some with public="
+            )
+        fixed = config.federation.heterogeneity == "fixed"
+        setup = Setup(probe(model, batch, federation.classes), batch, config.seed, public, fixed)
         self.method = make_method(model, config.method, setup)
         check_assignment(config.federation, self.clients, self.method.tiers)
         self.cost = cache(lambda name: measure(self.method.network(name), federation.input_shape, batch.dtype))
         self.running_names = cache(lambda name: running_names(self.method.network(name)))
         self.statistics = cache(lambda name: blank(self.method.network(name)))
+        self.scores = cache(lambda name: blank_scores(self.method.network(name), batch, self.public))
         self.costs = {tier: self.cost(tier) for tier in self.method.tiers}
-        parts = (federation.preprocessing, self.method.network, config.train, config.seed)
+        parts = (federation.preprocessing, self.method.network, config.train, config.seed, public)
         self.engine = engine or LocalEngine([Client(samples, *parts) for samples in federation.clients])
         self._initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
         self.fingerprint = fingerprint(config, self._initial, federation)
@@ -128,7 +138,7 @@ class Experiment:
         admitted = 0
         for reply in in_task_order(self.engine.run(sent), len(sent)):
             task = sent[reply.position]
-            record.count(task, reply, self._macs(task))
+            record.count(task, reply, self._macs(task, reply))
             for watcher in self.watchers:
                 watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
             if isinstance(reply, Failure):
@@ -167,6 +177,7 @@ class Experiment:
                     chosen = record.participants
                     tasks = [Task("statistics", record.round, p.client, p.tier, tier, weights) for p in chosen]
                     load(networks[tier], pool(update.tensors for update in self._updates(tasks, record)))
+            travels_as(networks[tier], None)  # from here on it is a network like any other
         return networks
 
     def _scores(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Score]:
@@ -184,9 +195,17 @@ class Experiment:
 
     def _expected(self, task: Task) -> Tensors:
         """What an answer's tensors look like."""
+        if task.kind == "distil":
+            return self.scores(task.network)
         return task.tensors if task.kind == "train" else self.statistics(task.network)
 
-    def _macs(self, task: Task) -> int:
-        """MACs that a task spends on each sample, as the paper counts them."""
+    def _macs(self, task: Task, reply: Reply) -> int:
+        """MACs that a task spent, as the paper counts them: those of one forward pass × epochs × samples."""
+        if isinstance(reply, Failure):
+            return 0
+        passes = reply.samples * (1 if task.kind == "statistics" else self.config.train.epochs)
+        if task.kind == "distil":
+            digested = task.options["digest_epochs"] if "consensus" in task.tensors else 0
+            passes += self.public * (1 + int(digested))
         macs: int = self.cost(task.network).macs
-        return macs * self.config.train.epochs if task.kind == "train" else macs
+        return macs * passes

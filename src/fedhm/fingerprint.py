@@ -17,6 +17,8 @@ def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str
     for name in sorted(weights):
         _add(digest, name, weights[name])
     _add_data(digest, federation)
+    if federation.public is not None:
+        _add(digest, "public", federation.public.inputs)
     return digest.hexdigest()[:32]
 
 

@@ -98,7 +98,8 @@ class SplitMixConfig(_Averaging):
 
 class FedParaConfig(_Averaging):
     name: Literal["fedpara"] = "fedpara"
-    ratio: Annotated[float, Field(ge=0, le=1)] = 0.1  # γ: from the smallest useful rank to the one that saves nothing
+    # γ: from the smallest useful rank to the one that saves nothing
+    ratio: Annotated[float, BeforeValidator(_as_ratio), Field(ge=0, le=1)] = 0.1
     keep: Annotated[int, Field(ge=0)] = 1
 
 
@@ -108,19 +109,25 @@ class FedDLRConfig(_Averaging):
     keep: Annotated[int, Field(ge=0)] = 1
 
 
-class FedMDConfig(Section):
+class Distilling(Section):
+    """Of a method that cannot do without public samples."""
+
+    name: str
+
+
+class FedMDConfig(Distilling):
     name: Literal["fedmd"] = "fedmd"
     tiers: Ratios = PAPER_WIDTHS  # widths; every client has a model of its own
     digest_epochs: Positive = 1  # over the public samples, towards the consensus
-    digest_lr: Annotated[float, Field(gt=0)] = 0.01
+    digest_lr: Annotated[float, Field(gt=0)] = 0.1  # of absolute errors, whose gradients are small
 
 
-class FedDFConfig(_Averaging):
+class FedDFConfig(_Averaging, Distilling):
     name: Literal["feddf"] = "feddf"
     tiers: Ratios = PAPER_WIDTHS  # widths; every tier has a model of its own
     steps: Positive = 50  # of distillation after each round
     lr: Annotated[float, Field(gt=0)] = 1e-3
-    batch: Positive = 64
+    batch: Annotated[int, Field(ge=2)] = 64  # batch normalisation has no variance of a single value
 
 
 AnyMethodConfig = (

@@ -48,7 +48,7 @@ class Record:
         traffic.down += size_in_bytes(task.tensors)
         if isinstance(reply, Update):
             traffic.up += size_in_bytes(reply.tensors)
-            traffic.macs += macs * reply.samples
+            traffic.macs += macs
             if math.isfinite(reply.loss):  # a client that diverged is named among the dropped
                 traffic.answers += 1
                 traffic.loss += (reply.loss - traffic.loss) / traffic.answers

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedhm.config import Config
 from fedhm.config_file import parse
-from fedhm.data.federation import DataLike, Federation, gathered, partitioned
+from fedhm.data.federation import DataLike, Federation, PublicLike, gathered, partitioned
 from fedhm.data.sources import SHAPES
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result, Watcher
@@ -29,6 +29,7 @@ def run(
     *,
     crop: int = 0,
     flip: bool = False,
+    public: PublicLike | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Result:
     """Trains `model` in a federation of `clients`, each of which holds its own samples.
@@ -36,6 +37,7 @@ def run(
     clients, test  pairs (inputs, labels) of arrays, or datasets of such pairs; uint8 images are normalised
     config         sections as in a config file: {"train": {"rounds": 20}, "method": {"tiers": [1, "1/4"]}}
     crop, flip     augment images: random window after padding by `crop` pixels, random mirror image
+    public         inputs that everybody has, for methods that distil: an array, or as above; labels are not used
     out            a folder for records, checkpoints and models; if it holds an unfinished run of this config,
                    that is gone on with
     """
@@ -55,7 +57,8 @@ def run(
         settings = settings.model_copy(update={"engine": read_config(path).engine})  # as many as the run began with
     settings = settings.resolved()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    experiment = Experiment(model, gathered(clients, test, crop, flip, dtype), settings, watchers=watchers)
+    federation = gathered(clients, test, crop, flip, dtype, public)
+    experiment = Experiment(model, federation, settings, watchers=watchers)
     if path is None:
         return experiment.run()
     with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, settings) as folder:

@@ -5,6 +5,7 @@ from torch import nn
 from fedhm.lowrank.decay import add_frobenius_decay
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import LowRank
+from fedhm.lowrank.plan import RankPlan
 
 STRENGTH = 0.3
 
@@ -24,9 +25,9 @@ def backward(model: nn.Module) -> None:
     model(torch.randn(3, 2, 7, 7, dtype=torch.float64)).square().sum().backward()
 
 
-@pytest.fixture
-def hybrid() -> nn.Module:
-    model = to_hybrid(network(), {"1": 3, "4": 2})
+@pytest.fixture(params=["spatial", "pufferfish"])
+def hybrid(request: pytest.FixtureRequest) -> nn.Module:
+    model = to_hybrid(network(), RankPlan({"1": 3, "4": 2}, request.param))
     backward(model)
     return model
 

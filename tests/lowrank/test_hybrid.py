@@ -10,8 +10,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import plan_of, to_full, to_hybrid
-from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, largest_rank
+from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, PufferfishConv2d, largest_rank
 from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.lowrank.unroll import Form
 from fedhm.models import cnn, resnet18
 
 TIGHT = {"rtol": 0.0, "atol": 1e-10}
@@ -22,8 +23,9 @@ def plan_all(model: nn.Module, **options: object) -> RankPlan:
     return plan_ranks(model, 1 / 4, keep=0, classifier=None, **options)  # type: ignore[arg-type]
 
 
-def largest(model: nn.Module, plan: Mapping[str, int]) -> dict[str, int]:
-    return {name: largest_rank(model.get_submodule(name).weight.shape) for name in plan}
+def largest(model: nn.Module, plan: Mapping[str, int]) -> RankPlan:
+    form = plan.form if isinstance(plan, RankPlan) else "spatial"
+    return RankPlan({name: largest_rank(model.get_submodule(name).weight.shape, form) for name in plan}, form)
 
 
 def check(model: nn.Module, run: Callable[[nn.Module], Tensor], plan: Mapping[str, int]) -> None:
@@ -48,7 +50,7 @@ def check(model: nn.Module, run: Callable[[nn.Module], Tensor], plan: Mapping[st
 
     copied = copy.deepcopy(hybrid)
     assert torch.equal(run(copied), shortened)
-    rebuilt = to_hybrid(model, plan, spectral=False)
+    rebuilt = to_hybrid(model, plan_of(hybrid), spectral=False)
     rebuilt.load_state_dict(hybrid.state_dict(), strict=True)
     assert torch.equal(run(rebuilt), shortened)
     with torch.no_grad():
@@ -66,20 +68,22 @@ def on(*shape: int) -> Callable[[nn.Module], Tensor]:
     return lambda model: model(x)
 
 
-def test_nested_containers() -> None:
+@pytest.mark.parametrize("form", ["spatial", "pufferfish"])
+def test_nested_containers(form: Form) -> None:
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, (3, 1), stride=2))),
         nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(8 * 3 * 4, 16), nn.Tanh()), nn.Linear(16, 8)),
     ).double()
-    plan = plan_all(model)
+    plan = plan_all(model, form=form)
     assert set(plan) == {"0.0", "0.1.1", "1.1.0", "1.2"}
     check(model, on(3, 2, 8, 8), plan)
 
 
 @pytest.mark.parametrize("build", [lambda: cnn(4, 3, width=0.25), lambda: resnet18(4, width=0.125)])
-def test_networks_of_the_library(build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("form", ["spatial", "pufferfish"])
+def test_networks_of_the_library(build: Callable[[], nn.Module], form: Form) -> None:
     model = build().double().eval()
-    check(model, on(2, 3, 16, 16), plan_ranks(model, 1 / 4))
+    check(model, on(2, 3, 16, 16), plan_ranks(model, 1 / 4, form=form))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -212,6 +216,19 @@ def test_root_convolution() -> None:
     assert plan == {"": 2}
     assert isinstance(to_hybrid(model, plan), LowRankConv2d)
     check(model, on(2, 4, 6, 6), plan)
+
+
+def test_the_plan_decides_the_form() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(32, 12)).double()
+    plans = {form: plan_all(model, form=form) for form in ("spatial", "pufferfish")}
+    kinds = {form: [type(layer) for layer in to_hybrid(model, plan)] for form, plan in plans.items()}
+    assert kinds["spatial"] == [LowRankConv2d, nn.Flatten, LowRankLinear]
+    assert kinds["pufferfish"] == [PufferfishConv2d, nn.Flatten, LowRankLinear]
+    assert [type(layer) for layer in to_hybrid(model, dict(plans["pufferfish"]))] == kinds["spatial"]
+    for form, plan in plans.items():
+        assert plan_of(to_hybrid(model, plan)).form == form
+    with pytest.raises(FedhmError, match="rank 9 is impossible for layer '0': it must lie between 1 and 8"):
+        to_hybrid(model, RankPlan({"0": 9}, "pufferfish"))
 
 
 def test_dilated_convolution_is_factorized_grouped_and_transposed_are_not() -> None:

@@ -7,11 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, largest_rank
+from fedhm.lowrank.layers import (
+    LowRank,
+    LowRankConv2d,
+    LowRankConvolution,
+    LowRankLinear,
+    PufferfishConv2d,
+    largest_rank,
+)
 from fedhm.lowrank.svd import truncation_error
-from fedhm.lowrank.unroll import unroll
+from fedhm.lowrank.unroll import Form, unroll
 
 TIGHT = {"rtol": 0.0, "atol": 1e-12}
+FORMS = [LowRankConv2d, PufferfishConv2d]
 pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 
@@ -45,19 +53,21 @@ def with_weight(dense: nn.Conv2d, layer: LowRank, x: Tensor) -> Tensor:
     return dense._conv_forward(x, layer.weight, dense.bias)
 
 
-@settings(deadline=None, max_examples=150)
-@given(convolutions(), st.data())
-def test_convolution_pair_equals_dense_convolution_with_recovered_kernel(dense: nn.Conv2d, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(1, largest_rank(dense.weight.shape)))
-    layer = LowRankConv2d(dense, rank)
+@settings(deadline=None, max_examples=250)
+@given(convolutions(), st.sampled_from(FORMS), st.data())
+def test_convolution_pair_equals_dense_convolution_with_recovered_kernel(
+    dense: nn.Conv2d, kind: type[LowRankConvolution], data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(1, largest_rank(dense.weight.shape, kind.form)))
+    layer = kind(dense, rank)
     x = torch.randn(2, dense.in_channels, 8, 7, dtype=torch.float64)
     torch.testing.assert_close(layer(x), with_weight(dense, layer, x), **TIGHT)
 
 
-@settings(deadline=None, max_examples=50)
-@given(convolutions())
-def test_convolution_at_full_rank_equals_the_original(dense: nn.Conv2d) -> None:
-    layer = LowRankConv2d(dense, largest_rank(dense.weight.shape))
+@settings(deadline=None, max_examples=80)
+@given(convolutions(), st.sampled_from(FORMS))
+def test_convolution_at_full_rank_equals_the_original(dense: nn.Conv2d, kind: type[LowRankConvolution]) -> None:
+    layer = kind(dense, largest_rank(dense.weight.shape, kind.form))
     x = torch.randn(1, dense.in_channels, 8, 7, dtype=torch.float64)
     torch.testing.assert_close(layer.weight, dense.weight, **TIGHT)
     torch.testing.assert_close(layer(x), dense(x), **TIGHT)
@@ -67,26 +77,31 @@ def test_convolution_at_full_rank_equals_the_original(dense: nn.Conv2d) -> None:
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("kernel", [(2, 2), (4, 3), (3, 2), (2, 5)])
 @pytest.mark.parametrize("dilation", [1, (1, 2)])
-def test_same_padding_of_even_kernels(mode: str, kernel: tuple[int, int], dilation: int | tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", FORMS)
+def test_same_padding_of_even_kernels(
+    mode: str, kernel: tuple[int, int], dilation: int | tuple[int, int], kind: type[LowRankConvolution]
+) -> None:
     dense = nn.Conv2d(2, 3, kernel, padding="same", padding_mode=mode, dilation=dilation, dtype=torch.float64)
-    layer = LowRankConv2d(dense, 2)
+    layer = kind(dense, 2)
     x = torch.randn(2, 2, 9, 8, dtype=torch.float64)
     y = layer(x)
     assert y.shape[2:] == x.shape[2:]
     torch.testing.assert_close(y, with_weight(dense, layer, x), **TIGHT)
 
 
-def test_convolution_accepts_one_sample_without_batch_axis() -> None:
+@pytest.mark.parametrize("kind", FORMS)
+def test_convolution_accepts_one_sample_without_batch_axis(kind: type[LowRankConvolution]) -> None:
     for mode in ("zeros", "reflect", "circular"):
         dense = nn.Conv2d(2, 3, 3, 2, 1, padding_mode=mode, dtype=torch.float64)
-        layer = LowRankConv2d(dense, 4)
+        layer = kind(dense, 2)
         x = torch.randn(2, 6, 5, dtype=torch.float64)
         torch.testing.assert_close(layer(x), with_weight(dense, layer, x), **TIGHT)
 
 
-def test_convolution_in_channels_last() -> None:
+@pytest.mark.parametrize("kind", FORMS)
+def test_convolution_in_channels_last(kind: type[LowRankConvolution]) -> None:
     dense = nn.Conv2d(3, 4, 3, 2, 1, dtype=torch.float64).to(memory_format=torch.channels_last)
-    layer = LowRankConv2d(dense, 5)
+    layer = kind(dense, 3)
     x = torch.randn(2, 3, 6, 6, dtype=torch.float64).to(memory_format=torch.channels_last)
     torch.testing.assert_close(layer(x), with_weight(dense, layer, x), **TIGHT)
 
@@ -117,20 +132,23 @@ def test_linear_at_full_rank_equals_the_original(m: int, n: int) -> None:
     torch.testing.assert_close(layer.weight, dense.weight, **TIGHT)
 
 
-@pytest.mark.parametrize("dense", [nn.Conv2d(4, 5, (3, 2), dtype=torch.float64), nn.Linear(9, 7, dtype=torch.float64)])
-def test_weight_is_the_best_approximation_of_its_rank(dense: nn.Conv2d | nn.Linear) -> None:
-    kind = LowRankConv2d if isinstance(dense, nn.Conv2d) else LowRankLinear
-    layer = kind(dense, 3)  # type: ignore[arg-type]
-    assert torch.linalg.matrix_rank(unroll(layer.weight.detach())) == 3
+@pytest.mark.parametrize("kind", [*FORMS, LowRankLinear])
+def test_weight_is_the_best_approximation_of_its_rank(kind: type[LowRank]) -> None:
+    dense: nn.Conv2d | nn.Linear
+    dense = nn.Linear(9, 7).double() if kind is LowRankLinear else nn.Conv2d(4, 5, (3, 2)).double()
+    layer = kind(dense, 3)
+    assert torch.linalg.matrix_rank(unroll(layer.weight.detach(), kind.form)) == 3
     error = (layer.weight - dense.weight).norm().item()
-    spectrum = torch.linalg.svdvals(unroll(dense.weight.detach()))
+    spectrum = torch.linalg.svdvals(unroll(dense.weight.detach(), kind.form))
     assert error == pytest.approx(truncation_error(spectrum, 3), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
-@given(convolutions(), st.data())
-def test_gradients_through_forward_and_through_weight_agree(dense: nn.Conv2d, data: st.DataObject) -> None:
-    layer = LowRankConv2d(dense, data.draw(st.integers(1, largest_rank(dense.weight.shape))))
+@settings(deadline=None, max_examples=60)
+@given(convolutions(), st.sampled_from(FORMS), st.data())
+def test_gradients_through_forward_and_through_weight_agree(
+    dense: nn.Conv2d, kind: type[LowRankConvolution], data: st.DataObject
+) -> None:
+    layer = kind(dense, data.draw(st.integers(1, largest_rank(dense.weight.shape, kind.form))))
     x = torch.randn(2, dense.in_channels, 8, 7, dtype=torch.float64, requires_grad=True)
     inputs = [x, layer.u, layer.v]
     y = layer(x)
@@ -154,13 +172,26 @@ def test_gradients_of_linear_through_forward_and_through_weight_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "largest"), [((4, 6), 4), ((6, 4), 4), ((8, 4, 3, 3), 12), ((4, 8, 3, 1), 4), ((4, 2, 5, 3), 10)]
+    ("shape", "form", "largest"),
+    [
+        ((4, 6), "spatial", 4),
+        ((6, 4), "spatial", 4),
+        ((8, 4, 3, 3), "spatial", 12),
+        ((4, 8, 3, 1), "spatial", 4),
+        ((4, 2, 5, 3), "spatial", 10),
+        ((4, 6), "pufferfish", 4),
+        ((8, 4, 3, 3), "pufferfish", 8),
+        ((40, 4, 3, 3), "pufferfish", 36),
+    ],
 )
-def test_largest_rank(shape: tuple[int, ...], largest: int) -> None:
-    assert largest_rank(torch.Size(shape)) == largest
+def test_largest_rank(shape: tuple[int, ...], form: Form, largest: int) -> None:
+    assert largest_rank(torch.Size(shape), form) == largest
 
 
-@pytest.mark.parametrize(("dense", "kind"), [(nn.Conv2d(3, 4, 3), LowRankConv2d), (nn.Linear(3, 4), LowRankLinear)])
+@pytest.mark.parametrize(
+    ("dense", "kind"),
+    [(nn.Conv2d(3, 4, 3), LowRankConv2d), (nn.Conv2d(3, 4, 3), PufferfishConv2d), (nn.Linear(3, 4), LowRankLinear)],
+)
 def test_without_spectral_start_the_factors_are_zero(dense: nn.Module, kind: type[LowRank]) -> None:
     layer = kind(dense, 2, spectral=False)  # type: ignore[arg-type]
     started = kind(dense, 2)  # type: ignore[arg-type]
@@ -176,7 +207,18 @@ def test_parameters_count_as_in_the_paper() -> None:
     assert set(layer.state_dict()) == {"u", "v"}
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 6), st.integers(1, 6), pairs, st.data())
+def test_parameters_count_as_in_pufferfish(m: int, n: int, kernel: tuple[int, int], data: st.DataObject) -> None:
+    dense = nn.Conv2d(m, n, kernel, bias=data.draw(st.booleans()))
+    rank = data.draw(st.integers(1, largest_rank(dense.weight.shape, "pufferfish")))
+    layer = PufferfishConv2d(dense, rank)
+    assert layer.u.numel() + layer.v.numel() == rank * (m * kernel[0] * kernel[1] + n)
+    assert layer.bias is dense.bias
+
+
 def test_repr_names_the_rank() -> None:
     assert repr(LowRankLinear(nn.Linear(3, 4), 2)) == "LowRankLinear(in_features=3, out_features=4, rank=2, bias=True)"
     text = repr(LowRankConv2d(nn.Conv2d(3, 4, (3, 1), 2, 1), 2))
     assert text == "LowRankConv2d(3, 4, kernel_size=(3, 1), rank=2, stride=(2, 2), padding=(1, 1))"
+    assert repr(PufferfishConv2d(nn.Conv2d(3, 4, (3, 1), 2, 1), 2)) == text.replace("LowRank", "Pufferfish")

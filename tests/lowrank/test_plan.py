@@ -94,6 +94,41 @@ def test_a_rank_that_saves_nothing_stays_dense(layer: nn.Module, ratio: float, r
     assert plan.dense == {"0": reason}
 
 
+@pytest.mark.parametrize(
+    ("layer", "ratio", "decision"),
+    [
+        (nn.Conv2d(64, 128, 3), 1 / 4, 32),
+        (nn.Conv2d(64, 64, 3), 0.001, 1),
+        # the unrolled matrix (9, 64) has at most rank 9
+        (nn.Conv2d(1, 64, 3), 1 / 2, "rank 9 would hold 657 parameters instead of 576"),
+        (nn.Conv2d(4, 64, 3), 1 / 2, "rank 32 would hold 3,200 parameters instead of 2,304"),
+        (nn.Linear(64, 256), 1 / 4, 16),
+        (nn.Linear(8, 8), 1 / 2, "rank 4 would hold 64 parameters instead of 64"),
+    ],
+)
+def test_rank_rule_in_pufferfishs_form(layer: nn.Module, ratio: float, decision: int | str) -> None:
+    plan = plan_ranks(nn.Sequential(layer), ratio, keep=0, classifier=None, form="pufferfish")
+    assert plan.decisions == {"0": decision}
+    assert plan.form == "pufferfish"
+
+
+def test_sizes_of_resnet18_in_pufferfishs_form() -> None:
+    model = paper_network("resnet18-10")
+    plan = plan_ranks(model, 1 / 4, keep=3, form="pufferfish")
+    dense = sum(p.numel() for p in model.parameters())
+    saved = 0
+    for name, rank in plan.items():
+        n, m, k, _ = model.get_parameter(f"{name}.weight").shape
+        assert rank == n // 4
+        saved += n * m * k * k - rank * (m * k * k + n)
+    assert measure(to_hybrid(model, plan, spectral=False), (3, 32, 32)).parameters == dense - saved
+
+
+def test_unknown_form() -> None:
+    with pytest.raises(FedhmError, match="there is no form 'tucker' of factorized layers, only spatial and pufferfish"):
+        plan_ranks(body(), 1 / 2, form="tucker")  # type: ignore[arg-type]
+
+
 def body() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 32, 3),

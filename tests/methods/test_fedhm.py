@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,21 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import fedhm
 from conftest import small_config, small_model
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment
-from fedhm.lowrank.hybrid import to_full
+from fedhm.lowrank.hybrid import plan_of, to_full
+from fedhm.lowrank.layers import PufferfishConv2d
 from fedhm.lowrank.svd import truncation_error
-from fedhm.lowrank.unroll import unroll
+from fedhm.lowrank.unroll import Form, unroll
 from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import FedAvgConfig, FedHMConfig
+from fedhm.method_config import FedAvgConfig, FedHMConfig, tier_name
 from fedhm.methods.fedavg import FedAvg
 from fedhm.methods.fedhm import FedHM, _weight
 from fedhm.methods.method import Method, Setup, State
 
 TIERS = ("full", "1/2", "1/4", "1/8")
+both_forms = pytest.mark.parametrize("form", ["spatial", "pufferfish"])
 
 
 def start(method: Method, model: nn.Module) -> State:
@@ -48,23 +52,25 @@ def round_of(method: Method, state: State, tiers: Sequence[str]) -> list[Task]:
     return list(method.tasks(state, [Participant(number, tier) for number, tier in enumerate(tiers)], 1))
 
 
-def test_each_tier_is_sent_the_truncated_decomposition() -> None:
+@both_forms
+def test_each_tier_is_sent_the_truncated_decomposition(form: Form) -> None:
     model = small_model()
-    method = FedHM(model, FedHMConfig(keep=1))
+    method = FedHM(model, FedHMConfig(keep=1, form=form))
     state = start(method, model)
     for tier in TIERS:
         network = load(method.network(tier), method.weights(state, tier))
         for layer, rank in method.plans[tier].items():
-            weight = unroll(state.weights[f"{layer}.weight"])
-            error = (unroll(to_full(network)[f"{layer}.weight"]) - weight).norm().item()
+            weight = unroll(state.weights[f"{layer}.weight"], form)
+            error = (unroll(to_full(network)[f"{layer}.weight"], form) - weight).norm().item()
             assert error == pytest.approx(truncation_error(torch.linalg.svdvals(weight), rank), rel=1e-4)
     assert [len(method.plans[tier]) for tier in TIERS] == [0, 2, 2, 2]
 
 
+@both_forms
 @pytest.mark.parametrize("weighting", ["uniform", "samples", "softmax", "softmax-inverse"])
-def test_models_are_recovered_and_averaged_by_weight(weighting: str) -> None:
+def test_models_are_recovered_and_averaged_by_weight(weighting: str, form: Form) -> None:
     model = small_model().double()
-    config = FedHMConfig.model_validate({"weighting": weighting, "temperature": 2.0})
+    config = FedHMConfig.model_validate({"weighting": weighting, "temperature": 2.0, "form": form})
     method = FedHM(model, config)
     state = start(method, model)
     updates = [answer(task, samples=task.client + 1) for task in round_of(method, state, TIERS)]
@@ -101,9 +107,10 @@ def test_a_temperature_at_which_small_tiers_vanish_is_refused() -> None:
         FedHM(small_model(), FedHMConfig(weighting="softmax", temperature=0.01))
 
 
-def test_the_update_form_adds_what_clients_changed() -> None:
+@both_forms
+def test_the_update_form_adds_what_clients_changed(form: Form) -> None:
     model = small_model().double()
-    method = FedHM(model, FedHMConfig(aggregate="updates"))
+    method = FedHM(model, FedHMConfig(aggregate="updates", form=form))
     state = start(method, model)
     tasks = round_of(method, state, TIERS)
     updates = [answer(task) for task in tasks]
@@ -120,6 +127,7 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
     """Clients that change nothing: averaging models multiplies the tail by the full clients' share, every round."""
     model = small_model().double()
     tail: dict[str, float] = {}
+    energies: dict[str, list[float]] = {"models": [], "updates": []}
     for form in ("models", "updates"):
         method = FedHM(model, FedHMConfig.model_validate({"aggregate": form}))
         state = start(method, model)
@@ -130,9 +138,12 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
                 for t in round_of(method, state, TIERS)
             ]
             state = method.merge(state, iter(idle))
+            energies[form].append(state.diagnostics["energy_beyond/1/2"])
         tail[form] = truncation_error(state.memory["7/spectrum"], 12) / before
     assert tail["models"] == pytest.approx(0.25**2, rel=1e-6)
     assert tail["updates"] == pytest.approx(1, rel=1e-6)
+    assert energies["models"][1] < energies["models"][0] / 10
+    assert energies["updates"][1] == pytest.approx(energies["updates"][0], rel=1e-6)
 
 
 @settings(deadline=None, max_examples=15)
@@ -163,6 +174,75 @@ def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) 
     assert runs[0].scores == runs[1].scores
 
 
+@pytest.mark.parametrize("weighting", ["uniform", "samples", "softmax"])
+@pytest.mark.parametrize("aggregate", ["models", "updates"])
+def test_warm_up_rounds_are_fedavg_bit_for_bit(federation: Federation, weighting: str, aggregate: str) -> None:
+    fedhm = {"name": "fedhm", "warmup": 3, "weighting": weighting, "aggregate": aggregate}
+    fedavg = {"name": "fedavg", "weighting": "samples" if weighting == "samples" else "uniform"}
+    warm, plain = (
+        Experiment(small_model(), federation, small_config(method=method, train={"rounds": 3})).run()
+        for method in (fedhm, fedavg)
+    )
+    states = [run.networks["full"].state_dict() for run in (warm, plain)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    for one, other in zip(warm.records, plain.records, strict=True):
+        assert {p.tier for p in one.participants} != {"full"}
+        assert one.scores["full"] == other.scores["full"]
+        assert one.diagnostics["kappa_uv"] == one.diagnostics["kappa_sigma2"] == 0
+        # what a small tier's clients exchange and compute in a warm-up round is that of the full network
+        assert {t.down / t.clients for t in one.traffic.values()} == {other.traffic["full"].down / 4}
+        assert sum(t.macs for t in one.traffic.values()) == other.traffic["full"].macs
+
+
+@pytest.mark.parametrize("tiers", [(1.0, 1 / 2, 1 / 4), (1 / 2, 1 / 4)])
+def test_after_the_warm_up_every_tier_trains_its_own_network(tiers: tuple[float, ...]) -> None:
+    model = small_model()
+    method = FedHM(model, FedHMConfig(tiers=tiers, warmup=2))
+    participants = [Participant(number, tier) for number, tier in enumerate(method.tiers)]
+    state = start(method, model)
+    for round_number in (1, 2, 3, 4):
+        tasks = list(method.tasks(state, participants, round_number))
+        assert [task.tier for task in tasks] == list(method.tiers)
+        assert [task.network for task in tasks] == (
+            ["full"] * len(tiers) if round_number <= 2 else [task.tier for task in tasks]
+        )
+        for task in tasks:
+            network = load(method.network(task.network), task.tensors)
+            assert exchanged(network).keys() == task.tensors.keys()
+            assert (plan_of(network) == {}) == (task.network == "full")
+        state = method.merge(state, (answer(task) for task in tasks))
+    assert set(method.tiers) == {tier_name(ratio) for ratio in tiers}
+
+
+def test_a_run_without_a_full_tier_warms_up_on_the_full_network(federation: Federation) -> None:
+    config = small_config(method={"tiers": [1 / 4, 1 / 8], "warmup": 1}, evaluation={"static_from": "never"})
+    experiment = Experiment(small_model(), federation, config)
+    result = experiment.run()
+    assert set(result.networks) == set(result.costs) == {"1/4", "1/8"}
+    for tier, cost in result.costs.items():
+        sent = [record.traffic[tier].down / record.traffic[tier].clients for record in result.records]
+        assert sent == [experiment.cost("full").bytes, cost.bytes]
+
+
+@pytest.mark.parametrize("aggregate", ["models", "updates"])
+def test_a_whole_run_in_pufferfishs_form(federation: Federation, tmp_path: Path, aggregate: str) -> None:
+    settings: dict[str, dict[str, object]] = {
+        "method": {"form": "pufferfish", "aggregate": aggregate},
+        "train": {"rounds": 8, "epochs": 3, "batch": 8, "lr": 0.05},
+        "evaluation": {"every": 8},
+        "engine": {"threads": 1},
+    }
+    result = fedhm.run(small_model(), federation.clients, federation.test, settings, tmp_path)
+    assert all(score.accuracy > 0.85 for score in result.scores.values()), result.scores
+    small = fedhm.load_tier(tmp_path / "models" / "1-8.safetensors", small_model())
+    assert isinstance(small.get_submodule("3"), PufferfishConv2d)
+    assert result.costs["full"].parameters - result.costs["1/8"].parameters == (
+        16 * 8 * 9 - 2 * (8 * 9 + 16) + 144 * 24 - 3 * (144 + 24)
+    )
+    batch = torch.rand(2, 1, 6, 6)
+    assert torch.equal(small(batch), result.networks["1/8"].eval()(batch))
+
+
 def test_classifier_rows_come_from_those_who_hold_the_label() -> None:
     model = small_model()
     method = FedHM(model, FedHMConfig(), Setup("9"))
@@ -183,8 +263,26 @@ def test_diagnostics_are_zero_without_truncation_and_positive_with() -> None:
     state = start(method, model)
     alone = method.merge(state, (answer(t) for t in round_of(method, state, ["full", "full"]))).diagnostics
     mixed = method.merge(state, (answer(t) for t in round_of(method, state, TIERS))).diagnostics
-    assert alone == pytest.approx({"kappa_uv": 0.0, "kappa_sigma1": 0.0, "kappa_sigma2": 0.0}, abs=1e-25)
+    kappas = {name: value for name, value in alone.items() if name.startswith("kappa")}
+    assert kappas == pytest.approx({"kappa_uv": 0.0, "kappa_sigma1": 0.0, "kappa_sigma2": 0.0}, abs=1e-25)
+    assert alone.keys() == mixed.keys()
     assert all(value > 0 for value in mixed.values())
+
+
+@both_forms
+def test_diagnostics_tell_what_lies_beyond_each_tier(form: Form) -> None:
+    model = small_model().double()
+    method = FedHM(model, FedHMConfig(form=form))
+    state = start(method, model)
+    merged = method.merge(state, (answer(t) for t in round_of(method, state, TIERS)))
+    found = {name: value for name, value in merged.diagnostics.items() if name.startswith("energy_beyond/")}
+    assert list(found) == [f"energy_beyond/{tier}" for tier in TIERS[1:]]
+    for tier in TIERS[1:]:
+        truncated = to_full(load(method.network(tier), method.weights(merged, tier)))
+        names = [f"{layer}.weight" for layer in method.plans[tier]]
+        lost = sum((merged.weights[name] - truncated[name]).square().sum() for name in names)
+        whole = sum(merged.weights[name].square().sum() for name in names)
+        assert found[f"energy_beyond/{tier}"] == pytest.approx((lost / whole).item(), rel=1e-9)
 
 
 def test_merging_folds_one_update_at_a_time() -> None:

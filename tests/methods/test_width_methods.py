@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fedhm.methods.heterofl import HeteroFL
 from fedhm.methods.method import Setup
 from fedhm.methods.slimmed import Slimmed
 from fedhm.methods.splitmix import SplitMix
+from fedhm.tier_files import load_tier, save_tier
 
 SETUP = Setup("9", torch.zeros(1, 1, 6, 6), seed=3)
 
@@ -75,7 +77,7 @@ def test_splitmix_with_one_base_is_fedavg_on_that_width(federation: Federation, 
     experiment = Experiment(small_model(), federation, small_config(method=method, train={"rounds": 3, "epochs": 1}))
     experiment.engine = Renaming(experiment.engine, "base 0", width_name(base))
     splitmix = experiment.run()
-    ours = {n.removeprefix("bases.0."): t for n, t in exchanged(splitmix.networks[f"1x{base:g}"]).items()}
+    ours = {n.removeprefix("members.0."): t for n, t in exchanged(splitmix.networks[f"1x{base:g}"]).items()}
     assert_same(ours, exchanged(slimmed.networks[width_name(base)]))
 
 
@@ -92,10 +94,12 @@ def test_fedrolex_that_never_rolls_is_heterofl(federation: Federation) -> None:
 
 def test_fjord_with_one_width_is_heterofl_of_that_width(federation: Federation) -> None:
     fjord = run(federation, {"name": "fjord", "tiers": [0.5]})
-    heterofl = run(federation, {"name": "heterofl", "tiers": [0.5], "scaler": False})
-    ours = {n.removeprefix("network."): t for n, t in exchanged(fjord.networks["w0.5"]).items()}
+    method = {"name": "heterofl", "tiers": [0.5], "scaler": False}
+    experiment = Experiment(small_model(), federation, small_config(method=method, train={"rounds": 3, "epochs": 1}))
+    experiment.engine = Renaming(experiment.engine, "w0.5", "ordered w0.5")
+    heterofl = experiment.run()
     # drawing the width of a batch uses the network's generator, which nothing else here does
-    assert_same(ours, exchanged(heterofl.networks["w0.5"]))
+    assert_same(exchanged(fjord.networks["w0.5"]), exchanged(heterofl.networks["w0.5"]))
 
 
 def test_heterofl_averages_each_number_over_those_who_hold_it() -> None:
@@ -141,7 +145,8 @@ def test_fedrolex_trains_every_channel_in_turn() -> None:
 def test_ordered_dropout_trains_the_leading_channels_of_every_width_up_to_its_own() -> None:
     model = small_model()
     method = FjORD(model, FjORDConfig(tiers=(1.0, 0.5, 0.25)), SETUP)
-    network = load(method.network("w0.5"), method.weights(method.start(exchanged(model)), "w0.5")).train()
+    tasks = method.tasks(method.start(exchanged(model)), [Participant(0, "w0.5")], 1)
+    network = load(method.network("ordered w0.5"), next(tasks).tensors).train()
     narrow = method.slices
     x = torch.randn(8, 1, 6, 6)
     own = {n.removeprefix("network."): t for n, t in exchanged(network).items()}
@@ -168,8 +173,8 @@ def test_ordered_dropout_trains_the_leading_channels_of_every_width_up_to_its_ow
 
 def test_a_client_of_the_smallest_tier_trains_only_its_width() -> None:
     method = FjORD(small_model(), FjORDConfig(tiers=(1.0, 0.25)), SETUP)
-    assert len(method.network("w0.25")._narrower) == 0  # type: ignore[arg-type]
-    assert len(method.network("full")._narrower) == 1  # type: ignore[arg-type]
+    assert len(method.network("ordered w0.25")._narrower) == 0  # type: ignore[arg-type]
+    assert len(method.network("ordered full")._narrower) == 1  # type: ignore[arg-type]
 
 
 def test_splitmix_trains_all_bases_equally_often() -> None:
@@ -256,3 +261,12 @@ def test_a_tier_listed_twice_has_two_shares_of_the_clients(federation: Federatio
     assert list(result.scores) == ["w0.5", "w0.25"]
     shares = Counter(p.tier for p in result.records[0].participants)
     assert shares == {"w0.5": 6, "w0.25": 2}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m["name"])
+def test_a_saved_tier_is_loaded_back(federation: Federation, method: dict[str, object], tmp_path: Path) -> None:
+    result = run(federation, method)
+    x = torch.randn(5, 1, 6, 6)
+    for tier, network in result.networks.items():
+        save_tier(tmp_path / "tier.safetensors", network, tier)
+        assert torch.equal(load_tier(tmp_path / "tier.safetensors", small_model(1))(x), network.eval()(x))

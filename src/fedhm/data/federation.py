@@ -1,7 +1,7 @@
-"""A federation's data: one set of samples per client, and a test set at the server."""
+"""A federation's data: one set of samples per client, a test set at the server, and perhaps public samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedhm.config import DataConfig
-from fedhm.data.batches import Preprocessing
+from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.partition import PARTITIONS
+from fedhm.data.public import set_aside
 from fedhm.data.samples import Samples, channel_statistics, concatenate
 from fedhm.data.sources import read_source
 from fedhm.errors import FedhmError
@@ -20,6 +21,7 @@ from fedhm.seeds import numpy_generator
 
 # What a user may hand in for one client: samples, a pair of arrays, or a map-style dataset of (input, label)
 DataLike = Samples | tuple[Any, Any] | Dataset[Any]
+PublicLike = DataLike | Tensor | np.ndarray[Any, Any]  # inputs may come without labels
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Federation:
     test: Samples
     classes: int
     preprocessing: Preprocessing
+    public: Samples | None = None  # everybody has them; their labels are never used
 
     def __post_init__(self) -> None:
         if not self.clients:
@@ -46,18 +49,36 @@ class Federation:
         ]:
             if samples.labels.min() < 0 or samples.labels.max() >= self.classes:
                 raise FedhmError(f"{name} has labels outside 0…{self.classes - 1}")
-            if _kind(samples) != _kind(self.test):
-                raise FedhmError(f"{name} has inputs of {_kind(samples)}, the test set of {_kind(self.test)}")
+            self._check_kind(name, samples)
+        if self.public is not None:
+            self._check_kind("the public set", self.public)
+            if len(self.public) < 2:  # batch normalisation has no variance of a single value
+                raise FedhmError("the public set needs at least two samples")
+
+    def _check_kind(self, name: str, samples: Samples) -> None:
+        if _kind(samples) != _kind(self.test):
+            raise FedhmError(f"{name} has inputs of {_kind(samples)}, the test set of {_kind(self.test)}")
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.test.inputs.shape[1:])
 
+    def public_feed(self) -> Feed | None:
+        """The public samples, each with its number in place of its label: scores on them are rows by that number.
+
+        They are never augmented, since such a row belongs to the very input that the others saw.
+        """
+        if self.public is None:
+            return None
+        numbered = Samples(self.public.inputs, torch.arange(len(self.public)))
+        return Feed(numbered, replace(self.preprocessing, crop=0, flip=False))
+
 
 def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
     """Reads the data set that `config` names and deals it out."""
     source = read_source(config.source, config.folder)
-    train = _chosen(source.train, config.train_samples, config.source, seed)
+    left, public = set_aside(source.train, config, seed)
+    train = _chosen(left, config.train_samples, config.source, seed)
     if clients > len(train):
         raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
     labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
@@ -68,6 +89,7 @@ def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
         source.test,
         source.classes,
         Preprocessing(source.mean, source.std, config.crop, config.flip),
+        public,
     )
 
 
@@ -90,6 +112,7 @@ def gathered(
     crop: int = 0,
     flip: bool = False,
     dtype: torch.dtype = torch.float32,
+    public: PublicLike | None = None,
 ) -> Federation:
     """A federation from a user's own data sets.
 
@@ -103,7 +126,16 @@ def gathered(
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
         mean, std = channel_statistics(concatenate(own).inputs)
-    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip))
+    own_public = None if public is None else _converted(_as_public(public), dtype)
+    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), own_public)
+
+
+def _as_public(data: PublicLike) -> Samples:
+    """In random order: public data may come sorted, and BatchNorm would see batches of one label."""
+    if isinstance(data, Tensor | np.ndarray):
+        data = (data, np.zeros(len(data)))
+    samples = _as_samples(data, "the public set")
+    return samples.subset(torch.from_numpy(numpy_generator(0, "public").permutation(len(samples))))
 
 
 def _as_samples(data: DataLike, whose: str) -> Samples:

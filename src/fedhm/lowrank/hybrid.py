@@ -1,65 +1,92 @@
 """Any network + rank plan → hybrid network, and back to the full network's state."""
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 
+import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, largest_rank
-from fedhm.lowrank.plan import obstacle, weight_owners
+from fedhm.lowrank.copied import copied
+from fedhm.lowrank.hadamard import Hadamard, HadamardConv2d, HadamardLinear
+from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, PufferfishConv2d, largest_rank
+from fedhm.lowrank.plan import RankPlan, obstacle, weight_owners
 
 
 def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:
-    """A copy of `model` in which every layer of `plan` is factorized at its rank.
+    """A copy of `model` in which every layer of `plan` is factorized at its rank, in the plan's form.
 
     The factors are the truncated SVD of the model's weights (spectral initialisation). With `spectral=False` they
     are zero, for a network whose weights are loaded right after.
     """
-    try:
-        hybrid = copy.deepcopy(model)
-    except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
-        raise FedhmError(f"the model cannot be copied: {error}") from error
-    layers = dict(hybrid.named_modules())
-    owners = weight_owners(hybrid)
-    for name, rank in plan.items():
-        dense = layers.get(name)
-        if dense is None:
-            raise FedhmError(f"the rank plan factorizes '{name}', but the model has no such layer")
-        if reason := obstacle(dense, owners):
-            raise FedhmError(f"the rank plan factorizes '{name}', but it must stay dense: {reason}")
-        assert isinstance(dense, nn.Conv2d | nn.Linear)
-        if not isinstance(rank, Integral) or not 1 <= rank <= largest_rank(dense.weight.shape):
-            raise FedhmError(
-                f"rank {rank} is impossible for layer '{name}': "
-                f"it must lie between 1 and {largest_rank(dense.weight.shape)}"
-            )
-        low_rank: LowRank
+    form = plan.form if isinstance(plan, RankPlan) else "spatial"
+    convolution = PufferfishConv2d if form == "pufferfish" else LowRankConv2d
+
+    def factorized(name: str, dense: nn.Conv2d | nn.Linear) -> LowRank:
+        rank, largest = plan[name], largest_rank(dense.weight.shape, form)
+        if not isinstance(rank, Integral) or not 1 <= rank <= largest:
+            raise FedhmError(f"rank {rank} is impossible for layer '{name}': it must lie between 1 and {largest}")
         if isinstance(dense, nn.Conv2d):
-            low_rank = LowRankConv2d(dense, rank, spectral=spectral)
-        else:
-            low_rank = LowRankLinear(dense, rank, spectral=spectral)
-        if dense is hybrid:
-            return low_rank
-        _replace_everywhere(hybrid, dense, low_rank)
-    return hybrid
+            return convolution(dense, rank, spectral=spectral)
+        return LowRankLinear(dense, rank, spectral=spectral)
+
+    return _with_new_layers(model, plan, factorized)
+
+
+def to_hadamard(model: nn.Module, plan: Mapping[str, int], generator: torch.Generator | None = None) -> nn.Module:
+    """A copy of `model` in which every layer of `plan` is composed of Hadamard factors of its rank.
+
+    The factors are drawn from `generator`, at the scale of the model's weights. Without one they are zero, for a
+    network whose weights are loaded right after.
+    """
+
+    def composed(name: str, dense: nn.Conv2d | nn.Linear) -> Hadamard:
+        if isinstance(dense, nn.Conv2d):
+            return HadamardConv2d(dense, plan[name], generator)
+        return HadamardLinear(dense, plan[name], generator)
+
+    return _with_new_layers(model, plan, composed)
 
 
 def to_full(hybrid: nn.Module) -> dict[str, Tensor]:
     """The state of the full network that `hybrid` stands for: each factor pair becomes the weight that it equals."""
     full = {name: tensor.detach() for name, tensor in hybrid.state_dict().items()}
     for name, layer in hybrid.named_modules(remove_duplicate=False):
-        if isinstance(layer, LowRank):
+        if isinstance(layer, LowRank | Hadamard):
             prefix = f"{name}." if name else ""
-            del full[f"{prefix}u"], full[f"{prefix}v"]
+            for factor in layer.state_dict().keys() - {"bias"}:
+                del full[f"{prefix}{factor}"]
             full[f"{prefix}weight"] = layer.weight.detach()
     return full
 
 
-def plan_of(hybrid: nn.Module) -> dict[str, int]:
-    """Layer name → rank of a network that is already factorized."""
-    return {name: layer.rank for name, layer in hybrid.named_modules() if isinstance(layer, LowRank)}
+def plan_of(hybrid: nn.Module, kind: type[LowRank | Hadamard] = LowRank) -> RankPlan:
+    """The ranks, and their form, of a network that is already factorized."""
+    layers = {name: layer for name, layer in hybrid.named_modules() if isinstance(layer, kind)}
+    pufferfish = any(isinstance(layer, PufferfishConv2d) for layer in layers.values())
+    ranks = {name: layer.rank for name, layer in layers.items()}
+    return RankPlan(ranks, "pufferfish" if pufferfish else "spatial")
+
+
+def _with_new_layers(
+    model: nn.Module, names: Iterable[str], make: Callable[[str, nn.Conv2d | nn.Linear], nn.Module]
+) -> nn.Module:
+    """A copy of `model` in which `make` has replaced every layer of `names`."""
+    hybrid = copied(model)
+    layers = dict(hybrid.named_modules())
+    owners = weight_owners(hybrid)
+    for name in names:
+        dense = layers.get(name)
+        if dense is None:
+            raise FedhmError(f"the rank plan factorizes '{name}', but the model has no such layer")
+        if reason := obstacle(dense, owners):
+            raise FedhmError(f"the rank plan factorizes '{name}', but it must stay dense: {reason}")
+        assert isinstance(dense, nn.Conv2d | nn.Linear)
+        new = make(name, dense)
+        if dense is hybrid:
+            return new
+        _replace_everywhere(hybrid, dense, new)
+    return hybrid
 
 
 def _replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -1,20 +1,22 @@
 """Factorized layers: each equals the dense layer whose weight is the product of its two factors."""
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm.lowrank.svd import factorize
-from fedhm.lowrank.unroll import join, roll, split, unroll, unrolled_shape
+from fedhm.lowrank.unroll import Form, join, roll, split, unroll, unrolled_shape
 
 
 class LowRank(nn.Module):
     """The two factors of one layer, and the dense weight that they stand for.
 
-    W = roll(L R), with L (m k₁, r) held as `u` and R (r, n k₂) held as `v`; `unroll` tells how.
+    W = roll(L R), with L (rows, r) held as `u` and R (r, columns) held as `v`; `unroll` tells how.
     """
+
+    form: ClassVar[Form] = "spatial"
 
     def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, *, spectral: bool = True) -> None:
         super().__init__()
@@ -22,9 +24,9 @@ class LowRank(nn.Module):
         self.dense_shape = weight.shape
         self.rank = rank
         if spectral:
-            left, right = factorize(unroll(weight), rank).prefix(rank)
+            left, right = factorize(unroll(weight, self.form), rank).prefix(rank)
         else:
-            rows, columns = unrolled_shape(weight.shape)
+            rows, columns = unrolled_shape(weight.shape, self.form)
             left, right = weight.new_zeros(rows, rank), weight.new_zeros(rank, columns)
         u, v = split(left, right, weight.shape)
         self.u = nn.Parameter(u, requires_grad=dense.weight.requires_grad)
@@ -50,11 +52,8 @@ class LowRankLinear(LowRank):
         return f"in_features={m}, out_features={n}, rank={self.rank}, bias={self.bias is not None}"
 
 
-class LowRankConv2d(LowRank):
-    """A k₁×1 convolution m → r, then a 1×k₂ convolution r → n; a bias stays on the second.
-
-    Stride, padding and dilation are split by axis, so the pair equals the dense convolution also at stride 2.
-    """
+class LowRankConvolution(LowRank):
+    """What both forms take over from the dense convolution; a bias stays on the second factor."""
 
     def __init__(self, dense: nn.Conv2d, rank: int, *, spectral: bool = True) -> None:
         super().__init__(dense, rank, spectral=spectral)
@@ -64,6 +63,17 @@ class LowRankConv2d(LowRank):
         self.padding_mode = dense.padding_mode
         # (left, right, top, bottom), worked out by torch for "same" too
         self._pads: list[int] = list(dense._reversed_padding_repeated_twice)
+
+    def extra_repr(self) -> str:
+        n, m, k1, k2 = self.dense_shape
+        return f"{m}, {n}, kernel_size=({k1}, {k2}), rank={self.rank}, stride={self.stride}, padding={self.padding}"
+
+
+class LowRankConv2d(LowRankConvolution):
+    """A k₁×1 convolution m → r, then a 1×k₂ convolution r → n: r (m k₁ + n k₂) parameters.
+
+    Stride, padding and dilation are split by axis, so the pair equals the dense convolution also at stride 2.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         vertical: str | tuple[int, int]
@@ -81,11 +91,23 @@ class LowRankConv2d(LowRank):
             x = F.pad(x, [*self._pads[:2], 0, 0], mode=self.padding_mode)
         return F.conv2d(x, self.v, self.bias, (1, self.stride[1]), horizontal, (1, self.dilation[1]))
 
-    def extra_repr(self) -> str:
-        n, m, k1, k2 = self.dense_shape
-        return f"{m}, {n}, kernel_size=({k1}, {k2}), rank={self.rank}, stride={self.stride}, padding={self.padding}"
+
+class PufferfishConv2d(LowRankConvolution):
+    """A k₁×k₂ convolution m → r, then a 1×1 convolution r → n, as in Pufferfish: r (m k₁ k₂ + n) parameters.
+
+    Stride, padding and dilation are all the first one's.
+    """
+
+    form = "pufferfish"
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._pads, mode=self.padding_mode), (0, 0)
+        x = F.conv2d(x, self.u, None, self.stride, padding, self.dilation)
+        return F.conv2d(x, self.v, self.bias)
 
 
-def largest_rank(shape: torch.Size) -> int:
+def largest_rank(shape: torch.Size, form: Form = "spatial") -> int:
     """The rank at which a factorized layer can express every weight of `shape`."""
-    return min(unrolled_shape(shape))
+    return min(unrolled_shape(shape, form))

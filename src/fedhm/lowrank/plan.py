@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import get_args
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -15,7 +16,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.layers import largest_rank
-from fedhm.lowrank.unroll import unrolled_shape
+from fedhm.lowrank.unroll import Form, unrolled_shape
 
 ROOT = "(model)"  # a model that has weights of its own, outside its layers
 
@@ -24,11 +25,12 @@ ROOT = "(model)"  # a model that has weights of its own, outside its layers
 class RankPlan(Mapping[str, int]):
     """Layer name → rank, for the layers that are factorized. `dense` says of every other layer why it is not."""
 
-    decisions: dict[str, int | str]  # a rank, or the reason for none, in the order of the model
+    decisions: Mapping[str, int | str]  # a rank, or the reason for none, in the order of the model
+    form: Form = "spatial"  # of the factorized convolutions
 
     @property
     def ranks(self) -> dict[str, int]:
-        return {name: what for name, what in self.decisions.items() if isinstance(what, int)}
+        return {name: what for name, what in self.decisions.items() if not isinstance(what, str)}
 
     @property
     def dense(self) -> dict[str, str]:
@@ -59,6 +61,7 @@ def plan_ranks(
     classifier: str | None = "auto",
     pointwise: bool = False,
     dense: Collection[str] = (),
+    form: Form = "spatial",
 ) -> RankPlan:
     """Plans the hybrid network of `model` at rank ratio γ = `ratio`, a number or a fraction such as "1/8".
 
@@ -68,6 +71,7 @@ def plan_ranks(
                 Linear, None is no layer
     pointwise   factorize 1×1 convolutions too
     dense       further layers to leave as they are, or modules whose layers are left
+    form        of the factors: "spatial", k×1 and 1×k convolutions, or "pufferfish", k×k and 1×1
     """
     if isinstance(ratio, str):
         try:
@@ -78,6 +82,8 @@ def plan_ranks(
         raise FedhmError(f"a rank ratio lies above 0 and at most at 1, not at {ratio:g}")
     if keep < 0:
         raise FedhmError(f"the number of layers to keep dense cannot be {keep}")
+    if form not in get_args(Form):
+        raise FedhmError(f"there is no form '{form}' of factorized layers, only {' and '.join(get_args(Form))}")
     layers = dict(_weighted_modules(model))
     asked = {name for name in layers for part in dense if f"{name}.".startswith(f"{part}.")}
     if unknown := [part for part in dense if not any(f"{name}.".startswith(f"{part}.") for name in layers)]:
@@ -106,10 +112,10 @@ def plan_ranks(
             reason = "the ratio is 1: the full network"
         if reason is None:
             assert isinstance(layer, nn.Conv2d | nn.Linear)
-            decisions[name] = _affordable_rank(layer, ratio)
+            decisions[name] = _affordable_rank(layer, ratio, form)
         else:
             decisions[name] = reason
-    return RankPlan(decisions)
+    return RankPlan(decisions, form)
 
 
 def find_classifier(model: nn.Module) -> str | None:
@@ -156,11 +162,11 @@ def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _affordable_rank(layer: nn.Conv2d | nn.Linear, ratio: float) -> int | str:
+def _affordable_rank(layer: nn.Conv2d | nn.Linear, ratio: float, form: Form) -> int | str:
     """The rank at this ratio, or why it does not pay."""
     size = layer.out_channels if isinstance(layer, nn.Conv2d) else min(layer.weight.shape)
-    rank = min(max(1, round(ratio * size)), largest_rank(layer.weight.shape))
-    factored = rank * sum(unrolled_shape(layer.weight.shape))
+    rank = min(max(1, round(ratio * size)), largest_rank(layer.weight.shape, form))
+    factored = rank * sum(unrolled_shape(layer.weight.shape, form))
     if factored >= layer.weight.numel():
         return f"rank {rank} would hold {factored:,} parameters instead of {layer.weight.numel():,}"
     return rank

@@ -1,49 +1,60 @@
 """Between the weight of a layer and the matrix that is decomposed.
 
-A convolution (n, m, k₁, k₂) unrolls to the matrix with rows (m, k₁) and columns (n, k₂): each row belongs to one
-input channel and vertical offset, each column to one output channel and horizontal offset. That is a permutation
-of axes, not a plain reshape, and it is what makes the factors a vertical and a horizontal convolution.
-A Linear weight (n, m) unrolls to its transpose, the same rule with k₁ = k₂ = 1.
+spatial     A convolution (n, m, k₁, k₂) unrolls to the matrix with rows (m, k₁) and columns (n, k₂): each row belongs
+            to one input channel and vertical offset, each column to one output channel and horizontal offset. That is
+            a permutation of axes, not a plain reshape, and it is what makes the factors a vertical and a horizontal
+            convolution.
+pufferfish  Rows (m, k₁, k₂), columns n: the factors are a convolution of the same size into r channels, and a 1×1
+            convolution that mixes them.
+
+A Linear weight (n, m) unrolls to its transpose, which is both rules with k₁ = k₂ = 1. The forms differ in the shapes of
+their matrices, and agree where these do (k₂ = 1): only unrolling has to be told the form.
 """
+
+import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+Form = Literal["spatial", "pufferfish"]
 
-def unroll(weight: Tensor) -> Tensor:
-    """(n, m, k₁, k₂) → (m k₁, n k₂); (n, m) → (m, n)."""
-    if weight.ndim == 2:
-        return weight.T
+
+def unroll(weight: Tensor, form: Form = "spatial") -> Tensor:
+    """(n, m, k₁, k₂) → (m k₁, n k₂), or (m k₁ k₂, n) in Pufferfish's form; (n, m) → (m, n)."""
+    if weight.ndim == 2 or form == "pufferfish":
+        return weight.flatten(1).T
     n, m, k1, k2 = weight.shape
     return weight.permute(1, 2, 0, 3).reshape(m * k1, n * k2)
 
 
-def roll(matrix: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `unroll`: back to a weight of `shape`."""
-    if len(shape) == 2:
-        return matrix.T.contiguous()
-    n, m, k1, k2 = shape
-    return matrix.reshape(m, k1, n, k2).permute(2, 0, 1, 3).contiguous()
-
-
-def unrolled_shape(shape: torch.Size) -> tuple[int, int]:
-    if len(shape) == 2:
-        return shape[1], shape[0]
+def unrolled_shape(shape: torch.Size, form: Form = "spatial") -> tuple[int, int]:
+    if len(shape) == 2 or form == "pufferfish":
+        return math.prod(shape[1:]), shape[0]
     n, m, k1, k2 = shape
     return m * k1, n * k2
 
 
-def split(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Matrix factors (m k₁, r), (r, n k₂) → the two layers' weights u, v for a dense weight of `shape`.
+def roll(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `unroll`: back to a weight of `shape`."""
+    if matrix.shape[1] == shape[0]:
+        return matrix.T.reshape(shape).contiguous()
+    n, m, k1, k2 = shape
+    return matrix.reshape(m, k1, n, k2).permute(2, 0, 1, 3).contiguous()
 
-    Convolution: u (r, m, k₁, 1), v (n, r, 1, k₂). Linear: u (r, m), v (n, r).
+
+def split(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Matrix factors (rows, r), (r, columns) → the two layers' weights u, v for a dense weight of `shape`.
+
+    Convolution: u (r, m, k₁, 1), v (n, r, 1, k₂); in Pufferfish's form u (r, m, k₁, k₂), v (n, r, 1, 1).
+    Linear: u (r, m), v (n, r).
     """
     rank = left.shape[1]
     u, v = left.T, right.T
     if len(shape) == 4:
-        n, m, k1, k2 = shape
-        u = u.reshape(rank, m, k1, 1)
-        v = right.reshape(rank, n, 1, k2).permute(1, 0, 2, 3)
+        n, m, k1, _ = shape
+        u = u.reshape(rank, m, k1, -1)
+        v = right.reshape(rank, n, 1, -1).permute(1, 0, 2, 3)
     # `contiguous()` would keep odd strides of axes of length 1, by which torch may choose another convolution kernel
     return u.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
 

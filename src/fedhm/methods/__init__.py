@@ -6,7 +6,11 @@ from torch import nn
 
 from fedhm.method_config import AnyMethodConfig
 from fedhm.methods.fedavg import FedAvg
+from fedhm.methods.feddf import FedDF
+from fedhm.methods.feddlr import FedDLR
 from fedhm.methods.fedhm import FedHM
+from fedhm.methods.fedmd import FedMD
+from fedhm.methods.fedpara import FedPara
 from fedhm.methods.fedrolex import FedRolex
 from fedhm.methods.fjord import FjORD
 from fedhm.methods.heterofl import HeteroFL
@@ -22,6 +26,10 @@ METHODS: dict[str, Callable[..., Method]] = {
     "fedrolex": FedRolex,
     "fjord": FjORD,
     "splitmix": SplitMix,
+    "fedpara": FedPara,
+    "feddlr": FedDLR,
+    "fedmd": FedMD,
+    "feddf": FedDF,
 }
 
 

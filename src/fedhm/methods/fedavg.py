@@ -12,7 +12,7 @@ from fedhm.exchange import exchanged, load
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.method_config import FedAvgConfig, tier_name
-from fedhm.methods.mean import WeightedMean, influence
+from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
 
@@ -42,10 +42,7 @@ class FedAvg:
             yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
 
     def merge(self, state: State, updates: Iterable[Update]) -> State:
-        mean = WeightedMean(state.weights)
-        for update in updates:
-            mean.add_all(update, influence(update, self.config.weighting), self._classifier)
-        return State(mean.result())
+        return State(average(state.weights, updates, self.config.weighting, self._classifier))
 
     def network(self, name: str) -> nn.Module:
         if name != self.tier:

@@ -8,6 +8,9 @@ Round t, with the full model W and one decomposition L R of every factorized lay
 
 The paper averages models. Directions beyond a tier's rank then shrink every round by the share of the clients that
 could not carry them; averaging updates leaves them alone.
+
+In warm-up rounds every tier trains the full network, with the weight of γ = 1: the best directions are found before
+anything is cut off.
 """
 
 import math
@@ -17,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from fedhm.errors import FedhmError
+from fedhm.lowrank.collapse import energy_beyond, squared_norm
 from fedhm.lowrank.convergence import largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan
@@ -28,12 +32,18 @@ from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
 
+FULL = tier_name(1)
+
 
 class FedHM:
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config = config
-        self.ratios = {tier_name(ratio): ratio for ratio in sorted(config.tiers, reverse=True)}
-        self.plans = {t: tier_plan(model, ratio, config.keep, setup.classifier) for t, ratio in self.ratios.items()}
+        # by network; the full one is there for the warm-up, whatever the tiers
+        self.ratios = {FULL: 1.0} | {tier_name(ratio): ratio for ratio in config.tiers}
+        self.plans = {
+            name: tier_plan(model, ratio, config.keep, setup.classifier, config.form)
+            for name, ratio in self.ratios.items()
+        }
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
         self._model = model
@@ -45,7 +55,7 @@ class FedHM:
 
     @property
     def tiers(self) -> Sequence[str]:
-        return tuple(self.ratios)
+        return tuple(dict.fromkeys(self.levels))
 
     @property
     def levels(self) -> Sequence[str]:
@@ -55,28 +65,31 @@ class FedHM:
         return State(weights, self._factorized(weights))
 
     def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        sent = {tier: self.weights(state, tier) for tier in {p.tier for p in participants}}
-        for p in participants:
-            yield Task("train", round_number, p.client, p.tier, p.tier, sent[p.tier])
+        warm = round_number <= self.config.warmup
+        networks = [FULL if warm else p.tier for p in participants]
+        sent = {name: self.weights(state, name) for name in set(networks)}
+        for p, name in zip(participants, networks, strict=True):
+            yield Task("train", round_number, p.client, p.tier, name, sent[name])
 
     def merge(self, state: State, updates: Iterable[Update]) -> State:
         mean = WeightedMean(state.weights)
-        weight_of_tier: dict[str, float] = defaultdict(float)
+        weight_of_network: dict[str, float] = defaultdict(float)
         ranks: list[RankPlan] = []
         kappa_uv = 0.0
         for update in updates:
-            plan = self.plans[update.tier]
-            weight = _weight(self.config, self.ratios[update.tier], update.samples)
-            weight_of_tier[update.tier] += weight
+            plan = self.plans[update.network]
+            weight = _weight(self.config, self.ratios[update.network], update.samples)
+            weight_of_network[update.network] += weight
             ranks.append(plan)
             kappa_uv = max(kappa_uv, self._fold(mean, update, plan, weight))
         if self.config.aggregate == "updates":
-            self._complete(mean, state, weight_of_tier)
+            self._complete(mean, state, weight_of_network)
         weights = mean.result()
         spectra = {layer: state.memory[f"{layer}/spectrum"] for layer in self._largest}
         kappa_1, kappa_2 = spectral_constants(spectra, ranks) if ranks else (0.0, 0.0)
-        diagnostics = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
-        return State(weights, self._factorized(weights), diagnostics)
+        kappas = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
+        memory = self._factorized(weights)
+        return State(weights, memory, kappas | self._energy_beyond(weights, memory))
 
     def network(self, name: str) -> nn.Module:
         return to_hybrid(self._model, self.plans[name], spectral=False)
@@ -94,9 +107,19 @@ class FedHM:
         """One decomposition per layer, at the largest rank: the smaller tiers are its leading columns."""
         memory: Tensors = {}
         for layer, rank in self._largest.items():
-            factors = factorize(unroll(weights[f"{layer}.weight"]), rank)
+            factors = factorize(unroll(weights[f"{layer}.weight"], self.config.form), rank)
             memory |= {f"{layer}/{part}": tensor.contiguous() for part, tensor in factors._asdict().items()}
         return memory
+
+    def _energy_beyond(self, weights: Tensors, memory: Tensors) -> dict[str, float]:
+        """For every tier below full, the share of the model that it cannot carry."""
+        spectra = {layer: memory[f"{layer}/spectrum"] for layer in self._largest}
+        energies = {layer: squared_norm(weights[f"{layer}.weight"]) for layer in self._largest}
+        return {
+            f"energy_beyond/{tier}": energy_beyond(energies, spectra, self.plans[tier])
+            for tier in self.tiers
+            if tier != FULL
+        }
 
     def _fold(self, mean: WeightedMean, update: Update, plan: RankPlan, weight: float) -> float:
         """Adds one client's model to the mean; its κ_UV."""
@@ -112,10 +135,10 @@ class FedHM:
                 mean.add(name, tensor, weight, rows if layer == self._classifier else None)
         return norm
 
-    def _complete(self, mean: WeightedMean, state: State, weight_of_tier: Mapping[str, float]) -> None:
+    def _complete(self, mean: WeightedMean, state: State, weight_of_network: Mapping[str, float]) -> None:
         """Turns every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
-        for tier, weight in weight_of_tier.items():
-            for layer, rank in self.plans[tier].items():
+        for network, weight in weight_of_network.items():
+            for layer, rank in self.plans[network].items():
                 left, right = state.memory[f"{layer}/left"], state.memory[f"{layer}/right"]
                 mean.correct_product(f"{layer}.weight", left[:, :rank], right[:rank], -weight)
                 mean.correct(f"{layer}.weight", state.weights[f"{layer}.weight"], weight)

@@ -16,7 +16,8 @@ from fedhm.method_config import FjORDConfig
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
 
-PREFIX = "network."
+ORDERED = "ordered "  # before a tier: its network as it is trained
+INSIDE = "network."  # where `OrderedDropout` holds it
 
 
 class OrderedDropout(nn.Module):
@@ -29,14 +30,16 @@ class OrderedDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         drawn = int(torch.randint(len(self._narrower) + 1, ())) if self.training else 0
+        scores: Tensor
         if drawn == 0:
-            y: Tensor = self.network(x)
-            return y
-        chosen = self._narrower[drawn - 1].train()
-        own = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
-        shapes = {name: t.shape for name, t in chosen.state_dict().items()}
-        leading = {name: own[name][tuple(slice(size) for size in shape)] for name, shape in shapes.items()}
-        return torch.func.functional_call(chosen, leading, (x,))
+            scores = self.network(x)
+        else:
+            chosen = self._narrower[drawn - 1].train()
+            own = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
+            shapes = {name: t.shape for name, t in chosen.state_dict().items()}
+            leading = {name: own[name][tuple(slice(size) for size in shape)] for name, shape in shapes.items()}
+            scores = torch.func.functional_call(chosen, leading, (x,))
+        return scores
 
 
 class FjORD:
@@ -50,20 +53,19 @@ class FjORD:
 
     def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for task in self.slices.tasks(state.weights, participants, round_number):
-            yield replace(task, tensors=_inside(task.tensors))
+            inside = {f"{INSIDE}{name}": tensor for name, tensor in task.tensors.items()}
+            yield replace(task, network=f"{ORDERED}{task.tier}", tensors=inside)
 
     def merge(self, state: State, updates: Iterable[Update]) -> State:
-        outside = (replace(u, tensors={n.removeprefix(PREFIX): t for n, t in u.tensors.items()}) for u in updates)
+        outside = (replace(u, tensors={n.removeprefix(INSIDE): t for n, t in u.tensors.items()}) for u in updates)
         return State(self.slices.merged(state.weights, outside, self.config.weighting))
 
     def network(self, name: str) -> nn.Module:
-        smaller = self.tiers[self.tiers.index(name) + 1 :]
-        return OrderedDropout(self.slices.network(name), [self.slices.network(tier) for tier in smaller])
+        if name in self.tiers:
+            return self.slices.network(name)
+        tier = name.removeprefix(ORDERED)
+        smaller = self.tiers[self.tiers.index(tier) + 1 :]
+        return OrderedDropout(self.slices.network(tier), [self.slices.network(small) for small in smaller])
 
     def weights(self, state: State, tier: str) -> Tensors:
-        return _inside(self.slices.take(state.weights, tier))
-
-
-def _inside(tensors: Tensors) -> Tensors:
-    """Named as `OrderedDropout` names them."""
-    return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+        return self.slices.take(state.weights, tier)

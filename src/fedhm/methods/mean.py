@@ -1,9 +1,11 @@
 """The weighted mean of client models, folded one at a time, dense or in factor form."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.unroll import roll, unrolled_shape
+from fedhm.lowrank.unroll import roll
 from fedhm.messages import Tensors, Update
 from fedhm.slimming.narrow import Where, spots
 
@@ -59,7 +61,7 @@ class WeightedMean:
     def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Adds `weight · left @ right` to the sum, but is nobody's contribution."""
         if name not in self._products:
-            self._products[name] = self._old[name].new_zeros(unrolled_shape(self._old[name].shape))
+            self._products[name] = self._old[name].new_zeros(left.shape[0], right.shape[1])
         self._products[name].addmm_(left, right, alpha=weight)
 
     def correct(self, name: str, tensor: Tensor, weight: float) -> None:
@@ -103,3 +105,11 @@ def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
     rows = torch.zeros(len(weight), dtype=torch.float64)
     rows[list(update.labels)] = 1.0
     return rows
+
+
+def average(old: Tensors, updates: Iterable[Update], weighting: str, classifier: str | None) -> Tensors:
+    """The mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
+    mean = WeightedMean(old)
+    for update in updates:
+        mean.add_all(update, influence(update, weighting), classifier)
+    return mean.result()

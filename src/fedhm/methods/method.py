@@ -43,7 +43,8 @@ class Setup:
     classifier: str | None = None  # the layer that gives the logits, where there is one
     sample: Tensor | None = None  # a batch of one input, for methods that must see the model run
     seed: int = 0
-    public: Feed | None = None  # samples that everybody has, without their labels
+    public: Feed | None = None  # samples that everybody has, numbered in place of labels
+    fixed: bool = True  # every client stays at its tier
 
 
 class Method(Protocol):

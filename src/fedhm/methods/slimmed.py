@@ -6,7 +6,7 @@ from torch import nn
 
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.method_config import SlimmedConfig
-from fedhm.methods.mean import WeightedMean, influence
+from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
 
@@ -26,10 +26,7 @@ class Slimmed:
             yield Task("train", round_number, p.client, p.tier, p.tier, state.weights)
 
     def merge(self, state: State, updates: Iterable[Update]) -> State:
-        mean = WeightedMean(state.weights)
-        for update in updates:
-            mean.add_all(update, influence(update, self.config.weighting), self._classifier)
-        return State(mean.result())
+        return State(average(state.weights, updates, self.config.weighting, self._classifier))
 
     def network(self, name: str) -> nn.Module:
         return self.slices.network(name)

@@ -9,27 +9,19 @@ tier j   the mean of the logits of the first j bases
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedhm.exchange import exchanged
+from fedhm.lowrank.copied import copied
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.method_config import SplitMixConfig
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.seeds import derive, numpy_generator
-from fedhm.slimming.resize import copied
+from fedhm.slimming.ensemble import Ensemble
 
 BASE = "base"
-
-
-class Ensemble(nn.Module):
-    def __init__(self, bases: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.bases = nn.ModuleList(bases)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([base(x) for base in self.bases]).mean(0)
 
 
 class SplitMix:
@@ -74,7 +66,7 @@ class SplitMix:
 
     def weights(self, state: State, tier: str) -> Tensors:
         bases = range(self._counts[tier])
-        return {f"bases.{base}.{name}": t for base in bases for name, t in self._base(state, base).items()}
+        return {f"members.{base}.{name}": t for base in bases for name, t in self._base(state, base).items()}
 
     def _base(self, state: State, base: int) -> Tensors:
         prefix = f"{base}/"

@@ -4,12 +4,13 @@ from torch import nn
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.lowrank.unroll import Form
 from fedhm.method_config import tier_name
 
 
-def tier_plan(model: nn.Module, ratio: float, keep: int, classifier: str | None) -> RankPlan:
+def tier_plan(model: nn.Module, ratio: float, keep: int, classifier: str | None, form: Form = "spatial") -> RankPlan:
     """A tier below the full one must differ from it. `classifier` gives the logits, where that layer is known."""
-    plan = plan_ranks(model, ratio, keep, classifier=classifier or "auto")
+    plan = plan_ranks(model, ratio, keep, classifier=classifier or "auto", form=form)
     if not plan and ratio < 1:
         raise FedhmError(
             f"there is nothing to factorize for tier {tier_name(ratio)}: every layer stays dense; "

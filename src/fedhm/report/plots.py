@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.typing import ColorType, LineStyleType
 
 from fedhm.report.runs import Run
 
-STYLES = ("-", "--", ":", "-.")  # a style for each run, a colour for each tier
+STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # a style for each run, a colour for each tier
 
 
 def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -22,14 +24,19 @@ def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
     return [by_round, by_bytes]
 
 
+def tier_colours(runs: Sequence[Run]) -> dict[str, ColorType]:
+    """Largest tier first; a tier has the same colour in every plot of the same tiers."""
+    sizes = {tier: cost.parameters for run in runs for tier, cost in run.costs.items()}
+    tiers = sorted(sizes, key=lambda tier: -sizes[tier])
+    return dict(zip(tiers, cycle(matplotlib.color_sequences["tab10"]), strict=False))
+
+
 def _megabytes(run: Run, tier: str, rounds: int) -> float:
     return rounds * (run.bytes_per_client(tier) or math.nan) / 1e6
 
 
 def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], float], path: Path) -> None:
-    colours = matplotlib.color_sequences["tab10"]
-    sizes = {tier: cost.parameters for run in runs for tier, cost in run.costs.items()}
-    tiers = sorted(sizes, key=lambda tier: -sizes[tier])  # a tier has the same colour in every plot of the same tiers
+    colours = tier_colours(runs)
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
     for number, run in enumerate(runs):
@@ -41,7 +48,7 @@ def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], fl
                 where,
                 [100 * record.scores[tier].accuracy for record in run.evaluated],
                 linestyle=STYLES[number % len(STYLES)],
-                color=colours[tiers.index(tier) % len(colours)],
+                color=colours[tier],
                 marker="o" if len(run.evaluated) < 3 else None,
                 linewidth=1.6,
                 alpha=0.85,

@@ -11,7 +11,7 @@ from rich.progress import (
 
 from fedhm.records import Record
 
-SHORT = {"train": "train", "statistics": "BN"}  # the bar must fit 80 columns
+SHORT = {"train": "train", "statistics": "BN", "distil": "distil"}  # the bar must fit 80 columns
 
 
 class LiveBar:

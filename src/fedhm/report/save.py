@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedhm.files import write_atomically
+from fedhm.report.collapse import save_collapse_plot
 from fedhm.report.plots import save_plots
 from fedhm.report.runs import Run
 from fedhm.report.tables import as_csv, markdown
@@ -13,4 +14,7 @@ def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Writes table and plots; gives their paths."""
     write_atomically(folder / "report.md", markdown(runs))
     write_atomically(folder / "report.csv", as_csv(runs))
-    return [folder / "report.md", folder / "report.csv", *save_plots(runs, folder)]
+    plots = save_plots(runs, folder)
+    if collapse := save_collapse_plot(runs, folder / "energy-beyond-rank.png"):
+        plots.append(collapse)
+    return [folder / "report.md", folder / "report.csv", *plots]

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
+from fedhm.lowrank.copied import copied
 from fedhm.slimming.plan import WidthPlan
-from fedhm.slimming.resize import NORMS, copied, resize
+from fedhm.slimming.resize import NORMS, resize
 
 Where = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indices, None for all
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhm.errors import FedhmError
+from fedhm.lowrank.copied import copied
 from fedhm.lowrank.plan import weight_owners
-from fedhm.slimming.resize import CONVOLUTIONS, NORMS, copied, depthwise, inputs_of, outputs_of, resize
+from fedhm.slimming.resize import CONVOLUTIONS, NORMS, depthwise, inputs_of, outputs_of, resize
 
 LAYERS = (*CONVOLUTIONS, nn.Linear, *NORMS)
 

@@ -1,7 +1,5 @@
 """Making the layers of a network smaller, in place."""
 
-import copy
-
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -10,13 +8,6 @@ from fedhm.errors import FedhmError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
-
-
-def copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
-        raise FedhmError(f"the model cannot be copied: {error}") from error
 
 
 def depthwise(layer: nn.Module) -> bool:
@@ -42,6 +33,12 @@ def outputs_of(layer: nn.Module) -> int:
     if len(layer.normalized_shape) > 1:
         raise FedhmError("a LayerNorm over several axes cannot be made narrower")
     return layer.normalized_shape[0]
+
+
+def sizes_of(network: nn.Module) -> dict[str, list[int]]:
+    """Layer name → [outputs, inputs], of the layers that can be resized."""
+    layers = {n: m for n, m in network.named_modules() if type(m) in (*CONVOLUTIONS, nn.Linear, *NORMS)}
+    return {name: [outputs_of(layer), inputs_of(layer)] for name, layer in layers.items()}
 
 
 def resize(layer: nn.Module, outputs: int, inputs: int) -> None:

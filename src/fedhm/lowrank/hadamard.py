@@ -1,0 +1,128 @@
+"""Weights composed of two low-rank halves by the elementwise product, and the ranks at which that pays.
+
+    Linear       W = (X₁ Y₁ᵀ) ⊙ (X₂ Y₂ᵀ)
+    convolution  W = (T₁ ×₁ X₁ ×₂ Y₁) ⊙ (T₂ ×₁ X₂ ×₂ Y₂)
+
+With X (n, R), Y (m, R) and T (R, R, k₁, k₂) a half has rank R at most, but W up to R²: full rank from few parameters.
+"""
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedhm.lowrank.plan import RankPlan, plan_ranks
+
+
+class Half(nn.Module):
+    """X Yᵀ, or T ×₁ X ×₂ Y for a convolution: x (n, R), y (m, R), t (R, R, k₁, k₂)."""
+
+    def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, generator: torch.Generator | None) -> None:
+        super().__init__()
+        n, m, *kernel = dense.weight.shape
+        spread = factor_deviation(dense.weight.detach(), rank)
+
+        def factor(*shape: int) -> nn.Parameter:
+            values = torch.zeros(shape) if generator is None else spread * torch.randn(shape, generator=generator)
+            return nn.Parameter(values.to(dense.weight), requires_grad=dense.weight.requires_grad)
+
+        self.x, self.y = factor(n, rank), factor(m, rank)
+        self.t = factor(rank, rank, *kernel) if kernel else None
+
+    def forward(self) -> Tensor:
+        if self.t is None:
+            return self.x @ self.y.T
+        return torch.einsum("abhw,na,mb->nmhw", self.t, self.x, self.y)
+
+
+class Hadamard(nn.Module):
+    """The two halves of one layer, and the dense weight that they compose: once for each batch."""
+
+    def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.rank = rank
+        self.first, self.second = Half(dense, rank, generator), Half(dense, rank, generator)
+        self.bias = dense.bias
+        self.train(dense.training)
+
+    @property
+    def weight(self) -> Tensor:
+        composed: Tensor = self.first() * self.second()
+        return composed
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, bias={self.bias is not None}"
+
+
+class HadamardLinear(Hadamard):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class HadamardConv2d(Hadamard):
+    def __init__(self, dense: nn.Conv2d, rank: int, generator: torch.Generator | None = None) -> None:
+        super().__init__(dense, rank, generator)
+        self.stride = cast(tuple[int, int], dense.stride)
+        self.dilation = cast(tuple[int, int], dense.dilation)
+        self.padding = cast(str | tuple[int, int], dense.padding)
+        self.padding_mode = dense.padding_mode
+        # (left, right, top, bottom), worked out by torch for "same" too
+        self._pads: list[int] = list(dense._reversed_padding_repeated_twice)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._pads, mode=self.padding_mode), (0, 0)
+        return F.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation)
+
+
+def factor_deviation(weight: Tensor, rank: int) -> float:
+    """The σ at which factors drawn from N(0, σ²) compose a W as large as `weight`, in the mean square.
+
+    A half sums R products of two factors, for a convolution R² products of three, and the halves are independent:
+    E[W²] = (R σ⁴)² or (R² σ⁶)².
+    """
+    factors = 2 if weight.ndim == 2 else 3
+    half = weight.double().square().mean().sqrt().item()
+    return float((half / rank ** (factors - 1)) ** (1 / (2 * factors)))
+
+
+def plan_hadamard(model: nn.Module, ratio: float, keep: int = 1, *, classifier: str | None = "auto") -> RankPlan:
+    """The rank of every layer's halves, γ = `ratio` of the way from the smallest useful one to the largest.
+
+    `keep` and `classifier` are those of `plan_ranks`, which also decides what else stays dense.
+    """
+    layers = plan_ranks(model, 1e-9, keep, classifier=classifier)  # a ratio at which all that may be is factorized
+    decisions = dict(layers.decisions)
+    for name in layers:
+        weight = cast(Tensor, model.get_submodule(name).weight)
+        if not weight.requires_grad:
+            decisions[name] = "it is frozen, and factors start at random"
+        elif not weight.any():
+            decisions[name] = "it starts at 0, where factors have no gradient"
+        else:
+            decisions[name] = hadamard_rank(weight.shape, ratio)
+    return RankPlan(decisions)
+
+
+def hadamard_rank(shape: torch.Size, ratio: float) -> int | str:
+    """R = (1 − γ) R_min + γ R_max, rounded; or why that does not pay.
+
+    With R_min = ⌈√min(n, m)⌉ the weight can reach full rank, R_max is the largest that does not add parameters.
+    """
+    smallest = math.isqrt(min(shape[:2]) - 1) + 1
+    largest = 0
+    while hadamard_parameters(shape, largest + 1) <= shape.numel():
+        largest += 1
+    rank = max(smallest, round((1 - ratio) * smallest + ratio * largest))
+    if (size := hadamard_parameters(shape, rank)) >= shape.numel():
+        return f"rank {rank} would hold {size:,} parameters instead of {shape.numel():,}"
+    return rank
+
+
+def hadamard_parameters(shape: torch.Size, rank: int) -> int:
+    """2 R (n + m), for a convolution 2 R² k₁ k₂ more."""
+    n, m, *kernel = shape
+    return 2 * rank * (n + m) + (2 * rank**2 * math.prod(kernel) if kernel else 0)

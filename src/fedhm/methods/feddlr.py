@@ -1,0 +1,96 @@
+"""FedDLR: factors travel in both directions, everybody trains the full model.
+
+    task    u, v with U Vᵀ the truncated SVD of the global model; the client recovers W = U Vᵀ and trains W
+    update  u, v with U Vᵀ the truncated SVD of what it trained
+    merge   W ← Σ αₚ Uₚ Vₚᵀ / Σ αₚ, and its truncated SVD again
+
+It saves bytes, but neither MACs nor memory. What the server keeps, sends and evaluates is the truncated model.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.errors import FedhmError
+from fedhm.exchange import travels_as
+from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.lowrank.svd import factorize
+from fedhm.lowrank.unroll import join, roll, split, unroll
+from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.method_config import FedDLRConfig, tier_name
+from fedhm.methods.mean import average
+from fedhm.methods.method import Setup, State
+from fedhm.methods.tier_plan import tier_plan
+
+
+@dataclass(frozen=True)
+class Factored:
+    """The wire form: of every layer in the plan its factors `u` and `v` at that rank, in place of its weight."""
+
+    plan: Mapping[str, int]
+
+    def pack(self, tensors: Tensors) -> Tensors:
+        packed = dict(tensors)
+        for layer, rank in self.plan.items():
+            weight = packed.pop(f"{layer}.weight")
+            packed[f"{layer}.u"], packed[f"{layer}.v"] = _factors(weight, rank)
+        return packed
+
+    def unpack(self, tensors: Tensors) -> Tensors:
+        unpacked = dict(tensors)
+        for layer in self.plan:
+            if f"{layer}.u" in tensors:
+                u, v = unpacked.pop(f"{layer}.u"), unpacked.pop(f"{layer}.v")
+                left, right = join(u, v)
+                # (n, m, k₁, k₂) of u (r, m, k₁, 1) and v (n, r, 1, k₂), or (n, m) of u (r, m) and v (n, r)
+                shape = torch.Size((v.shape[0], *u.shape[1:3], *v.shape[3:]))
+                unpacked[f"{layer}.weight"] = roll(left @ right, shape)
+        return unpacked
+
+
+class FedDLR:
+    def __init__(self, model: nn.Module, config: FedDLRConfig, setup: Setup = Setup()) -> None:
+        self.config = config
+        self.tier = tier_name(config.tier)
+        self.form = Factored(tier_plan(model, config.tier, config.keep, setup.classifier))
+        self._model = model
+        self._classifier = setup.classifier
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        return (self.tier,)
+
+    @property
+    def levels(self) -> Sequence[str]:
+        return (self.tier,)
+
+    def start(self, weights: Tensors) -> State:
+        return State(self.form.pack(weights))
+
+    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        for p in participants:
+            yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
+
+    def merge(self, state: State, updates: Iterable[Update]) -> State:
+        recovered = (replace(update, tensors=self.form.unpack(update.tensors)) for update in updates)
+        old = self.form.unpack(state.weights)
+        return State(self.form.pack(average(old, recovered, self.config.weighting, self._classifier)))
+
+    def network(self, name: str) -> nn.Module:
+        if name != self.tier:
+            raise FedhmError(f"FedDLR has one network, '{self.tier}', not '{name}'")
+        return travels_as(to_hybrid(self._model, {}), self.form)
+
+    def weights(self, state: State, tier: str) -> Tensors:  # noqa: ARG002
+        return state.weights
+
+
+def _factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    matrix = unroll(weight)
+    if matrix.isfinite().all():
+        left, right = factorize(matrix, rank).prefix(rank)
+    else:  # a client that diverged has no decomposition to send; admission says why it is refused
+        left, right = (matrix.new_full(shape, torch.nan) for shape in ((len(matrix), rank), (rank, matrix.shape[1])))
+    return split(left, right, weight.shape)
