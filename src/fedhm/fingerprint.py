@@ -17,8 +17,6 @@ def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str
     for name in sorted(weights):
         _add(digest, name, weights[name])
     _add_data(digest, federation)
-    if federation.public is not None:
-        _add(digest, "public", federation.public.inputs)
     return digest.hexdigest()[:32]
 
 
@@ -30,7 +28,7 @@ class DataFacts:
     input_shape: tuple[int, ...]
     clients: int
     samples: int  # of all clients
-    digest: str  # of every client's samples, the test set and the preprocessing
+    digest: str  # of every client's samples, the test set, public samples and the preprocessing
 
 
 def data_facts(federation: Federation) -> DataFacts:
@@ -45,6 +43,8 @@ def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:
     for samples in [*federation.clients, federation.test]:
         _add(digest, "inputs", samples.inputs)
         _add(digest, "labels", samples.labels)
+    if federation.public is not None:
+        _add(digest, "public", federation.public.inputs)
 
 
 def _add(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:

@@ -32,3 +32,7 @@ def test_layers_of_all_tiers_are_the_same_ones() -> None:
     assert all(list(of_tier) == list(layers["full"]) for of_tier in layers.values())
     assert layers["1/8"]["conv3"].parameters < layers["full"]["conv3"].parameters
     assert layers["1/8"]["fc"] == layers["full"]["fc"]
+
+
+def test_the_full_model_is_matched_by_the_full_width_even_where_narrower_ones_round_to_it() -> None:
+    assert Reference(load_config("digits", ["model.width=0.25"])).widths[0] == 1

@@ -63,8 +63,8 @@ def test_the_table_has_sizes_accuracies_shares_and_the_best_in_bold() -> None:
     sheet = accuracies(arrange([fedhm(), fedavg(), lowrank()]), seeds=2)
     assert sheet.columns == ["tier", "fedhm", "fedavg", "lowrank"]
     assert list(sheet.rows) == [
-        ["full", "1.0 k  85.00 ± 7.07", "1.0 k ×2  **95.00 ± 0.00**", ""],
-        ["1/4", "0.3 k  75.00 ± 7.07", "", "0.3 k ×2  **81.00 ± 1.41**"],
+        ["full", "1.0 k: 85.00 ± 7.07", "1.0 k ×2: **95.00 ± 0.00**", ""],
+        ["1/4", "0.3 k: 75.00 ± 7.07", "", "0.3 k ×2: **81.00 ± 1.41**"],
     ]
     assert "mean ± deviation over 2 seeds" in sheet.note
 
@@ -73,7 +73,7 @@ def test_equal_ones_are_all_best_and_one_seed_has_no_deviation() -> None:
     a = one_tier("a", {"name": "fedavg"}, 1000, "full", (0.5,))
     b = one_tier("b", {"name": "fedavg"}, 1000, "full", (0.5,))
     (row,) = accuracies(arrange([a, b]), seeds=1).rows
-    assert row[1:] == ["1.0 k  **50.00**", "1.0 k  **50.00**"]
+    assert row[1:] == ["1.0 k: **50.00**", "1.0 k: **50.00**"]
 
 
 def test_a_tier_with_several_shares_sits_in_the_last_of_its_levels() -> None:

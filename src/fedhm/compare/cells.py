@@ -81,7 +81,7 @@ def check(planned: Sequence[Cell]) -> None:
                 model = build_model(cell.config, federation.input_shape, federation.classes)
                 Experiment(model, federation, cell.config)
             except FedhmError as error:
-                raise FedhmError(f"{cell.entry.label}: {error}") from error
+                raise FedhmError(f"--methods {cell.entry.label}: {error}") from error
 
 
 def _check_folder(cell: Cell) -> None:

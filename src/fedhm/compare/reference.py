@@ -1,6 +1,6 @@
 """FedHM's tiers on a config's model, which the tiers of all other methods in a comparison are matched to."""
 
-from bisect import bisect_left
+from bisect import bisect_right
 from functools import cached_property
 
 import torch
@@ -73,9 +73,8 @@ class Reference:
 
     def _nearest_width(self, size: int) -> float:
         """In steps of a hundredth."""
-        above = min(bisect_left(WIDTHS, size, key=self._narrow_size), len(WIDTHS) - 1)
-        candidates = WIDTHS[max(0, above - 1) : above + 1]
-        return min(candidates, key=lambda width: abs(self._narrow_size(width) - size))
+        above = bisect_right(WIDTHS, size, key=self._narrow_size)  # of equal ones, the widest
+        return min(WIDTHS[max(0, above - 1) : above + 1], key=lambda width: abs(self._narrow_size(width) - size))
 
 
 def _parameters(network: nn.Module) -> int:

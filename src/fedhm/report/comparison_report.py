@@ -77,10 +77,11 @@ class ComparisonReport:
         tiers = next((e.first.config.federation.heterogeneity for e in self.entries if len(e.tiers) > 1), None)
         data = f"{config.data.source}, {config.data.partition}; " if config.data else ""
         model = f"{config.model.name} on " if config.model and data else ""
+        share = f"{100 * federation.participation:g} %"
         lines = [
             "# Comparison",
             f"`{self.command}`",
-            f"{model}{data}{federation.clients} clients, of which {federation.participation:.0%} take part in a round"
+            f"{model}{data}{federation.clients} clients, of which {share} take part in a round"
             f"{f', with {tiers} tiers' if tiers else ''}; {train.rounds} rounds of {train.epochs} local epochs, batch "
             f"{train.batch}, learning rate {train.lr:g}; seeds {', '.join(map(str, self.entries[0].seeds))}.",
         ]
@@ -91,7 +92,7 @@ class ComparisonReport:
 
 def _own_settings(entries: Sequence[Compared]) -> list[str]:
     """Each entry's method, and whatever else it does not share with all others."""
-    all_settings = [entry.first.config.dotted() for entry in entries]
+    all_settings = [{"method.name": "", **entry.first.config.dotted()} for entry in entries]  # the name comes first
     shared = set.intersection(*({(key, str(value)) for key, value in own.items()} for own in all_settings))
     return [
         ", ".join(

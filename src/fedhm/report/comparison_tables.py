@@ -107,7 +107,7 @@ def _cell(comparison: Comparison, place: Place | None, row: int) -> str:
     size = readable_count(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
     accuracy = _percent(place.accuracy)
     best = round(place.accuracy.mean, 2) == comparison.best(row)
-    return f"{size}  {f'**{accuracy}**' if best else accuracy}"
+    return f"{size}: {f'**{accuracy}**' if best else accuracy}"
 
 
 def _percent(accuracy: Spread) -> str:
