@@ -7,19 +7,19 @@
 It saves bytes, but neither MACs nor memory. What the server keeps, sends and evaluates is the truncated model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from fedhm.errors import FedhmError
 from fedhm.exchange import travels_as
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.svd import factorize
 from fedhm.lowrank.unroll import join, roll, split, unroll
-from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.messages import Tensors, Update
 from fedhm.method_config import FedDLRConfig, tier_name
+from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
@@ -50,41 +50,24 @@ class Factored:
         return unpacked
 
 
-class FedDLR:
+class FedDLR(Homogeneous):
     def __init__(self, model: nn.Module, config: FedDLRConfig, setup: Setup = Setup()) -> None:
+        super().__init__(tier_name(config.tier))
         self.config = config
-        self.tier = tier_name(config.tier)
         self.form = Factored(tier_plan(model, config.tier, config.keep, setup.classifier))
         self._model = model
         self._classifier = setup.classifier
 
-    @property
-    def tiers(self) -> Sequence[str]:
-        return (self.tier,)
-
-    @property
-    def levels(self) -> Sequence[str]:
-        return (self.tier,)
-
     def start(self, weights: Tensors) -> State:
         return State(self.form.pack(weights))
-
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        for p in participants:
-            yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
 
     def merge(self, state: State, updates: Iterable[Update]) -> State:
         recovered = (replace(update, tensors=self.form.unpack(update.tensors)) for update in updates)
         old = self.form.unpack(state.weights)
         return State(self.form.pack(average(old, recovered, self.config.weighting, self._classifier)))
 
-    def network(self, name: str) -> nn.Module:
-        if name != self.tier:
-            raise FedhmError(f"FedDLR has one network, '{self.tier}', not '{name}'")
+    def build(self) -> nn.Module:
         return travels_as(to_hybrid(self._model, {}), self.form)
-
-    def weights(self, state: State, tier: str) -> Tensors:  # noqa: ARG002
-        return state.weights
 
 
 def _factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:

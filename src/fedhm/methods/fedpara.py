@@ -5,7 +5,7 @@ only the dense layers go on from there. MACs per sample are those of the full mo
 each batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -13,17 +13,18 @@ from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load
 from fedhm.lowrank.hadamard import plan_hadamard
 from fedhm.lowrank.hybrid import to_hadamard, to_hybrid
-from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.messages import Tensors, Update
 from fedhm.method_config import FedParaConfig
+from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
 from fedhm.seeds import torch_generator
 
 
-class FedPara:
+class FedPara(Homogeneous):
     def __init__(self, model: nn.Module, config: FedParaConfig, setup: Setup = Setup()) -> None:
+        super().__init__(f"fedpara-{config.ratio:g}")
         self.config = config
-        self.tier = f"fedpara-{config.ratio:g}"
         self.plan = plan_hadamard(model, config.ratio, config.keep, classifier=setup.classifier or "auto")
         if not self.plan:
             raise FedhmError(
@@ -33,30 +34,13 @@ class FedPara:
         self._model = model
         self._setup = setup
 
-    @property
-    def tiers(self) -> Sequence[str]:
-        return (self.tier,)
-
-    @property
-    def levels(self) -> Sequence[str]:
-        return (self.tier,)
-
     def start(self, weights: Tensors) -> State:
         model = load(to_hybrid(self._model, {}), weights)
         generator = torch_generator(self._setup.seed, "fedpara")
         return State(exchanged(to_hadamard(model, self.plan, generator)))
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        for p in participants:
-            yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
-
     def merge(self, state: State, updates: Iterable[Update]) -> State:
         return State(average(state.weights, updates, self.config.weighting, self._setup.classifier))
 
-    def network(self, name: str) -> nn.Module:
-        if name != self.tier:
-            raise FedhmError(f"FedPara has one network, '{self.tier}', not '{name}'")
+    def build(self) -> nn.Module:
         return to_hadamard(self._model, self.plan)
-
-    def weights(self, state: State, tier: str) -> Tensors:  # noqa: ARG002
-        return state.weights

@@ -1,0 +1,34 @@
+"""What the methods share in which all clients train the same network."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from fedhm.errors import FedhmError
+from fedhm.messages import Participant, Task, Tensors
+from fedhm.methods.method import State
+
+
+class Homogeneous(ABC):
+    """One tier; the state's weights are those of its network, as they travel."""
+
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
+        self.tiers = self.levels = (tier,)
+
+    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        for p in participants:
+            yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
+
+    def network(self, name: str) -> nn.Module:
+        if name != self.tier:
+            raise FedhmError(f"{type(self).__name__} has one network, '{self.tier}', not '{name}'")
+        return self.build()
+
+    def weights(self, state: State, tier: str) -> Tensors:  # noqa: ARG002
+        return state.weights
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The network, whose weights are to be loaded."""
