@@ -8,6 +8,7 @@ from made_runs import FACTS, made_run
 
 from fedhm.report.comparable import difference, difference_of_entries
 from fedhm.report.compared import Compared
+from fedhm.report.tables import markdown
 
 SIZES = {"full": 100, "1/4": 30}
 DONE = [{"full": 0.5, "1/4": 0.4}, {"full": 0.6, "1/4": 0.5}]
@@ -95,3 +96,9 @@ def test_seeds_must_agree() -> None:
 def test_unfinished_runs_are_not_compared() -> None:
     unfinished = made_run("half", SIZES, DONE, train={"rounds": 4})
     assert difference_of_entries([Compared("a", [unfinished])]) == "half has done 2 of its 4 rounds"
+
+
+def test_a_report_of_runs_that_are_not_comparable_says_so() -> None:
+    a, b = made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, train={"epochs": 5})
+    assert markdown([a, b]).endswith("\nNot comparable: a has train.epochs = 1, b has 5.\n")
+    assert "Not comparable" not in markdown([a, made_run("c", SIZES, DONE)])

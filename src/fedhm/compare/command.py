@@ -62,7 +62,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     if options.config is None:
         raise FedhmError("name a preset or a config file to compare methods on; 'fedhm presets' lists the presets")
     seeds = _positive(options.seeds, "--seeds")
-    jobs = _positive(options.jobs, "--jobs") if options.jobs else len(os.sched_getaffinity(0))
+    jobs = _positive(options.jobs, "--jobs") if options.jobs else _usable_cores()
     config = _config(options)
     reference = Reference(config)
     chosen = entries_of([name.strip() for name in options.methods.split(",") if name.strip()], reference)
@@ -70,6 +70,10 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     planned = cells(config, chosen, seeds, out)
     check(planned)
     _make(out)
+    missing = sum(not cell.complete for cell in planned)
+    if missing:
+        at_a_time = f"{min(jobs, missing)} at a time"
+        console.print(f"{missing} of {len(planned)} runs to do in {out}, {at_a_time}", highlight=False, soft_wrap=True)
     options.go_on = "; the same command goes on with what is missing"
     failures = execute(planned, jobs, console)
     if complete := _complete(planned):
@@ -132,6 +136,10 @@ def _complete(planned: Sequence[Cell]) -> list[Compared]:
         if all(cell.complete for cell in own):
             compared.append(Compared(label, read_runs([cell.folder for cell in own])))
     return compared
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
 
 
 def _positive(text: str, option: str) -> int:

@@ -55,8 +55,6 @@ class Lines:
         self._begun: dict[str, float] = {}
 
     def __enter__(self) -> "Lines":
-        if 0 < self._done < self._of:
-            self._say(f"{self._done} of {self._of} runs are done")
         return self
 
     def __exit__(self, *_: object) -> None:
