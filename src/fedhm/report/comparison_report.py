@@ -8,6 +8,8 @@ from pathlib import Path
 from fedhm.cost import LayerCost
 from fedhm.errors import FedhmError
 from fedhm.files import write_atomically
+from fedhm.method_config import FedHMConfig
+from fedhm.report.collapse import save_collapse_plot
 from fedhm.report.comparable import difference_of_entries
 from fedhm.report.compared import Compared
 from fedhm.report.comparison import Comparison, arrange
@@ -59,12 +61,16 @@ class ComparisonReport:
             save_communication(self.comparison, folder / "accuracy-by-communication.png"),
         ]
         costs, layers = folder / "cost-to-target.png", folder / "parameters-and-macs-by-layer.png"
-        for path in (costs, layers):
+        energy = folder / "energy-beyond-rank.png"
+        for path in (costs, layers, energy):
             path.unlink(missing_ok=True)  # of an earlier comparison, which could afford it
         if self.reached:
             figures.append(save_costs_to_target(self.comparison, self.target, self.reached, costs))
         if self.layers:
             figures.append(save_layers(self.layers, layers))
+        first = [entry.first for entry in self.entries if len(entry.tiers) > 1]
+        if save_collapse_plot([run for run in first if isinstance(run.config.method, FedHMConfig)], energy):
+            figures.append(energy)
         pictures = "\n".join(f"![{path.stem}]({path.name})" for path in figures)
         tables = "\n".join(markdown_table(sheet) for sheet in self.sheets)
         write_atomically(folder / "comparison.md", f"{self._settings()}\n{tables}\n{pictures}\n")
