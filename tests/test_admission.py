@@ -1,6 +1,7 @@
 """A broken update is told apart, whatever is broken."""
 
 import re
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -59,8 +60,9 @@ def test_a_bad_update_is_refused_with_the_reason(changes: dict[str, object], rea
     ],
 )
 def test_statistics_are_checked_as_well(changes: dict[str, torch.Tensor], reason: str | None) -> None:
-    network = torch.nn.ModuleDict({"bn": torch.nn.BatchNorm1d(2)})
-    good = {**blank(network), "bn/values": torch.tensor(9.0).double(), "bn/mean": torch.tensor([-1.0, 1.0]).double()}
+    network = torch.nn.Sequential(OrderedDict(bn=torch.nn.BatchNorm1d(2)))
+    expected = blank(network, torch.zeros(1, 2))
+    good = {**expected, "bn/values": torch.tensor(9.0).double(), "bn/mean": torch.tensor([-1.0, 1.0]).double()}
     task = replace(TASK, kind="statistics")
     update = replace(UPDATE, kind="statistics", tensors={**good, **changes})
-    assert objection(update, task, blank(network), 4) == reason
+    assert objection(update, task, expected, 4) == reason

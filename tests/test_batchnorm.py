@@ -3,9 +3,9 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from fedhm.batchnorm import gather, pool, running_names
+from fedhm.batchnorm import blank, gather, pool, running_names
 from fedhm.exchange import load
 
 
@@ -45,3 +45,19 @@ def test_layers_without_stored_statistics_are_left_alone() -> None:
     assert pool([{}, {}]) == {}
     assert running_names(network) == set()
     assert running_names(nn.BatchNorm1d(3)) == {"running_mean", "running_var"}
+
+
+def test_a_layer_that_never_runs_is_not_expected() -> None:
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.unused = nn.BatchNorm1d(3), nn.BatchNorm1d(7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.norm(x)
+            return y
+
+    network = Forgetful()
+    expected = blank(network, torch.zeros(1, 3))
+    sent = gather(network, [torch.randn(5, 3)])
+    assert {n: (t.shape, t.dtype) for n, t in sent.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}

@@ -82,10 +82,20 @@ def test_a_run_killed_at_any_write_ends_the_same(
     assert deaths > 20
 
 
-def test_a_run_killed_around_the_end_of_its_warm_up_ends_the_same(
-    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"warmup": 2},
+        {"name": "fedrolex", "tiers": [1, 0.5]},
+        {"name": "fjord", "tiers": [1, 0.5]},
+        {"name": "splitmix", "base": 0.5, "tiers": [3, 1]},
+    ],
+    ids=lambda method: method.get("name", "warm-up"),
+)
+def test_a_run_killed_between_rounds_ends_the_same(
+    federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any]
 ) -> None:
-    run(federation, tmp_path / "whole", warmup=2)
+    run(federation, tmp_path / "whole", **method)
     expected = outcome(tmp_path / "whole")
     commit = RunFolder.commit
     for last in (1, 2):
@@ -99,8 +109,8 @@ def test_a_run_killed_around_the_end_of_its_warm_up_ends_the_same(
         with monkeypatch.context() as patch:
             patch.setattr(RunFolder, "commit", dying)
             with pytest.raises(KilledError):
-                run(federation, folder, warmup=2)
-        run(federation, folder, warmup=2)
+                run(federation, folder, **method)
+        run(federation, folder, **method)
         assert outcome(folder) == expected
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import small_model
 from fedhm.exchange import exchanged
@@ -34,3 +35,12 @@ def test_a_file_that_names_no_form_is_spatial(tmp_path: Path) -> None:
     write_tensors(tmp_path / "old", exchanged(network), header)
     batch = torch.rand(2, 1, 6, 6)
     assert torch.equal(load_tier(tmp_path / "old", small_model(seed=5))(batch), network(batch))
+
+
+def test_a_model_that_cannot_be_made_narrower_is_saved_all_the_same(tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.LayerNorm((4, 4, 4)), nn.Flatten(), nn.Linear(64, 3))
+
+    network, x = model().eval(), torch.randn(2, 1, 6, 6)
+    save_tier(tmp_path / "tier.safetensors", network, "full")
+    assert torch.equal(load_tier(tmp_path / "tier.safetensors", model())(x), network(x))

@@ -94,13 +94,10 @@ def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
     return {f"{name}/{part}": t for name, m in found.items() for part, t in m._asdict().items()}
 
 
-def blank(network: nn.Module) -> Tensors:
-    """Tensors of the names, shapes and types that `gather` gives for `network`."""
-    sizes = {name: layer.num_features for name, layer in tracked_layers(network).items()}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, size in sizes.items():
-        shapes |= {f"{name}/values": (), f"{name}/mean": (size,), f"{name}/variance": (size,)}
-    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+def blank(network: nn.Module, sample: Tensor) -> Tensors:
+    """Tensors of the names, shapes and types that `gather` gives for `network`; a layer that never runs gives none."""
+    gathered = gather(network, [torch.cat([sample, sample])])  # one sample alone may have no variance
+    return {name: torch.zeros_like(tensor) for name, tensor in gathered.items()}
 
 
 def pool(gathered: Iterable[Tensors]) -> Tensors:

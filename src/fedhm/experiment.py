@@ -78,7 +78,7 @@ class Experiment:
         check_assignment(config.federation, self.clients, self.method.tiers)
         self.cost = cache(lambda name: measure(self.method.network(name), federation.input_shape, batch.dtype))
         self.running_names = cache(lambda name: running_names(self.method.network(name)))
-        self.statistics = cache(lambda name: blank(self.method.network(name)))
+        self.statistics = cache(lambda name: blank(self.method.network(name), batch))
         self.scores = cache(lambda name: blank_scores(self.method.network(name), batch, self.public))
         self.costs = {tier: self.cost(tier) for tier in self.method.tiers}
         parts = (federation.preprocessing, self.method.network, config.train, config.seed, public)

@@ -71,7 +71,7 @@ def test_a_folder_of_parquet_files_is_that_of_the_source(monkeypatch: pytest.Mon
     monkeypatch.setattr("fedhm.data.federation.read_source", read)
     for public in ("hf:other", "hf:mine", "cifar100"):
         partitioned(DataConfig(source="hf:mine", public=public, folder=Path("here")), 5, 0)
-    assert asked[1::2] == [("hf:other", None), ("hf:mine", Path("here")), ("cifar100", Path("here"))]
+    assert asked[1::2] == [("hf:other", None), ("hf:mine", Path("here")), ("cifar100", None)]
 
 
 def test_own_public_data_in_any_form() -> None:

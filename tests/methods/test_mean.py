@@ -41,6 +41,14 @@ def held_rows(labels: tuple[int, ...] | None, rows: int, classifier: str | None 
     return trained_rows(update, classifier)
 
 
+def test_a_model_that_is_its_own_classifier() -> None:
+    update = Update("train", 1, 0, "full", "full", {"weight": torch.zeros(3, 2)}, 1, (0, 2), 0.0)
+    rows = trained_rows(update, "")
+    assert rows is not None
+    assert rows.tolist() == [1, 0, 1]
+    assert trained_rows(update, None) is None
+
+
 def test_without_a_classifier_or_missing_labels_all_rows_are_trained() -> None:
     assert held_rows((0, 1, 2), 3) is None
     assert held_rows(None, 3) is None

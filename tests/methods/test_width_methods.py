@@ -11,6 +11,7 @@ from torch import nn
 
 from conftest import small_config, small_model
 from fedhm.config import Config
+from fedhm.cost import measure, training_memory
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
 from fedhm.exchange import exchanged, load
@@ -231,6 +232,27 @@ def test_initial_scales() -> None:
         assert bases[f"{base}/2.weight"].std().item() == pytest.approx(fresh * 0.25**0.5, rel=0.05)
     assert torch.equal(bases["0/0.weight"], full["0.weight"][:100])
     assert torch.equal(slimmed["0.weight"], full["0.weight"][:100])  # the stem has all its inputs
+
+
+def test_heterofl_scales_in_training_if_asked_to() -> None:
+    x = torch.randn(4, 1, 6, 6)
+    plain, scaled = (
+        load(method.network("w0.5"), method.weights(method.start(exchanged(small_model())), "w0.5")).train()
+        for method in (
+            HeteroFL(small_model(), HeteroFLConfig(tiers=(0.5,), scaler=scaler), SETUP) for scaler in (False, True)
+        )
+    )
+    # the hidden layer has no normalisation behind it
+    assert torch.allclose(scaled[:8](x), 2 * plain[:8](x), atol=1e-6)  # type: ignore[index]
+
+
+def test_fjord_is_charged_for_the_widths_that_it_draws() -> None:
+    method = FjORD(small_model(), FjORDConfig(tiers=(1.0, 0.5, 0.25)), SETUP)
+    macs = [measure(method.network(tier), (1, 6, 6)).macs for tier in method.tiers]
+    assert measure(method.network("ordered full"), (1, 6, 6)).macs == sum(macs) // 3
+    assert measure(method.network("ordered w0.25"), (1, 6, 6)).macs == macs[-1]
+    expected = training_memory(method.network("full"), (1, 6, 6), 8)
+    assert all(training_memory(method.network("ordered full"), (1, 6, 6), 8) == expected for _ in range(4))
 
 
 METHODS = [

@@ -1,5 +1,8 @@
 """Narrower networks: the paper's sizes, any model that runs, and what cannot be narrowed."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,18 +23,16 @@ def parameters(network: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", ["cnn", "resnet18", "resnet34"])
 @pytest.mark.parametrize("width", [0.62, 0.35, 0.1])
-def test_narrowing_gives_the_network_that_is_built_at_that_width(name: str, width: float) -> None:
-    model = MODELS[name](num_classes=7, in_channels=3, width=0.25)
-    plan = plan_widths(model, width, torch.zeros(1, 3, 16, 16), "fc")
-    # round(round(C / 4) · width): built at a quarter first, so compare with stages that divide evenly
-    built = {n: t.shape for n, t in narrowed(model, plan).state_dict().items()}
-    full = {n: t.shape for n, t in model.state_dict().items()}
-    assert built["fc.weight"][0] == 7  # the classifier keeps its outputs
-    assert built["conv1.weight"][1] == 3  # and the first layer its inputs
-    for layer, shape in full.items():
-        if len(shape) == 4:
-            assert built[layer][0] == max(1, round(shape[0] * width))
-    check_alignment(model, plan, torch.randn(2, 3, 16, 16))
+@pytest.mark.parametrize("classifier", ["fc", None])
+def test_narrowing_gives_the_network_that_is_built_at_that_width(
+    name: str, width: float, classifier: str | None
+) -> None:
+    model = MODELS[name](num_classes=7, in_channels=3)
+    plan = plan_widths(model, width, torch.zeros(1, 3, 8, 8), classifier)
+    built = MODELS[name](num_classes=7, in_channels=3, width=width)
+    shapes = {n: t.shape for n, t in narrowed(model, plan).state_dict().items()}
+    assert shapes == {n: t.shape for n, t in built.state_dict().items()}
+    check_alignment(model, plan, torch.zeros(1, 3, 8, 8))
 
 
 def test_width_one_keeps_everything() -> None:
@@ -115,18 +116,70 @@ class Concatenated(nn.Module):
         return y
 
 
-def test_channels_that_do_not_line_up_are_noticed() -> None:
-    model, x = Concatenated(), torch.randn(1, 4)
+@pytest.mark.parametrize("width", [0.75, 0.5, 0.25, 0.125])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_channels_that_do_not_line_up_are_noticed(width: float, zeros: bool) -> None:
+    """Whatever the model's weights and the sample are."""
+    model, x = Concatenated(), torch.zeros(1, 4)
+    if zeros:
+        for p in model.parameters():
+            nn.init.zeros_(p)
     with pytest.raises(FedhmError, match="do not line up"):
-        check_alignment(model, plan_widths(model, 0.5, x, "c"), x)
+        check_alignment(model, plan_widths(model, width, x, "c"), x)
 
 
-def test_weights_that_are_zero_at_the_start_hide_nothing() -> None:
-    model, x = Concatenated(), torch.randn(1, 4)
-    for p in model.parameters():
-        nn.init.zeros_(p)
-    with pytest.raises(FedhmError, match="do not line up"):
-        check_alignment(model, plan_widths(model, 0.5, x, "c"), x)
+class Odd(nn.Module):
+    """Scores that no Linear gives, a number among the buffers, one layer under two names, a norm without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 8, 3, padding=1)
+        self.deep = nn.Conv2d(8, 16, 3, padding=1, groups=8)  # two outputs for each channel
+        self.mixed = nn.Conv2d(16, 8, 1)
+        self.again = self.mixed2 = nn.Conv2d(8, 8, 1)
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
+        self.head = nn.Conv2d(8, 5, 1)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.deep(self.first(x.float())).relu()
+        x = self.again(self.mixed2(self.mixed(x)).relu()) * self.scale
+        x = self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.head(x).mean((2, 3)).log_softmax(1)
+
+
+@pytest.mark.parametrize("width", [0.5, 0.25])
+def test_odd_models_are_narrowed_all_the_same(width: float) -> None:
+    model, x = Odd(), torch.randn(3, 2, 6, 6)
+    assert probe(model, x, 5) is None
+    plan = plan_widths(model, width, x[:1], None)
+    check_alignment(model, plan, x)
+    network = narrowed(model, plan)
+    assert network(x).shape == (3, 5)
+    assert parameters(network) < width * parameters(model)
+
+
+def test_only_what_a_normalisation_looks_at_is_normalised() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm, self.fc = nn.Linear(4, 8), nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.a(x), self.b(x)
+            y: Tensor = self.fc(self.norm(a) + b)
+            return y
+
+    plan = plan_widths(Sum(), 0.5, torch.zeros(2, 4), "fc")
+    assert (plan["a"].normalised, plan["b"].normalised) == (True, False)
+
+
+def test_a_scaled_network_can_be_copied_and_pickled() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    scaled = narrowed(model, plan_widths(model, 0.5, torch.zeros(2, 4), "2"), scaler=0.5)
+    x = torch.randn(3, 4)
+    for twin in (copy.deepcopy(scaled), pickle.loads(pickle.dumps(scaled))):
+        assert torch.equal(twin(x), scaled(x))
 
 
 def tied() -> nn.Module:
@@ -151,7 +204,11 @@ class HardCoded(nn.Module):
         (nn.Sequential(nn.Linear(4, 8), nn.Bilinear(8, 8, 2)), (4,), "'1' is a Bilinear"),
         (tied(), (4,), "tied to another"),
         (nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 1, groups=2), nn.Flatten()), (4, 4, 4), "2 groups"),
-        (nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6), nn.Flatten()), (4, 4, 4), "GroupNorm of 2 groups"),
+        (
+            nn.Sequential(nn.Conv2d(4, 6, 3), nn.GroupNorm(2, 6), nn.Flatten(), nn.Linear(24, 2)),
+            (4, 4, 4),
+            "GroupNorm of 2 groups",
+        ),
         (nn.Sequential(nn.Linear(4, 8), nn.LayerNorm((3, 8)), nn.Linear(8, 2)), (3, 4), "LayerNorm over several axes"),
         (HardCoded(), (1, 4, 4), "cannot be made narrower"),
     ],

@@ -133,6 +133,8 @@ def gathered(
 def _as_public(data: PublicLike) -> Samples:
     """In random order: public data may come sorted, and BatchNorm would see batches of one label."""
     if isinstance(data, Tensor | np.ndarray):
+        if not data.ndim:
+            raise FedhmError("the public set must be an array of inputs, not a single number")
         data = (data, np.zeros(len(data)))
     samples = _as_samples(data, "the public set")
     return samples.subset(torch.from_numpy(numpy_generator(0, "public").permutation(len(samples))))

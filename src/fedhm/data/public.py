@@ -4,7 +4,7 @@ import torch
 
 from fedhm.config import DataConfig
 from fedhm.data.samples import Samples
-from fedhm.data.sources import HUGGINGFACE, read_source
+from fedhm.data.sources import lies_in, read_source
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
@@ -27,6 +27,6 @@ def set_aside(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, S
 
 
 def _read(config: DataConfig) -> Samples:
-    # A folder of parquet files does not say of which data set they are: it is that of `source`.
-    elsewhere = config.public.startswith(HUGGINGFACE) and config.public != config.source
-    return read_source(config.public, None if elsewhere else config.folder).train
+    """The folder is that of `source`; another data set may lie in it too, where its files can be told."""
+    there = config.public == config.source or lies_in(config.public, config.folder)
+    return read_source(config.public, config.folder if there else None).train

@@ -74,6 +74,11 @@ def read_source(name: str, folder: Path | None) -> Source:
     return SOURCES[name](_place(name, folder))
 
 
+def lies_in(name: str, folder: Path | None) -> bool:
+    """Whether the files of the data set `name` are in `folder`; of Hugging Face's nobody can tell."""
+    return name in FILES and folder is not None and FILES[name].are_in(folder)
+
+
 def _place(name: str, folder: Path | None) -> Path:
     if name not in FILES:
         return Path()  # comes with a package, its reader looks at no folder

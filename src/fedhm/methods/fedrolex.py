@@ -1,6 +1,6 @@
 """FedRolex: as HeteroFL, but the window of channels moves on every round, so that all are trained equally often.
 
-In round t a layer with C channels gives the channels t − 1, t, …, around the end: index (t − 1) · roll + i mod C.
+In round t the i-th channel of a narrow layer is channel ((t − 1) · roll + i) mod C of the full one.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -28,6 +28,11 @@ class OrderedDropout(nn.Module):
         self.network = network
         self._narrower = list(narrower)  # a plain list: they have no weights of their own
 
+    @property
+    def drawn(self) -> Sequence[nn.Module]:
+        """The networks of which each batch runs one, all as often; the widest first."""
+        return [self.network, *self._narrower]
+
     def forward(self, x: Tensor) -> Tensor:
         drawn = int(torch.randint(len(self._narrower) + 1, ())) if self.training else 0
         scores: Tensor
@@ -36,7 +41,7 @@ class OrderedDropout(nn.Module):
         else:
             chosen = self._narrower[drawn - 1].train()
             own = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
-            shapes = {name: t.shape for name, t in chosen.state_dict().items()}
+            shapes = {n: t.shape for n, t in (*chosen.named_parameters(), *chosen.named_buffers())}
             leading = {name: own[name][tuple(slice(size) for size in shape)] for name, shape in shapes.items()}
             scores = torch.func.functional_call(chosen, leading, (x,))
         return scores

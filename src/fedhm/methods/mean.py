@@ -99,8 +99,8 @@ def influence(update: Update, weighting: str) -> float:
 
 def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
     """The mask of the classifier's rows that a client trained, those of the labels it holds; None for all of them."""
-    weight = update.tensors.get(f"{classifier}.weight")
-    if update.labels is None or weight is None or len(update.labels) == len(weight):
+    weight = update.tensors.get(f"{classifier}.weight" if classifier else "weight")  # a model may be one layer
+    if classifier is None or update.labels is None or weight is None or len(update.labels) == len(weight):
         return None
     rows = torch.zeros(len(weight), dtype=torch.float64)
     rows[list(update.labels)] = 1.0

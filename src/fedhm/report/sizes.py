@@ -20,7 +20,7 @@ def size_table(name: str, config: Config, model: nn.Module, method: Method, shap
     state = method.start(exchanged(model))
     for tier in method.tiers:
         cost = measure(method.network(tier), shape)
-        tasks = list(method.tasks(state, [Participant(0, tier)], config.train.rounds))  # after any warm-up
+        tasks = list(method.tasks(state, [Participant(0, tier)], config.train.rounds))  # after a warm-up
         networks = {task.network for task in tasks}
         memory = max(training_memory(method.network(each), shape, config.train.batch) for each in networks)
         table.add_row(

@@ -1,13 +1,14 @@
 """Network + width plan → narrower network, and which of the full network's numbers are its own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.copied import copied
-from fedhm.slimming.plan import WidthPlan
+from fedhm.slimming.plan import WidthPlan, attempt
 from fedhm.slimming.resize import NORMS, resize
 
 Where = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indices, None for all
@@ -25,8 +26,18 @@ def narrowed(model: nn.Module, plan: WidthPlan, scaler: float = 1.0) -> nn.Modul
         inputs = cut.inputs.kept if cut.inputs else cut.outputs.kept // cut.outputs.unit
         resize(layers[name], cut.outputs.kept, inputs)
         if scaler != 1 and cut.inputs and cut.outputs.kept < cut.outputs.full and not cut.normalised:
-            layers[name].register_forward_hook(lambda layer, _, y: y / scaler if layer.training else y)
+            layers[name].register_forward_hook(Scaler(scaler))
     return network
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """A forward hook; a class of its own, so that the network can be copied and pickled."""
+
+    width: float
+
+    def __call__(self, layer: nn.Module, _: object, output: Tensor) -> Tensor:
+        return output / self.width if layer.training else output
 
 
 def where(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> Where:
@@ -63,33 +74,38 @@ def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
     """Refuses a plan whose narrower network is not a part of the full one.
 
     It is one if the full network gives the same scores with all other weights at zero, for any window. Where channels
-    of several layers are concatenated it is not: the plan takes the leading ones of all together.
+    of several layers are concatenated it is not: the plan takes the leading ones of all together. Weights and inputs
+    are positive here, so that no activation is switched off and no two differences cancel.
     """
     generator = torch.Generator().manual_seed(0)
-    full, narrow = _without_mixing_norms(copied(model)), _without_mixing_norms(narrowed(model, plan))
-    inputs = sample.double() if sample.is_floating_point() else sample
-    full.double().eval(), narrow.double().eval()
-    own: Mapping[str, Tensor] = narrow.state_dict()
-    for name, tensor in full.state_dict().items():
-        if not tensor.is_floating_point():
+    full, narrow = (_without_mixing_norms(each).eval() for each in (copied(model), narrowed(model, plan)))
+    inputs = torch.rand(sample.shape, generator=generator).to(sample) if sample.is_floating_point() else sample
+    own = {name: tensor.detach() for name, tensor in _tensors(narrow)}
+    for name, tensor in _tensors(full):
+        if not tensor.is_floating_point() or name not in own:
             continue
-        indices = where(plan, name, tensor.ndim, offset=1)
+        part, values = own[name], tensor.detach()
+        indices = where(plan, name, values.ndim, offset=1)
+        fan_in = max(1, part.numel() // part.shape[0]) if part.ndim else 1
         if name.endswith("running_var"):
-            tensor.fill_(1.0)  # of no channel is the variance 0
-        else:
-            tensor.zero_()
-            fan_in = max(1, own[name].numel() // max(1, len(own[name])))
-            tensor[spots(indices, tensor.shape)] = (
-                torch.randn(own[name].shape, generator=generator, dtype=torch.float64) / fan_in**0.5
-            )
-        own[name].copy_(take(tensor, indices))
-    with torch.no_grad():
-        expected, got = full(inputs), narrow(inputs)
+            values.fill_(1.0)  # of no channel is the variance 0
+        elif part.ndim:
+            values.zero_()
+            drawn = torch.rand(part.shape, generator=generator, dtype=torch.float64) / fan_in
+            values[spots(indices, values.shape)] = drawn.to(values)
+        part.copy_(take(values, indices))
+    expected, got = attempt(lambda: full(inputs)), attempt(lambda: narrow(inputs))
     if not torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
         raise FedhmError(
             "the model cannot be made narrower: channels of its layers do not line up, as where several are "
             "concatenated, so the narrow network is no part of the full one"
         )
+
+
+def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each once, also of a layer that is registered under two names."""
+    yield from network.named_parameters()
+    yield from network.named_buffers()
 
 
 def _without_mixing_norms(network: nn.Module) -> nn.Module:

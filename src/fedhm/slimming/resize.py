@@ -8,6 +8,7 @@ from fedhm.errors import FedhmError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
+LAYERS = (*CONVOLUTIONS, nn.Linear, *NORMS)  # that can be made narrower
 
 
 def depthwise(layer: nn.Module) -> bool:
@@ -30,15 +31,19 @@ def outputs_of(layer: nn.Module) -> int:
     if isinstance(layer, nn.GroupNorm):
         return layer.num_channels
     assert isinstance(layer, nn.LayerNorm)
-    if len(layer.normalized_shape) > 1:
+    if _over_several_axes(layer):
         raise FedhmError("a LayerNorm over several axes cannot be made narrower")
     return layer.normalized_shape[0]
 
 
 def sizes_of(network: nn.Module) -> dict[str, list[int]]:
     """Layer name → [outputs, inputs], of the layers that can be resized."""
-    layers = {n: m for n, m in network.named_modules() if type(m) in (*CONVOLUTIONS, nn.Linear, *NORMS)}
+    layers = {n: m for n, m in network.named_modules() if type(m) in LAYERS and not _over_several_axes(m)}
     return {name: [outputs_of(layer), inputs_of(layer)] for name, layer in layers.items()}
+
+
+def _over_several_axes(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) > 1
 
 
 def resize(layer: nn.Module, outputs: int, inputs: int) -> None:
