@@ -15,6 +15,7 @@ from fedhm.distil import absolute_error, follow, scores
 from fedhm.exchange import exchanged, load
 from fedhm.lowrank.decay import add_frobenius_decay
 from fedhm.lowrank.layers import LowRank
+from fedhm.memory_format import channels_last
 from fedhm.messages import Task, Tensors, Update
 from fedhm.seeds import derive, torch_generator
 
@@ -32,10 +33,7 @@ class Client:
 
     def run(self, task: Task, position: int = 0) -> Update:
         weights = task.kept if task.kind == "distil" else task.tensors
-        network = load(self.network(task.network), weights)
-        for parameter in network.parameters():
-            if parameter.ndim == 4:  # images and convolutions run faster with channels last in memory
-                parameter.data = parameter.data.to(memory_format=torch.channels_last)
+        network = channels_last(load(self.network(task.network), weights))
         feed = Feed(self.samples, self.preprocessing)
         labels: tuple[int, ...] | None = None
         loss = 0.0

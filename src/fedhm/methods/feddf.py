@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedhm.distil import divergence, follow, scores
 from fedhm.exchange import exchanged, load
+from fedhm.memory_format import channels_last
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.method_config import FedDFConfig
 from fedhm.methods.mean import WeightedMean, influence
@@ -68,7 +69,7 @@ class FedDF:
 
     def _distilled(self, weights: Tensors, teacher: Tensor, tier: str, round_number: int) -> Tensors:
         assert self._public is not None
-        student = load(self.network(tier), weights)
+        student = channels_last(load(self.network(tier), weights))
         generator = torch_generator(self._seed, "distil", round_number, tier)
         epochs = (self._public.shuffled(self.config.batch, generator) for _ in repeat(None))
         optimizer = torch.optim.Adam(student.parameters(), lr=self.config.lr)
