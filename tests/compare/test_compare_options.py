@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fedhm.cli import main
 from fedhm.compare.command import _config, _default_folder
 from fedhm.method_config import FedHMConfig
 
@@ -34,3 +35,9 @@ def test_the_folder_is_named_by_what_is_compared_and_how() -> None:
 
 def test_other_methods_presets_have_no_weighting_of_fedhms() -> None:
     assert _config(options("method.name=heterofl", setting="dynamic")).method.weighting == "uniform"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("option", [["--methods", "fedhm"], ["--seeds", "2"], ["--set", "train.rounds=3"]])
+def test_runs_that_exist_are_taken_as_they_are(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--runs", "somewhere", *option]) == 1
+    assert f"fedhm: --runs takes runs as they are: {option[0]} does not go with it" in capsys.readouterr().err

@@ -107,3 +107,16 @@ def test_every_name_gives_valid_runs_that_differ_in_their_method_only(tmp_path_f
     assert [cell.name for cell in planned if cell.entry.label == "lowrank:1/8"] == [
         "lowrank-1-8-seed0", "lowrank-1-8-seed1",
     ]  # fmt: skip
+
+
+def test_a_configs_own_section_goes_for_the_method_that_it_names() -> None:
+    config = load_config("digits", ["method.name=splitmix", "method.base=0.5", "method.tiers=[2,1]"])
+    found = {entry.label: entry.method for entry in entries(["splitmix", "heterofl"], Reference(config))}
+    assert (found["splitmix"]["base"], found["splitmix"]["tiers"]) == (0.5, [2, 1])
+    assert len(found["heterofl"]["tiers"]) == 4
+
+
+@pytest.mark.parametrize("change", ["compare.widths=[1,0.5]", "compare.bases=[3,1]"])
+def test_there_must_be_a_size_for_each_tier(change: str) -> None:
+    with pytest.raises(FedhmError, match=r"compare\.\w+ has 2 sizes, but FedHM has 4 tiers to match"):
+        entries(["heterofl", "splitmix"], Reference(load_config("digits", [change])))

@@ -22,7 +22,9 @@ def test_a_tier_with_two_shares_has_two_widths() -> None:
 
 
 def test_given_ones_are_taken_as_they_are() -> None:
-    reference = Reference(load_config("digits", ["compare.widths=[0.3, 1]", "compare.bases=[1, 5]"]))
+    reference = Reference(
+        load_config("digits", ["method.tiers=[1,0.5]", "compare.widths=[0.3, 1]", "compare.bases=[1, 5]"])
+    )
     assert (reference.widths, reference.bases) == ([1, 0.3], [5, 1])
 
 

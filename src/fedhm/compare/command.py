@@ -33,10 +33,8 @@ level, accuracy as mean ± deviation over the seeds. The same command again runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--methods", default=METHODS, metavar="A,B,…", help=f"of {', '.join(known())} (default: {METHODS})"
-    )
-    parser.add_argument("--seeds", default="3", metavar="N", help="how many, from the config's seed on (default: 3)")
+    parser.add_argument("--methods", metavar="A,B,…", help=f"of {', '.join(known())} (default: {METHODS})")
+    parser.add_argument("--seeds", metavar="N", help="how many, from the config's seed on (default: 3)")
     parser.add_argument("--setting", metavar="fixed|dynamic", help="clients keep their tier, or draw one every round")
     parser.add_argument("--data", metavar="iid|dirichlet", help="how the samples are dealt out to the clients")
     parser.add_argument("--target", metavar="ACCURACY", help="what it costs to get there (default: what all reach)")
@@ -56,16 +54,20 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     if options.runs:
         if options.config is not None:
             raise FedhmError(f"--runs takes runs that exist, and needs no preset: leave '{options.config}' out")
+        for name in ("methods", "seeds", "setting", "data", "jobs", "changes"):
+            if getattr(options, name):
+                option = "set" if name == "changes" else name
+                raise FedhmError(f"--runs takes runs as they are: --{option} does not go with it")
         report = ComparisonReport(entries := existing(options.runs), options.command, _layers(entries), target)
         _show(report, options.out or Path("comparison"), console)
         return
     if options.config is None:
         raise FedhmError("name a preset or a config file to compare methods on; 'fedhm presets' lists the presets")
-    seeds = _positive(options.seeds, "--seeds")
+    seeds = _positive(options.seeds or "3", "--seeds")
     jobs = _positive(options.jobs, "--jobs") if options.jobs else _usable_cores()
     config = _config(options)
     reference = Reference(config)
-    chosen = entries_of([name.strip() for name in options.methods.split(",") if name.strip()], reference)
+    chosen = entries_of([name.strip() for name in (options.methods or METHODS).split(",") if name.strip()], reference)
     out = options.out or _default_folder(options.config, config)
     planned = cells(config, chosen, seeds, out)
     check(planned)

@@ -44,7 +44,7 @@ def _entries(name: str, reference: Reference) -> Iterator[Entry]:
             raise FedhmError(f"{kind} has nothing to train: there is no tier below the full model")
         yield from (Entry(f"{kind}:{_called(kind, value)}", family.settings(reference, value)) for value in members)
     elif kind in SINGLE and not colon:
-        yield Entry(kind, SINGLE[kind](reference))
+        yield Entry(kind, reference.given_settings(kind) or SINGLE[kind](reference))
     elif kind in SINGLE:
         raise FedhmError(f"--methods {name}: only {' and '.join(FAMILIES)} are followed by a colon and a size")
     else:

@@ -2,12 +2,14 @@
 
 from bisect import bisect_right
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fedhm.config import CompareConfig, Config
 from fedhm.cost import LayerCost, by_layer
+from fedhm.errors import FedhmError
 from fedhm.method_config import FedHMConfig
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup
@@ -16,6 +18,7 @@ from fedhm.run import build_model, input_format
 from fedhm.slimming.narrow import narrowed
 from fedhm.slimming.plan import plan_widths
 
+Number = TypeVar("Number", int, float)
 WIDTHS = [hundredths / 100 for hundredths in range(1, 101)]
 
 
@@ -31,18 +34,29 @@ class Reference:
         """Of FedHM's tiers, largest first; one with two shares of the clients comes twice."""
         return sorted(self.fedhm.tiers, reverse=True)
 
+    def given_settings(self, method: str) -> dict[str, Any] | None:
+        """A config's own [method] section goes for the method that it names."""
+        own = self._config.method
+        return own.model_dump(mode="json") if own.name == method and not isinstance(own, FedHMConfig) else None
+
     @cached_property
     def widths(self) -> list[float]:
         """Of the methods that slim the model: given, or with as many parameters as FedHM's tiers have."""
-        return sorted(self._given.widths, reverse=True) or [self._nearest_width(size) for size in self._sizes]
+        given = self._one_for_each_tier("widths", sorted(self._given.widths, reverse=True))
+        return given or [self._nearest_width(size) for size in self._sizes]
 
     @cached_property
     def bases(self) -> list[int]:
         """How many of the narrowest networks Split-Mix gives to each tier."""
-        if self._given.bases:
-            return sorted(self._given.bases, reverse=True)
+        if given := self._one_for_each_tier("bases", sorted(self._given.bases, reverse=True)):
+            return given
         base = self._narrow_size(min(self.widths))
         return [max(1, round(size / base)) for size in self._sizes]
+
+    def _one_for_each_tier(self, key: str, given: list[Number]) -> list[Number]:
+        if given and len(given) != len(self.ratios):
+            raise FedhmError(f"compare.{key} has {len(given)} sizes, but FedHM has {len(self.ratios)} tiers to match")
+        return given
 
     def layers(self) -> dict[str, dict[str, LayerCost]]:
         """Tier → layer → cost, of the full model and FedHM's tiers."""

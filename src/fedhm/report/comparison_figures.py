@@ -16,8 +16,10 @@ from fedhm.report.comparison import Comparison, Place
 from fedhm.report.comparison_tables import readable_count
 from fedhm.report.targets import Reached
 
-COLOURS = matplotlib.color_sequences["tab10"]
-STYLES = ("-", "--", ":", "-.")
+# the ten dark ones first, then their light twins
+COLOURS = [*matplotlib.color_sequences["tab20"][::2], *matplotlib.color_sequences["tab20"][1::2]]
+STYLES = ("-", "--")  # a light line is also a dashed one
+MANY = 8  # more methods than that have their legend outside
 
 
 def save_convergence(comparison: Comparison, path: Path) -> Path:
@@ -31,7 +33,7 @@ def save_convergence(comparison: Comparison, path: Path) -> Path:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes, "round", "each method's smallest model")
     axes.set_ylabel("test accuracy (%)")
-    axes.legend(title="method, parameters", fontsize=8, title_fontsize=8)
+    _legend(figure, [axes])
     figure.savefig(path)
     return path
 
@@ -49,7 +51,7 @@ def save_communication(comparison: Comparison, path: Path) -> Path:
         axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         _finish(axes, "sent by server and clients for training so far, all together", f"{title} model of each method")
-        axes.legend(title="method, parameters", fontsize=8, title_fontsize=8)
+    _legend(figure, panels)
     figure.axes[0].set_ylabel("test accuracy (%)")
     figure.savefig(path)
     return path
@@ -75,7 +77,7 @@ def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[
     spreads = [spread for _, spread in place.entry.curve(place.tier)]
     means = np.array([spread.mean for spread in spreads])
     around = np.array([spread.deviation or 0.0 for spread in spreads])
-    colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+    colour, style = COLOURS[number % len(COLOURS)], STYLES[number // 10 % len(STYLES)]
     marker = "o" if len(means) < 3 else None
     label = f"{name}, {readable_count(place.parameters)}"
     axes.plot(positions, means, style, color=colour, marker=marker, linewidth=1.5, label=label)
@@ -96,9 +98,24 @@ def _bars(axes: Axes, ratios: Sequence[float | None], labels: Sequence[str], col
     axes.bar_label(bars, [" not reached" if ratio is None else f" {ratio:.2f}" for ratio in ratios], fontsize=8)
     axes.set_yticks(range(len(ratios)), labels, fontsize=8)
     axes.set_ylim(len(ratios) - 0.4, -0.6)  # the first on top
-    axes.set_xlim(0, 1.18 * max([1.0, *widths]))
+    if max(widths) > 5:  # one far out would leave slivers of the others
+        axes.set_xscale("log")
+        axes.set_xlim(0.7 * min([1.0, *(w for w in widths if w)]), 2 * max(widths))
+    else:
+        axes.set_xlim(0, 1.18 * max([1.0, *widths]))
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
+
+
+def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """In each panel, or one for all beside them, named by the first, where it would cover the lines."""
+    handles, labels = panels[0].get_legend_handles_labels()
+    if len(labels) > MANY:
+        names = labels if len(panels) == 1 else [label.rpartition(", ")[0] for label in labels]
+        figure.legend(handles, names, loc="outside right center", fontsize=8, handlelength=3)
+    else:
+        for axes in panels:
+            axes.legend(title="method, parameters", fontsize=8, title_fontsize=8)
 
 
 def _finish(axes: Axes, x_label: str, title: str) -> None:
