@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged
 from fedhm.messages import size_in_bytes
+from fedhm.slimming.drawn import run_in_training
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype |
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
     """
-    macs = [_macs(each, input_shape, dtype)[WHOLE] for each in _run_in_training(model)]
+    macs = [_macs(each, input_shape, dtype)[WHOLE] for each in run_in_training(model)]
     return Cost(_trainable(model.parameters()), sum(macs) // len(macs), size_in_bytes(exchanged(model)))
 
 
@@ -58,12 +59,6 @@ def by_layer(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype 
     outside = _trainable(set(model.parameters()) - counted)
     rest = macs[WHOLE] - sum(part.macs for part in parts.values())
     return parts | ({ROOT: LayerCost(outside, rest)} if outside or rest else {})
-
-
-def _run_in_training(model: nn.Module) -> Sequence[nn.Module]:
-    """The model, or those of which it draws one for each batch (`drawn`), as ordered dropout does; the widest first."""
-    drawn: Sequence[nn.Module] | None = getattr(model, "drawn", None)
-    return drawn or [model]
 
 
 def _trainable(parameters: Iterable[Tensor]) -> int:
@@ -87,7 +82,7 @@ def training_memory(
     Weights, gradients, momentum, activations and whatever the step makes on its way count; the model that was handed
     in is changed by the step.
     """
-    model = _run_in_training(model)[0]
+    model = run_in_training(model)[0]
     watch = _AliveBytes()
     try:
         inputs = _sample(model, batch, input_shape, dtype)

@@ -8,13 +8,14 @@ wrong (oneDNN issue 6035). Narrow networks have such layers in their shortcuts. 
 import torch
 from torch import Tensor, nn
 
+from fedhm.slimming.drawn import run_in_training
+
 REGISTER = 16  # floats in an AVX-512 register
 
 
 def channels_last(network: nn.Module) -> nn.Module:
     """Prepares a network for training on channels-last images."""
-    # ordered dropout runs one of several networks, which share the weights of the first
-    variants = [dict(each.named_modules()) for each in getattr(network, "drawn", (network,))]
+    variants = [dict(each.named_modules()) for each in run_in_training(network)]
     endangered = {name for layers in variants for name, layer in layers.items() if _endangered(layer)}
     for layers in variants:
         for name in endangered:
