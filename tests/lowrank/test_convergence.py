@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.lowrank.convergence import largest_norm, spectral_constants
+from fedhm.lowrank.convergence import Tail, largest_norm, spectral_constants
 
 spectra_of_layers = st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=6), min_size=1, max_size=3)
 
@@ -58,3 +58,16 @@ def test_the_worst_layer_counts() -> None:
 def test_largest_norm() -> None:
     assert largest_norm([torch.tensor([3.0, 4.0]), torch.eye(4)]) == 5
     assert largest_norm([]) == 0
+
+
+@pytest.mark.parametrize("ranks", [[{}, {"a": 2}, {"a": 1}], [{"a": 2}, {"a": 1}], [{}, {}]])
+def test_a_tail_that_is_known_by_its_energy(ranks: list[dict[str, int]]) -> None:
+    """κ_σ1 comes out the same; κ_σ2 is not underestimated, and is the same where the tail is flat."""
+    whole = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.5])
+    for spectrum in (whole, torch.tensor([4.0, 3.0, 2.0, 0.5, 0.5])):
+        tails = {"a": Tail(2, spectrum[3:].square().sum().item())}
+        exact = spectral_constants({"a": spectrum}, ranks)
+        known = spectral_constants({"a": spectrum[:3]}, ranks, tails)
+        assert known[0] == pytest.approx(exact[0], rel=1e-12)
+        assert known[1] >= exact[1] * (1 - 1e-12)
+    assert known[1] == pytest.approx(exact[1], rel=1e-12)

@@ -1,4 +1,7 @@
-"""Truncated singular value decompositions: the spectral initialisation of the paper's factorized layers."""
+"""Truncated singular value decompositions: the spectral initialisation of the paper's factorized layers.
+
+A matrix is decomposed once, at the largest rank that anybody asks for: smaller ranks are prefixes.
+"""
 
 from typing import NamedTuple
 
@@ -7,28 +10,54 @@ from torch import Tensor
 
 
 class Factors(NamedTuple):
-    """`left @ right` is the best approximation of rank r to a matrix (M, N).
+    """`left @ right` is the best approximation of rank k to a matrix (M, N), or as good as a bound says.
 
     The singular values are split evenly, so that both factors start at the same scale.
     Smaller ranks are prefixes: `left[:, :r]`, `right[:r]`.
     """
 
-    left: Tensor  # (M, r): U √Σ
-    right: Tensor  # (r, N): √Σ Vᵀ
-    spectrum: Tensor  # (min(M, N),): every singular value, the truncated ones too
+    left: Tensor  # (M, k): U √Σ
+    right: Tensor  # (k, N): √Σ Vᵀ
+    spectrum: Tensor  # the largest singular values: k of them, or all min(M, N)
 
     def prefix(self, rank: int) -> tuple[Tensor, Tensor]:
         return self.left[:, :rank], self.right[:rank]
 
 
 def factorize(matrix: Tensor, rank: int) -> Factors:
-    """Decomposes `matrix` (M, N) exactly and keeps its `rank` largest directions."""
+    """Decomposes `matrix` (M, N) exactly, and keeps its `rank` largest directions and all its singular values."""
     # half precision has no decomposition of its own
     precise = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    U, spectrum, Vt = torch.linalg.svd(precise, full_matrices=False)
+    U, spectrum, Vt = _through_gram(precise, rank) if precise.dtype == torch.float32 else _lapack(precise, rank)
     root = spectrum[:rank].sqrt()
-    left, right = U[:, :rank] * root, root[:, None] * Vt[:rank]
+    left, right = U * root, root[:, None] * Vt
     return Factors(left.to(matrix.dtype), right.to(matrix.dtype), spectrum)
+
+
+def _lapack(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    U, spectrum, Vt = torch.linalg.svd(matrix, full_matrices=False)
+    return U[:, :rank], spectrum, Vt[:rank]
+
+
+def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """By the eigenvectors of the smaller Gram matrix, in twice the precision that the matrix has.
+
+    Squaring costs half of the digits, and float64 has more than twice those of float32: the tail is as right as by an
+    SVD in float32, at a fraction of the time for matrices that are not square, and a little less for square ones.
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        V, spectrum, Ut = _through_gram(matrix.T, rank)
+        return Ut.T, spectrum, V.T
+    precise = matrix.double()
+    energies, vectors = torch.linalg.eigh(precise @ precise.T)
+    if not bool(energies.isfinite().all()):
+        return _lapack(matrix, rank)  # which says what is wrong
+    spectrum, U = energies.flip(0).clamp(min=0).sqrt(), vectors.flip(1)[:, :rank]
+    scaled = U.T @ precise  # (rank, N): Σ Vᵀ
+    # beyond the rank of the matrix there is no direction to find: the row stays zero
+    norms = scaled.norm(dim=1, keepdim=True)
+    Vt = torch.where(norms > spectrum[0] * 1e-14, scaled / norms, 0)
+    return U.float(), spectrum.float(), Vt.float()
 
 
 def truncation_error(spectrum: Tensor, rank: int) -> float:

@@ -1,6 +1,7 @@
 """FedHM: every tier trains a hybrid network at its own rank; the server recovers, averages, factorizes again.
 
-Round t, with the full model W and one decomposition L R of every factorized layer at the largest rank:
+Round t, with the full model W and one decomposition L R of every factorized layer at the largest rank, found from the
+one of the round before:
 
     tasks    tier γ gets the dense layers of W and the first r_γ directions of L R
     merge    W ← Σ αₚ recoveredₚ / Σ αₚ,  recoveredₚ = Uₚ Vₚᵀ or the dense weight of a full client     (models)
@@ -21,11 +22,13 @@ from torch import nn
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.collapse import energy_beyond, squared_norm
-from fedhm.lowrank.convergence import largest_norm, spectral_constants
+from fedhm.lowrank.convergence import Tail, largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import factorize
+from fedhm.lowrank.svd import Factors
 from fedhm.lowrank.unroll import join, split, unroll
+from fedhm.lowrank.warm import decompose
 from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.method_config import FedHMConfig, tier_name
 from fedhm.methods.mean import WeightedMean, trained_rows
@@ -62,7 +65,8 @@ class FedHM:
         return tuple(tier_name(ratio) for ratio in sorted(self.config.tiers, reverse=True))
 
     def start(self, weights: Tensors) -> State:
-        return State(weights, self._factorized(weights))
+        memory, _ = self._factorized(weights)
+        return State(weights, memory)
 
     def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         warm = round_number <= self.config.warmup
@@ -85,11 +89,11 @@ class FedHM:
         if self.config.aggregate == "updates":
             self._complete(mean, state, weight_of_network)
         weights = mean.result()
-        spectra = {layer: state.memory[f"{layer}/spectrum"] for layer in self._largest}
-        kappa_1, kappa_2 = spectral_constants(spectra, ranks) if ranks else (0.0, 0.0)
-        kappas = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
-        memory = self._factorized(weights)
-        return State(weights, memory, kappas | self._energy_beyond(weights, memory))
+        kappa_1, kappa_2 = self._spectral_constants(state, ranks)
+        diagnostics = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
+        memory, exact = self._factorized(weights, mean, state.memory)
+        diagnostics["exact_decompositions"] = exact
+        return State(weights, memory, diagnostics | self._energy_beyond(weights, memory))
 
     def network(self, name: str) -> nn.Module:
         return to_hybrid(self._model, self.plans[name], spectral=False)
@@ -103,13 +107,33 @@ class FedHM:
             tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(left[:, :rank], right[:rank], shape)
         return tensors
 
-    def _factorized(self, weights: Tensors) -> Tensors:
-        """One decomposition per layer, at the largest rank: the smaller tiers are its leading columns."""
+    def _factorized(
+        self, weights: Tensors, mean: WeightedMean | None = None, before: Tensors | None = None
+    ) -> tuple[Tensors, int]:
+        """One decomposition per layer, at the largest rank: the smaller tiers are its leading columns.
+
+        With those of the round before in `before`, most are found from there; and how many were not.
+        """
         memory: Tensors = {}
+        count = 0
         for layer, rank in self._largest.items():
-            factors = factorize(unroll(weights[f"{layer}.weight"], self.config.form), rank)
+            name = f"{layer}.weight"
+            matrix = mean.unrolled(name) if mean else None
+            if matrix is None:
+                matrix = unroll(weights[name], self.config.form)
+            factors, exact = decompose(matrix, rank, _factors(before, layer) if before else None)
             memory |= {f"{layer}/{part}": tensor.contiguous() for part, tensor in factors._asdict().items()}
-        return memory
+            count += exact
+        return memory, count
+
+    def _spectral_constants(self, state: State, ranks: Sequence[RankPlan]) -> tuple[float, float]:
+        spectra = {layer: state.memory[f"{layer}/spectrum"] for layer in self._largest}
+        tails: dict[str, Tail] = {}
+        for layer, spectrum in spectra.items():
+            weight = state.weights[f"{layer}.weight"]
+            if unknown := largest_rank(weight.shape, self.config.form) - len(spectrum):
+                tails[layer] = Tail(unknown, max(0.0, squared_norm(weight) - squared_norm(spectrum)))
+        return spectral_constants(spectra, ranks, tails) if ranks else (0.0, 0.0)
 
     def _energy_beyond(self, weights: Tensors, memory: Tensors) -> dict[str, float]:
         """For every tier below full, the share of the model that it cannot carry."""
@@ -142,6 +166,10 @@ class FedHM:
                 left, right = state.memory[f"{layer}/left"], state.memory[f"{layer}/right"]
                 mean.correct_product(f"{layer}.weight", left[:, :rank], right[:rank], -weight)
                 mean.correct(f"{layer}.weight", state.weights[f"{layer}.weight"], weight)
+
+
+def _factors(memory: Tensors, layer: str) -> Factors:
+    return Factors(*(memory[f"{layer}/{part}"] for part in Factors._fields))
 
 
 def _weight(config: FedHMConfig, ratio: float, samples: int) -> float:

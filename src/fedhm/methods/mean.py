@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.unroll import roll
+from fedhm.lowrank.unroll import Form, roll, unroll
 from fedhm.messages import Tensors, Update
 from fedhm.slimming.narrow import Where, spots
 
@@ -75,13 +75,23 @@ class WeightedMean:
         for name, old in self._old.items():
             if name not in self._weights:
                 merged[name] = old
-                continue
-            total = self._sums[name] if name in self._sums else torch.zeros_like(old)
-            if name in self._products:
-                total = total + roll(self._products[name], old.shape)
-            weight = _per_row(self._weights[name], old)
-            merged[name] = torch.where(weight > 0, total / weight, old)
+            elif name in self._products:
+                merged[name] = roll(self._unrolled_mean(name), old.shape)
+            else:
+                weight = _per_row(self._weights[name], old)
+                merged[name] = torch.where(weight > 0, self._sums[name] / weight, old)
         return merged
+
+    def unrolled(self, name: str) -> Tensor | None:
+        """After `result`: the mean in unrolled form, where there is one already, since it had factored parts."""
+        return self._products.get(name)
+
+    def _unrolled_mean(self, name: str) -> Tensor:
+        total = self._products[name]
+        if name in self._sums:
+            form: Form = "pufferfish" if total.shape[1] == len(self._old[name]) else "spatial"
+            total += unroll(self._sums[name], form)
+        return total.div_(self._weights[name].to(total.dtype))
 
     def _count(self, name: str, share: Tensor) -> None:
         self._weights[name] = self._weights[name] + share if name in self._weights else share

@@ -1,0 +1,89 @@
+"""Decomposing a matrix that is not far from one whose decomposition is known: subspace iteration, checked by a bound.
+
+One pass over A (M, N), with V (N, k) the known right singular vectors, k = r + some more than the rank that counts:
+
+    Q = orthonormal A V    what the known directions have become
+    B = Qᵀ A               its singular values and vectors are the new ones, found through the k×k matrix B Bᵀ
+
+costs two products with A in place of a decomposition of it. `bound.py` says how far from the best rank-r approximation
+the result can be. If that is too far, another pass starts from the result; after a few, the exact way is the shorter.
+"""
+
+import torch
+from torch import Tensor
+
+from fedhm.lowrank.bound import TOLERANCE, worst_ratio
+from fedhm.lowrank.svd import Factors, factorize
+
+PASSES = 3
+SMALL = 256  # rows or columns; below, an exact decomposition is quick
+WORTHWHILE = 0.6  # of the full rank; beyond it, an exact decomposition is not dearer
+FALLING = 0.7  # a spectrum that falls so far within the spare directions has left the old ones behind
+
+
+def spare(rank: int, full_rank: int) -> int:
+    """How many directions to carry beyond `rank`: they make room between what is kept and what is cut off."""
+    wanted = min(max(16, rank // 4), 64)
+    return wanted if full_rank >= SMALL and rank + wanted <= WORTHWHILE * full_rank else 0
+
+
+def decompose(matrix: Tensor, rank: int, known: Factors | None) -> tuple[Factors, bool]:
+    """The decomposition of `matrix` at `rank` and some spare directions, and whether it was made the exact way.
+
+    known  one of a matrix not far from this, which this function gave
+    """
+    count = rank + spare(rank, min(matrix.shape))
+    if known is not None and count > rank and matrix.dtype == torch.float32:
+        found = refactorize(matrix, rank, known)
+        if found is not None:
+            return found, False
+    factors = factorize(matrix, count)
+    return (factors._replace(spectrum=factors.spectrum[:count]) if count > rank else factors), True
+
+
+def refactorize(matrix: Tensor, rank: int, known: Factors) -> Factors | None:
+    """Decomposes `matrix` at as many directions as `known` has, of which the first `rank` are within the tolerance.
+
+    None if that cannot be said after some passes.
+    """
+    basis = _start(known, rank, matrix)
+    for _ in range(PASSES):
+        found = _one_pass(matrix, basis)
+        if found is None:
+            return None
+        left_vectors, spectrum, basis_now = found
+        if worst_ratio(matrix, rank, left_vectors, spectrum, basis, basis_now) <= TOLERANCE:
+            root = spectrum.sqrt().to(matrix.dtype)
+            return Factors(left_vectors * root, root[:, None] * basis_now, spectrum.to(matrix.dtype))
+        basis = basis_now
+    return None
+
+
+def _one_pass(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """From right vectors (k, N), the next left (M, k), singular values in float64, and right (k, N)."""
+    Q = torch.linalg.qr(matrix @ basis.T).Q
+    B = Q.T @ matrix
+    energies, rotation = torch.linalg.eigh((B @ B.T).double())
+    energies, rotation = energies.flip(0), rotation.flip(1)
+    if not bool(energies[-1] > 0):  # fewer directions than were asked for, or NaN
+        return None
+    spectrum = energies.sqrt()
+    return Q @ rotation.to(Q.dtype), spectrum, (rotation / spectrum).T.to(Q.dtype) @ B
+
+
+def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
+    """The orthonormal right vectors (k, N) to start from."""
+    energies = known.spectrum[: len(known.right)]
+    basis = known.right / energies.sqrt()[:, None]
+    if energies[-1] < 1e-3 * energies[0]:  # each was divided by its singular value, and so were its rounding errors
+        basis = torch.linalg.qr(basis.T).Q.T
+    if energies[-1] < FALLING * energies[rank - 1]:
+        # What is cut off is new in every round: look for it in the matrix, rather than where it was.
+        generator = torch.Generator().manual_seed(0)
+        probes = torch.randn(len(basis) - rank, len(matrix), generator=generator, dtype=matrix.dtype)
+        sketch = probes @ matrix
+        for _ in range(2):  # what the kept directions take up must be gone to the last digit
+            sketch = sketch - (sketch @ basis[:rank].T) @ basis[:rank]
+            sketch = torch.linalg.qr(sketch.T).Q.T
+        basis = torch.cat([basis[:rank], sketch])
+    return basis
