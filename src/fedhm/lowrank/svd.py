@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedhm.errors import FedhmError
+
 
 class Factors(NamedTuple):
     """`left @ right` is the best approximation of rank k to a matrix (M, N), or as good as a bound says.
@@ -26,6 +28,8 @@ class Factors(NamedTuple):
 
 def factorize(matrix: Tensor, rank: int) -> Factors:
     """Decomposes `matrix` (M, N) exactly, and keeps its `rank` largest directions and all its singular values."""
+    if not bool(matrix.isfinite().all()):  # of which LAPACK makes what it likes
+        raise FedhmError("a weight matrix holds NaN or infinite values: the model has diverged; lower train.lr")
     # half precision has no decomposition of its own
     precise = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     U, spectrum, Vt = _through_gram(precise, rank) if precise.dtype == torch.float32 else _lapack(precise, rank)
@@ -50,8 +54,6 @@ def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         return Ut.T, spectrum, V.T
     precise = matrix.double()
     energies, vectors = torch.linalg.eigh(precise @ precise.T)
-    if not bool(energies.isfinite().all()):
-        return _lapack(matrix, rank)  # which says what is wrong
     spectrum, U = energies.flip(0).clamp(min=0).sqrt(), vectors.flip(1)[:, :rank]
     scaled = U.T @ precise  # (rank, N): Σ Vᵀ
     # beyond the rank of the matrix there is no direction to find: the row stays zero
