@@ -1,0 +1,228 @@
+"""What the server does in a round of FedHM, against the paper's procedure written plainly.
+
+A real run (a ResNet on handwritten digits, ten clients in four tiers) gives real updates and real drift. Its server
+rounds are done twice, side by side: by the library (fold the updates in factor form, decompose once from the last
+round's basis, check the bound), and plainly (recover every client to a dense model, take the mean over the list, and a
+full SVD for every tier and layer). Then: how far the library's truncation is from the optimum, and how much memory ten
+and a hundred clients take.
+
+    python benchmarks/server_round.py --model resnet34
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
+
+from fedhm.config_file import parse
+from fedhm.exchange import exchanged
+from fedhm.lowrank.unroll import join, roll, split, unroll
+from fedhm.lowrank.warm import decompose
+from fedhm.messages import Tensors, Update
+from fedhm.methods.fedhm import FedHM, _factors
+from fedhm.methods.method import State
+from fedhm.run import build_model, prepare, read_federation
+from fedhm.sampling import participants
+
+KEEP = {"resnet18": 3, "resnet34": 15}  # the layers that the paper keeps dense
+
+
+class Run:
+    """A run of FedHM whose rounds are stepped through by hand."""
+
+    def __init__(self, options: Namespace) -> None:
+        quick = options.quick
+        config = parse(
+            {
+                "data": {"source": options.data, "train_samples": 80 if quick else options.samples},
+                "model": {"name": options.model, "width": 0.5 if quick else 1.0},
+                "federation": {"clients": 10, "participation": 1.0},
+                "train": {"lr": options.lr, "batch": 32, "masked_loss": False},  # the plain mean knows of no masks
+                "method": {
+                    "name": "fedhm",
+                    "tiers": [1, "1/2", "1/4", "1/8"],
+                    "keep": KEEP[options.model],
+                    "aggregate": options.aggregate,
+                },
+                "engine": {"threads": 1},
+            },
+            "the benchmark",
+        )
+        experiment = prepare(config)
+        assert isinstance(experiment.method, FedHM)
+        self.config, self.method, self.engine = config, experiment.method, experiment.engine
+        federation = read_federation(config)
+        model = build_model(config, federation.input_shape, federation.classes)
+        self.state = self.method.start(exchanged(model))
+        self.round = 0
+
+    def train(self) -> list[Update]:
+        """Local training of the next round."""
+        self.round += 1
+        chosen = participants(self.config.federation, 10, self.method.levels, 0, self.round)
+        tasks = self.method.tasks(self.state, chosen, self.round)
+        return [reply for reply in self.engine.run(tasks) if isinstance(reply, Update)]
+
+
+def ours(method: FedHM, state: State, updates: Sequence[Update]) -> State:
+    merged = method.merge(state, updates)
+    for tier in method.tiers[1:]:
+        method.weights(merged, tier)
+    return merged
+
+
+def plain(method: FedHM, state: State, updates: Sequence[Update]) -> dict[str, Tensors]:
+    """The paper's algorithm line by line; the full model under "full"."""
+    merged = plain_mean(method, state, updates)
+    return {"full": merged} | {tier: plain_factors(method, merged, tier) for tier in method.tiers[1:]}
+
+
+def plain_mean(method: FedHM, state: State, updates: Sequence[Update]) -> Tensors:
+    recovered: list[Tensors] = []
+    for update in updates:
+        model = {name: t for name, t in update.tensors.items() if name in state.weights}
+        for layer in method.plans[update.network]:
+            left, right = join(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
+            model[f"{layer}.weight"] = roll(left @ right, state.weights[f"{layer}.weight"].shape)
+        recovered.append(model)
+    return {name: torch.stack([model[name] for model in recovered]).mean(0) for name in state.weights}
+
+
+def plain_factors(method: FedHM, weights: Tensors, tier: str) -> Tensors:
+    factors: Tensors = {}
+    for layer, rank in method.plans[tier].items():
+        weight = weights[f"{layer}.weight"]
+        U, S, Vt = torch.linalg.svd(unroll(weight), full_matrices=False)
+        root = S[:rank].sqrt()
+        factors[f"{layer}.u"], factors[f"{layer}.v"] = split(
+            U[:, :rank] * root, root[:, None] * Vt[:rank], weight.shape
+        )
+    return factors
+
+
+def factorized_warm(method: FedHM, before: State, weights: Tensors) -> None:
+    for layer, rank in method._largest.items():
+        decompose(unroll(weights[f"{layer}.weight"]), rank, _factors(before.memory, layer))
+
+
+def truncation_ratios(method: FedHM, state: State) -> dict[str, float]:
+    """By tier, the largest ratio of a layer's truncation error to the smallest possible one."""
+    worst = dict.fromkeys(method.tiers[1:], 0.0)
+    for layer in method._largest:
+        matrix = unroll(state.weights[f"{layer}.weight"]).double()
+        spectrum = torch.linalg.svdvals(matrix)
+        factors = _factors(state.memory, layer)
+        for tier in worst:
+            if layer in method.plans[tier]:
+                left, right = factors.prefix(method.plans[tier][layer])
+                error = (matrix - left.double() @ right.double()).norm()
+                worst[tier] = max(worst[tier], float(error / spectrum[left.shape[1] :].norm()))
+    return worst
+
+
+def merged_memory(run: Run, updates: Sequence[Update], clients: int) -> float:
+    """Peak memory in MiB of merging so many updates, each made when its turn comes, as they arrive from an engine."""
+
+    def arriving() -> Iterator[Update]:
+        for number in range(clients):
+            update = updates[number % len(updates)]
+            yield replace(update, tensors={name: t.clone() for name, t in update.tensors.items()})
+
+    return peak_memory(lambda: run.method.merge(run.state, arriving()))
+
+
+def main() -> None:
+    options = arguments(
+        __doc__.partition("\n")[0],
+        model=("resnet18", "resnet18 or resnet34"),
+        data=("digits", "a data source"),
+        aggregate=("models", "models or updates"),
+        samples=(1400, "training samples of all clients together"),
+        lr=(0.05, "learning rate of local training"),
+        rounds=(8, "rounds of the run"),
+        measured=(4, "of these, how many at the end are measured"),
+        threads=(1, "threads of the server"),
+    )
+    if options.quick:
+        options.rounds, options.measured = 2, 1
+    torch.set_num_threads(options.threads)
+    run = Run(options)
+    times: dict[str, list[float]] = {}
+    errors: list[dict[str, float]] = []
+    exact = 0.0
+    for number in range(1, options.rounds + 1):
+        updates = run.train()
+        merged = run.method.merge(run.state, updates)
+        if number > options.rounds - options.measured:
+            for name, seconds in interleaved(
+                cases(run.method, run.state, updates, merged.weights), 1, warmup=0
+            ).items():
+                times.setdefault(name, []).extend(seconds)
+            errors.append(truncation_ratios(run.method, merged))
+            exact += merged.diagnostics["exact_decompositions"]
+            if options.aggregate == "models":
+                check_equal(merged.weights, plain_mean(run.method, run.state, updates))
+        run.state = merged
+    report(options, run, updates, times, errors, exact)
+
+
+def cases(method: FedHM, state: State, updates: Sequence[Update], merged: Tensors) -> dict[str, Callable[[], object]]:
+    return {
+        "fedhm": lambda: ours(method, state, updates),
+        "plain": lambda: plain(method, state, updates),
+        "fedhm, factorization alone": lambda: factorized_warm(method, state, merged),
+        "plain, factorization alone": lambda: [plain_factors(method, merged, tier) for tier in method.tiers[1:]],
+    }
+
+
+def check_equal(merged: Tensors, reference: Tensors) -> None:
+    for name, tensor in reference.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def report(
+    options: Namespace,
+    run: Run,
+    updates: Sequence[Update],
+    times: dict[str, list[float]],
+    errors: list[dict[str, float]],
+    exact: float,
+) -> None:
+    total = ratio(times["fedhm"], times["plain"])
+    alone = ratio(times["fedhm, factorization alone"], times["plain, factorization alone"])
+    base, ten, hundred = peak_memory(lambda: None), *(merged_memory(run, updates, n) for n in (10, 100))
+    worst = {tier: max(ratios[tier] for ratios in errors) for tier in errors[0]}
+    print(machine())
+    rows: list[tuple[object, ...]] = [
+        ("whole server round", median(times["fedhm"]), median(times["plain"]), total),
+        (
+            "factorization alone",
+            median(times["fedhm, factorization alone"]),
+            median(times["plain, factorization alone"]),
+            alone,
+        ),
+    ]
+    title = f"{options.model}, {options.data}, {options.aggregate}: rounds {run.round - len(errors) + 1}–{run.round}"
+    show(title, ["", "fedhm, s", "plain, s", "times faster"], rows)
+    show("truncation error / optimum, worst layer and round", list(worst), [[f"{x:.5f}" for x in worst.values()]])
+    layers = len(run.method._largest) * len(errors)
+    print(f"decomposed the exact way: {exact:.0f} of {layers} (layers too small to gain by a warm start are always)")
+    show(
+        "peak memory of merging, MiB",
+        ["before", "10 clients", "100 clients", "100 / 10"],
+        [(f"{base:.0f}", f"{ten:.0f}", f"{hundred:.0f}", f"{hundred / ten:.3f}")],
+    )
+    save_json(
+        options.json,
+        {
+            "ratios": {"server round": total, "factorization": alone, "memory 100 / 10": Ratio(*[hundred / ten] * 3)},
+            "truncation": worst,
+            "exact": exact / layers,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
