@@ -71,13 +71,21 @@ def test_the_bound_is_above_the_true_ratio(kind: str, rank: int, drift: float, s
     found = warm._one_pass(after, basis)
     if found is None:
         return
-    left, spectrum, basis_now = found
-    factors = Factors(left * spectrum.float(), basis_now, spectrum)
+    factors = Factors(found.left * found.spectrum.float(), found.right, found.spectrum)
     optimum = torch.linalg.svdvals(after.double())[rank:].norm()
     if optimum**2 < 1e-5 * after.norm() ** 2:
         return  # the error is rounding, and so is its ratio
-    bound = worst_ratio(after, rank, left, spectrum, basis, basis_now)
+    bound = worst_ratio(after, rank, found.left, found.spectrum, found.angles)
     assert bound >= error_ratio(after, factors, rank) * (1 - 1e-4)
+
+
+def test_the_angles_are_those_between_the_bases() -> None:
+    matrix = matrix_with(SPECTRA["flat"](120), 120, 150, 1)
+    basis = torch.linalg.qr(torch.randn(150, 30, generator=torch.Generator().manual_seed(2))).Q.T
+    found = warm._one_pass(matrix, basis)
+    assert found is not None
+    turned = basis @ found.right.T
+    torch.testing.assert_close(found.angles.float(), torch.eye(30) - turned.T @ turned, rtol=0, atol=1e-5)
 
 
 def test_little_drift_is_found_without_an_exact_decomposition() -> None:

@@ -21,45 +21,48 @@ import math
 import torch
 from torch import Tensor
 
-STEPS = 12
-MARGIN = 1.05  # twelve steps find 0.97 of the largest energy, or more, also where many are almost as large
-ROUNDING = 1e-6  # of the energy of A: a smaller error cannot be told from none in float32
+from fedhm.lowrank.svd import squared_norm
+
 TOLERANCE = 1.002  # times the smallest possible error; beyond it nobody asks how much
+STEPS = 10
+MARGIN = 1.07  # ten steps find 0.95 of the largest energy, or more, also where many are almost as large
+ROUNDING = 1e-6  # of the energy of A: a smaller error cannot be told from none in float32
 
 
-def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, before: Tensor, after: Tensor) -> float:
+def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, angles: Tensor) -> float:
     """At most how many times the smallest possible error the first `rank` directions leave.
 
-    left             (M, k) orthonormal
-    before, after    (k, N): V and V'
+    left    (M, k) orthonormal: Q
+    angles  (k, k): 1 − Tᵀ T
     """
     energies = spectrum.double().square()
-    total = matrix.square().sum(dtype=torch.float64).item()
+    total = squared_norm(matrix)
     error = max(total - energies[:rank].sum().item(), ROUNDING * total)
     beyond = MARGIN * _largest_energy(matrix, left)
     if not math.isfinite(beyond):
         return math.inf
-    turned = (before @ after.T).double()
-    angles = torch.eye(len(energies), dtype=torch.float64) - turned.T @ turned
     excess = _excess(energies, rank, angles, beyond, (1 - TOLERANCE**-2) * error)
     return math.sqrt(error / (error - excess)) if excess < error else math.inf
 
 
 def _excess(energies: Tensor, rank: int, angles: Tensor, beyond: float, enough: float) -> float:
-    """How much larger than Σᵢ≤ᵣ sᵢ² the best sum can be."""
+    """How much larger than Σᵢ≤ᵣ sᵢ² the best sum can be; somewhat more or infinite, where that settles it."""
     kept = energies[:rank].sum()
-    # The diagonal alone gives less than the trace of the positive part, and is quick: it says which t to take.
     above = torch.tensor([1.01, 1.02, 1.04, 1.07, 1.1, 1.15, 1.25, 1.4, 1.7, 2, 3, 5, 10, 20, 50], dtype=torch.float64)
     levels = torch.cat([above * beyond, energies[rank - 1 : rank].clamp(min=1.01 * beyond)])
     growth = beyond * levels / (levels - beyond)
-    diagonal = energies - levels[:, None] + growth[:, None] * angles.diagonal().clamp(min=0)
-    sums = rank * levels + diagonal.clamp(min=0).sum(1) - kept
-    best = int(sums.argmin())
-    if sums[best] > enough:
+    sines = angles.diagonal().clamp(min=0)
+    outset = rank * levels - kept
+    # tr (D + G)₊ is at most tr D₊ + tr G, and at least the positive part of its diagonal
+    most = outset + (energies - levels[:, None]).clamp(min=0).sum(1) + growth * sines.sum()
+    if most.min() <= enough:
+        return float(most.min())
+    least = outset + (energies - levels[:, None] + growth[:, None] * sines).clamp(min=0).sum(1)
+    best = int(least.argmin())
+    if least[best] > enough:
         return math.inf
-    level = levels[best]
-    block = torch.diag(energies - level) + growth[best] * angles
-    return float(rank * level + torch.linalg.eigvalsh(block).clamp(min=0).sum() - kept)
+    block = torch.diag(energies - levels[best]) + growth[best] * angles
+    return float(outset[best] + torch.linalg.eigvalsh(block).clamp(min=0).sum())
 
 
 def _largest_energy(matrix: Tensor, left: Tensor) -> float:

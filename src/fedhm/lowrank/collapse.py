@@ -9,7 +9,6 @@ Where it goes to 0 round by round, the full model has become no more than its tr
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 
@@ -18,8 +17,3 @@ def energy_beyond(energies: Mapping[str, float], spectra: Mapping[str, Tensor], 
     total = sum(energies[layer] for layer in ranks)
     within = sum(spectra[layer][:rank].double().square().sum().item() for layer, rank in ranks.items())
     return max(0.0, 1 - within / total) if total else 0.0
-
-
-def squared_norm(weight: Tensor) -> float:
-    """‖W‖²_F, precise enough to subtract from."""
-    return float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2

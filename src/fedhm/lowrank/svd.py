@@ -65,3 +65,8 @@ def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def truncation_error(spectrum: Tensor, rank: int) -> float:
     """‖W − W_r‖_F, by Eckart–Young the norm of the singular values that were cut off."""
     return float(spectrum[rank:].norm())
+
+
+def squared_norm(weight: Tensor) -> float:
+    """‖W‖²_F, precise enough to subtract from: rows are summed in float32, which is quick, and their sums are not."""
+    return float(torch.linalg.vector_norm(weight.flatten(1), dim=1).double().square().sum())

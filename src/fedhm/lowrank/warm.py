@@ -9,6 +9,8 @@ costs two products with A in place of a decomposition of it. `bound.py` says how
 the result can be. If that is too far, another pass starts from the result; after a few, the exact way is the shorter.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from fedhm.lowrank.bound import TOLERANCE, worst_ratio
 from fedhm.lowrank.svd import Factors, factorize
 
 PASSES = 3
+SPARE = 32
 SMALL = 256  # rows or columns; below, an exact decomposition is quick
 WORTHWHILE = 0.6  # of the full rank; beyond it, an exact decomposition is not dearer
 FALLING = 0.7  # a spectrum that falls so far within the spare directions has left the old ones behind
@@ -23,8 +26,7 @@ FALLING = 0.7  # a spectrum that falls so far within the spare directions has le
 
 def spare(rank: int, full_rank: int) -> int:
     """How many directions to carry beyond `rank`: they make room between what is kept and what is cut off."""
-    wanted = min(max(16, rank // 4), 64)
-    return wanted if full_rank >= SMALL and rank + wanted <= WORTHWHILE * full_rank else 0
+    return SPARE if full_rank >= SMALL and rank + SPARE <= WORTHWHILE * full_rank else 0
 
 
 def decompose(matrix: Tensor, rank: int, known: Factors | None) -> tuple[Factors, bool]:
@@ -51,24 +53,33 @@ def refactorize(matrix: Tensor, rank: int, known: Factors) -> Factors | None:
         found = _one_pass(matrix, basis)
         if found is None:
             return None
-        left_vectors, spectrum, basis_now = found
-        if worst_ratio(matrix, rank, left_vectors, spectrum, basis, basis_now) <= TOLERANCE:
-            root = spectrum.sqrt().to(matrix.dtype)
-            return Factors(left_vectors * root, root[:, None] * basis_now, spectrum.to(matrix.dtype))
-        basis = basis_now
+        if worst_ratio(matrix, rank, found.left, found.spectrum, found.angles) <= TOLERANCE:
+            root = found.spectrum.sqrt().to(matrix.dtype)
+            return Factors(found.left * root, root[:, None] * found.right, found.spectrum.to(matrix.dtype))
+        basis = found.right
     return None
 
 
-def _one_pass(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """From right vectors (k, N), the next left (M, k), singular values in float64, and right (k, N)."""
-    Q = torch.linalg.qr(matrix @ basis.T).Q
+class Pass(NamedTuple):
+    left: Tensor  # (M, k) orthonormal
+    spectrum: Tensor  # (k,) in float64
+    right: Tensor  # (k, N) orthonormal
+    angles: Tensor  # (k, k): 1 − Tᵀ T, T = Vᵀ V', the squared sines between the right vectors before and after
+
+
+def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
+    """From orthonormal right vectors (k, N) to the next."""
+    Q, R = torch.linalg.qr(matrix @ basis.T)
     B = Q.T @ matrix
     energies, rotation = torch.linalg.eigh((B @ B.T).double())
     energies, rotation = energies.flip(0), rotation.flip(1)
     if not bool(energies[-1] > 0):  # fewer directions than were asked for, or NaN
         return None
     spectrum = energies.sqrt()
-    return Q @ rotation.to(Q.dtype), spectrum, (rotation / spectrum).T.to(Q.dtype) @ B
+    scaled = rotation / spectrum
+    turned = R.double().T @ scaled  # Vᵀ V', since B V = Qᵀ A V = R
+    angles = torch.eye(len(energies), dtype=torch.float64) - turned.T @ turned
+    return Pass(Q @ rotation.to(Q.dtype), spectrum, scaled.T.to(Q.dtype) @ B, angles)
 
 
 def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:

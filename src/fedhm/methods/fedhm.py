@@ -21,12 +21,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.collapse import energy_beyond, squared_norm
+from fedhm.lowrank.collapse import energy_beyond
 from fedhm.lowrank.convergence import Tail, largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors
+from fedhm.lowrank.svd import Factors, squared_norm
 from fedhm.lowrank.unroll import join, split, unroll
 from fedhm.lowrank.warm import decompose
 from fedhm.messages import Participant, Task, Tensors, Update
@@ -132,7 +132,7 @@ class FedHM:
         for layer, spectrum in spectra.items():
             weight = state.weights[f"{layer}.weight"]
             if unknown := largest_rank(weight.shape, self.config.form) - len(spectrum):
-                tails[layer] = Tail(unknown, max(0.0, squared_norm(weight) - squared_norm(spectrum)))
+                tails[layer] = Tail(unknown, max(0.0, squared_norm(weight) - float(spectrum.double().square().sum())))
         return spectral_constants(spectra, ranks, tails) if ranks else (0.0, 0.0)
 
     def _energy_beyond(self, weights: Tensors, memory: Tensors) -> dict[str, float]:
