@@ -1,5 +1,7 @@
 """What the names in --methods stand for."""
 
+from pathlib import Path
+
 import pytest
 
 from fedhm.compare.cells import cells
