@@ -188,6 +188,14 @@ def test_other_exceptions_of_a_users_network_end_the_run_with_their_traceback(fe
         in_trouble(federation, fail(FedhmError("a sentence")))
 
 
+def test_what_a_network_prints_is_seen_once(federation: Federation, capfd: pytest.CaptureFixture[str]) -> None:
+    print("said before", end="")  # still in a buffer when workers are forked
+    in_trouble(federation, lambda: print("said by client 3"), train={"rounds": 1})
+    said = capfd.readouterr().out
+    assert said.count("said before") == 1
+    assert said.count("said by client 3\n") == 1
+
+
 class Echo:
     """A client that sends back what it gets, some later than others."""
 
@@ -277,6 +285,7 @@ def test_an_idle_worker_that_is_killed_is_noticed() -> None:
     engine = echoes(2)
     victim = min(pids(list(engine.run(echo_tasks(50)))))
     os.kill(victim, signal.SIGKILL)
+    os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
     with pytest.raises(FedhmError, match="a worker process was killed by signal 9: "):
         list(engine.run(echo_tasks(50)))
 

@@ -5,7 +5,6 @@ import os
 import selectors
 import signal
 import struct
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -43,16 +42,16 @@ class Pool:
                 self._arenas.append(Arena())
             for number in range(workers):
                 self._start(number, clients, threads)
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise FedhmError(f"cannot start {workers} workers ({error.strerror}): set engine.workers lower") from None
+            if not isinstance(error, OSError):
+                raise
+            reason = f"cannot start {workers} workers: {error.strerror}"
+            raise FedhmError(f"{reason}; set engine.workers lower") from None
 
     def _start(self, number: int, clients: Sequence[Client], threads: int) -> None:
         replies, answers = self._pipe()
         desk = Desk(self._arenas[0], self._arenas[1:], self._queue, answers, self._busy_with, number)
-        for stream in (sys.stdout, sys.stderr):  # or what is in their buffers would be printed twice
-            with suppress(Exception):
-                stream.flush()
         # Ctrl-C waits until the worker ignores it and its parent knows of it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:

@@ -1,5 +1,6 @@
 """A worker process: takes tasks from the queue and answers them, until the process that started it is gone."""
 
+import io
 import mmap
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import torch
 
@@ -47,6 +48,7 @@ def serve(clients: Sequence[Client], threads: int, desk: Desk, parent: int) -> N
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
     # OpenMP keeps a team of threads for each thread that computes. This one inherited a team whose members stayed
     # behind, and would wait for them for ever; a new thread gets a team of its own.
     work = threading.Thread(target=_work, args=(clients, threads, desk), daemon=True)
@@ -54,6 +56,14 @@ def serve(clients: Sequence[Client], threads: int, desk: Desk, parent: int) -> N
     while work.is_alive() and os.getppid() == parent:
         work.join(POLL)
     os._exit(0)
+
+
+def _stream(descriptor: int) -> TextIO:
+    """For what a user's network prints. The inherited one may hold others' text, or a lock that nobody releases."""
+    try:
+        return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
+    except OSError:  # the process has none
+        return io.StringIO()
 
 
 def _work(clients: Sequence[Client], threads: int, desk: Desk) -> None:
@@ -67,7 +77,4 @@ def _work(clients: Sequence[Client], threads: int, desk: Desk) -> None:
                 values = packed_reply(answer(clients, task, position), slot.put)
             except BaseException as error:  # it ends the run, not this process
                 values = packed_error(error, position)
-            for stream in (sys.stdout, sys.stderr):  # what a user's network printed
-                with suppress(Exception):
-                    stream.flush()
             write(values, note.slot, slot).send(desk.answers)
