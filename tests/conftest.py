@@ -1,5 +1,7 @@
 """Small federations that the tests share. One thread: the tests' tensors are too small to share between cores."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from fedhm.config_file import parse
 from fedhm.data.federation import Federation, gathered
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of runs and of the processes that tests start; workers only where a test asks
 
 
 def small_config(**sections: dict[str, object]) -> Config:

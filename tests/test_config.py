@@ -6,6 +6,7 @@ import pytest
 
 from fedhm.config import Config, DataConfig, ModelConfig
 from fedhm.config_file import load_config, parse, presets
+from fedhm.cores import usable_cores
 from fedhm.errors import FedhmError
 from fedhm.method_config import FedAvgConfig, FedHMConfig, tier_name
 
@@ -124,6 +125,26 @@ def test_a_file_without_data_and_model_takes_the_defaults(tmp_path: Path) -> Non
     (tmp_path / "few.toml").write_text("[train]\nrounds = 3\n")
     config = load_config(str(tmp_path / "few.toml"))
     assert (config.data, config.model) == (DataConfig(), ModelConfig())
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"), [((0, 0), (3, 32)), ((5, 0), (5, 32)), ((0, 7), (3, 7)), ((40, 1), (40, 1))]
+)
+def test_threads_are_chosen_by_cores_and_participants_whatever_the_workers(
+    given: tuple[int, int], resolved: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedhm.config.usable_cores", lambda: 32)  # and 10 participants
+    for workers in ("auto", 1, 4):
+        engine = {"threads": given[0], "server_threads": given[1], "workers": workers}
+        found = parse({"engine": engine}, "test").resolved().engine
+        assert (found.threads, found.server_threads, found.workers) == (*resolved, workers)
+
+
+@pytest.mark.parametrize(("share", "cores"), [("", 8), ("3", 3), ("16", 8), ("2,1", 2), ("0", 8), ("many", 8)])
+def test_usable_cores_are_limited_by_the_environment(share: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", share)
+    assert usable_cores() == cores
 
 
 def test_a_folder_is_remembered_whole() -> None:

@@ -36,6 +36,9 @@ class Meddling:
         for reply in replies:
             yield self.meddle(reply)
 
+    def close(self) -> None:
+        self._engine.close()
+
     def meddle(self, reply: Reply) -> Reply:
         return reply
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.errors import FedhmError
+from fedhm.folder import read_config
 from fedhm.probe import probe
 
 
@@ -181,18 +182,15 @@ def test_models_that_do_not_fit_are_refused(model: nn.Module, sentence: str) -> 
         fedhm.run(model, *vectors())
 
 
-def test_a_run_can_be_gone_on_with_under_another_number_of_threads(tmp_path: Path) -> None:
+def test_a_run_can_be_gone_on_with_where_there_are_more_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clients, test = vectors()
     settings = {"train": {"rounds": 1}, "method": {"tiers": [1, "1/4"], "keep": 0}}
     torch.manual_seed(0)
     model = HeadFirst()
     first = fedhm.run(model, clients, test, settings, tmp_path)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        assert fedhm.run(model, clients, test, fedhm.Config.model_validate(settings), tmp_path).scores == first.scores
-    finally:
-        torch.set_num_threads(threads)
+    monkeypatch.setattr("fedhm.config.usable_cores", lambda: 64)
+    assert fedhm.run(model, clients, test, fedhm.Config.model_validate(settings), tmp_path).scores == first.scores
+    assert read_config(tmp_path).engine.threads == 1
 
 
 def test_statistics_do_not_depend_on_dropout() -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
     resume = verbs.add_parser("resume", help="go on with a run that was interrupted")
     resume.add_argument("folder", type=Path, metavar="DIR")
+    resume.add_argument("--workers", metavar="N", help="engine.workers from now on (default: as the run was started)")
     resume.set_defaults(verb=_resume)
 
     compare = verbs.add_parser(
@@ -106,7 +108,18 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _resume(options: argparse.Namespace) -> None:
-    _execute(options, read_config(options.folder), lambda: RunFolder.open(options.folder))
+    config = read_config(options.folder)
+    if options.workers is not None:
+        config = config.with_workers(_workers(options.workers))
+    _execute(options, config, lambda: RunFolder.open(options.folder))
+
+
+def _workers(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise FedhmError(f"--workers takes a whole number from 1 on, or auto, not '{text}'")
+    return int(text)
 
 
 def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[[], RunFolder]) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-import torch
 from pydantic import Field, model_validator
 
+from fedhm.cores import usable_cores
 from fedhm.method_config import FedHMConfig, MethodConfig, Positive, Ratio, Section
 
 
@@ -32,6 +32,10 @@ class FederationConfig(Section):
     participation: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of the clients sampled each round
     heterogeneity: Literal["fixed", "dynamic"] = "fixed"  # client p has tier p mod Γ, or draws one each round
     assignment: tuple[str, ...] = ()  # each client's tier by name, in place of p mod Γ
+
+    def per_round(self, clients: int) -> int:
+        """How many of so many clients take part in a round."""
+        return max(1, round(self.participation * clients))
 
 
 class TrainConfig(Section):
@@ -63,7 +67,9 @@ class EvaluationConfig(Section):
 
 class EngineConfig(Section):
     name: Literal["local"] = "local"
-    threads: Annotated[int, Field(ge=0)] = 0  # 0 is PyTorch's own choice; resuming uses the same number
+    workers: Positive | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
+    threads: Annotated[int, Field(ge=0)] = 0  # of a task; 0: as many cores as there are for each task of a round
+    server_threads: Annotated[int, Field(ge=0)] = 0  # of merging and evaluating; 0: all cores
 
 
 class CompareConfig(Section):
@@ -95,13 +101,26 @@ class Config(Section):
         return table
 
     def resolved(self) -> "Config":
-        """With all filled in that depends on where the run was started, so that a resumed run repeats it."""
-        threads = self.engine.threads or torch.get_num_threads()
-        changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update={"threads": threads})}
+        """With all filled in that depends on where the run was started, so that a resumed run repeats it.
+
+        Sums depend on the number of threads in their last digits. So no number of threads depends on `workers`, which
+        is left open: it may be another one when the run is gone on with.
+        """
+        cores = usable_cores()
+        threads = self.engine.threads or max(1, cores // self.federation.per_round(self.federation.clients))
+        engine = {"threads": threads, "server_threads": self.engine.server_threads or cores}
+        changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update=engine)}
         changes["compare"] = None
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
         return self.model_copy(update=changes)
+
+    def with_workers(self, workers: int | Literal["auto"]) -> "Config":
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"workers": workers})})
+
+    def without_workers(self) -> "Config":
+        """All that makes a run the run that it is."""
+        return self.with_workers("auto")
 
     def dotted(self) -> dict[str, Any]:
         """Every setting by its dotted key, as --set would change it."""

@@ -19,7 +19,7 @@ from fedhm.data.batches import Feed
 from fedhm.data.federation import Federation
 from fedhm.distil import blank_scores
 from fedhm.engines.engine import Engine, in_task_order
-from fedhm.engines.local import LocalEngine
+from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.errors import FedhmError
 from fedhm.evaluate import Score, evaluate
 from fedhm.exchange import exchanged, load, travels_as
@@ -82,7 +82,11 @@ class Experiment:
         self.scores = cache(lambda name: blank_scores(self.method.network(name), batch, self.public))
         self.costs = {tier: self.cost(tier) for tier in self.method.tiers}
         parts = (federation.preprocessing, self.method.network, config.train, config.seed, public)
-        self.engine = engine or LocalEngine([Client(samples, *parts) for samples in federation.clients])
+        settings = config.resolved().engine
+        workers = workers_for(settings, config.federation.per_round(self.clients))
+        clients = [Client(samples, *parts) for samples in federation.clients]
+        self.engine = engine or LocalEngine(clients, workers, settings.threads)
+        self._threads = settings.server_threads
         self._initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
         self.fingerprint = fingerprint(config, self._initial, federation)
         self.data_facts = data_facts(federation)
@@ -90,10 +94,11 @@ class Experiment:
     def run(self, folder: RunFolder | None = None) -> Result:
         """Runs the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
         threads = torch.get_num_threads()
-        torch.set_num_threads(self.config.engine.threads or threads)
+        torch.set_num_threads(self._threads)
         try:
             return self._run(folder)
         finally:
+            self.engine.close()
             torch.set_num_threads(threads)
 
     def _run(self, folder: RunFolder | None) -> Result:

@@ -13,7 +13,7 @@ from fedhm.messages import Tensors
 
 def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str:
     """A checkpoint carries it, so that it is not gone on with under other circumstances."""
-    digest = hashlib.sha256(f"{config.to_toml()}{federation.preprocessing}".encode())
+    digest = hashlib.sha256(f"{config.without_workers().to_toml()}{federation.preprocessing}".encode())
     for name in sorted(weights):
         _add(digest, name, weights[name])
     _add_data(digest, federation)

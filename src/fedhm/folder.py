@@ -19,6 +19,18 @@ from fedhm.fingerprint import DataFacts
 from fedhm.records import Record, append_record, read_records
 from fedhm.tier_files import save_tier
 
+_locks: set[int] = set()  # of the folders that this process writes
+
+
+def _forget_locks() -> None:
+    """A forked process, such as a worker, must not hold the lock for longer than the one that took it."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
 
 class RunFolder:
     def __init__(self, path: Path, config: Config) -> None:
@@ -27,10 +39,11 @@ class RunFolder:
         self._new = False  # made by this process
         # The lock ends with the process, however that ends.
         self._lock = os.open(path, os.O_RDONLY)
+        _locks.add(self._lock)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
+            self.__exit__()
             raise FedhmError(f"another process is running in {path}") from None
 
     @staticmethod
@@ -64,6 +77,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        _locks.remove(self._lock)
         os.close(self._lock)
 
     def restore(self, run: str) -> tuple[Checkpoint | None, list[Record]]:

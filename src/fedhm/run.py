@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedhm.config import Config
+from fedhm.config import Config, EngineConfig
 from fedhm.config_file import parse
 from fedhm.data.federation import DataLike, Federation, PublicLike, gathered, partitioned
 from fedhm.data.sources import SHAPES
@@ -53,8 +53,9 @@ def run(
     table["federation"] = {**(table.get("federation") or {}), "clients": len(clients)}
     settings = parse(table, "config")
     path = None if out is None else Path(out)
-    if path is not None and (path / "config.toml").exists() and not settings.engine.threads:
-        settings = settings.model_copy(update={"engine": read_config(path).engine})  # as many as the run began with
+    if path is not None and (path / "config.toml").exists():
+        engine = {**read_config(path).engine.model_dump(), **settings.engine.model_dump(exclude_defaults=True)}
+        settings = settings.model_copy(update={"engine": EngineConfig(**engine)})  # threads as the run began with
     settings = settings.resolved()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     federation = gathered(clients, test, crop, flip, dtype, public)
@@ -62,7 +63,7 @@ def run(
     if path is None:
         return experiment.run()
     with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, settings) as folder:
-        if folder.config != settings:
+        if folder.config.without_workers() != settings.without_workers():
             raise FedhmError(f"{path} holds a run with other settings: choose another folder")
         result = experiment.run(folder)
     save_report(read_runs([path]), path)

@@ -12,8 +12,8 @@ def participants(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> list[Participant]:
     """A random share of the clients, in the order of their numbers, each with the tier of its capability level."""
-    count = max(1, round(config.participation * clients))
-    chosen = sorted(numpy_generator(seed, "participants", round_number).choice(clients, count, replace=False).tolist())
+    count, generator = config.per_round(clients), numpy_generator(seed, "participants", round_number)
+    chosen = sorted(generator.choice(clients, count, replace=False).tolist())
     if config.heterogeneity == "dynamic":
         drawn = numpy_generator(seed, "tiers", round_number).integers(len(levels), size=clients)
         return [Participant(client, levels[drawn[client]]) for client in chosen]

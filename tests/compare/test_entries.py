@@ -1,5 +1,7 @@
 """What the names in --methods stand for."""
 
+from pathlib import Path
+
 import pytest
 
 from fedhm.compare.cells import cells
@@ -92,11 +94,11 @@ def test_no_name_is_refused() -> None:
 @pytest.mark.parametrize("name", ["lowrank:7", "lowrank:half", "slimmed:0", "slimmed:"])
 def test_sizes_that_are_none_are_refused_in_a_sentence(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(FedhmError, match=r"--methods \w+:.*: method\."):
-        cells(paper(), list(named(name).values()), 1, tmp_path_factory.mktemp("out"))
+        cells(paper(), list(named(name).values()), 1, tmp_path_factory.mktemp("out"), 1)
 
 
 def test_every_name_gives_valid_runs_that_differ_in_their_method_only(tmp_path_factory: pytest.TempPathFactory) -> None:
-    planned = cells(paper(), entries(known(), Reference(paper())), 2, tmp_path_factory.mktemp("out"))
+    planned = cells(paper(), entries(known(), Reference(paper())), 2, tmp_path_factory.mktemp("out"), 1)
     assert len({cell.folder for cell in planned}) == len(planned)
     for cell in planned:
         assert cell.config.compare is None
@@ -107,6 +109,26 @@ def test_every_name_gives_valid_runs_that_differ_in_their_method_only(tmp_path_f
     assert [cell.name for cell in planned if cell.entry.label == "lowrank:1/8"] == [
         "lowrank-1-8-seed0", "lowrank-1-8-seed1",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("jobs", "changes", "engine"),
+    [
+        (8, [], (1, 1, 1)),
+        (20, [], (1, 1, 1)),
+        (2, [], (4, 1, 4)),
+        (2, ["engine.threads=2"], (2, 2, 4)),
+        (8, ["engine.workers=3", "engine.server_threads=5"], (3, 1, 5)),
+    ],
+)
+def test_runs_share_the_cores(
+    jobs: int, changes: list[str], engine: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedhm.compare.cells.usable_cores", lambda: 8)
+    config = load_config("digits", ["engine.threads=0", "engine.server_threads=0", *changes])
+    for cell in cells(config, entries(["fedhm", "fedavg"], Reference(config)), 10, tmp_path, jobs):
+        found = cell.config.engine
+        assert (found.workers, found.threads, found.server_threads) == engine
 
 
 def test_a_configs_own_section_goes_for_the_method_that_it_names() -> None:

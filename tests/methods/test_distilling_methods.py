@@ -277,6 +277,9 @@ class Lying:
             lie = isinstance(reply, Update) and reply.kind == "distil" and reply.client == 3
             yield replace(reply, **self._changes) if lie else reply  # type: ignore[arg-type]
 
+    def close(self) -> None:
+        self._engine.close()
+
 
 @pytest.mark.parametrize(
     ("changes", "reason"),

@@ -62,6 +62,9 @@ class Renaming:
         for reply in self._inner.run(renamed):
             yield replace(reply, network=sent[reply.position].network) if isinstance(reply, Update) else reply
 
+    def close(self) -> None:
+        self._inner.close()
+
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_heterofl_at_width_one_is_fedavg(federation: Federation, weighting: str) -> None:

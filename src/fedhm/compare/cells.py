@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from fedhm.compare.entries import Entry
-from fedhm.config import Config
+from fedhm.config import Config, EngineConfig
 from fedhm.config_file import parse
+from fedhm.cores import usable_cores
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.files import write_atomically
@@ -45,15 +46,22 @@ class Cell:
                 write_atomically(self.folder / "config.toml", self.config.to_toml())
 
 
-def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path) -> list[Cell]:
+def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs: int) -> list[Cell]:
     """All runs, seed by seed, so that an interrupted comparison has some seeds of every entry."""
     table = config.model_dump(mode="json", exclude={"compare"})
-    table["engine"]["threads"] = config.engine.threads or 1  # runs go on side by side
+    table["engine"] |= _share(config.engine, min(jobs, seeds * len(entries)))
     return [
         Cell(entry, _config(table, entry, seed), out / _folder_name(entry, seed))
         for seed in range(config.seed, config.seed + seeds)
         for entry in entries
     ]
+
+
+def _share(engine: EngineConfig, runs: int) -> dict[str, int]:
+    """What one of several runs side by side may use of this machine."""
+    cores, threads = max(1, usable_cores() // runs), engine.threads or 1
+    workers = max(1, cores // threads) if engine.workers == "auto" else engine.workers
+    return {"threads": threads, "workers": workers, "server_threads": engine.server_threads or cores}
 
 
 def _config(table: dict[str, Any], entry: Entry, seed: int) -> Config:

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fedhm.compare.existing import existing
 from fedhm.compare.reference import Reference
 from fedhm.config import Config
 from fedhm.config_file import load_config
+from fedhm.cores import usable_cores
 from fedhm.cost import LayerCost
 from fedhm.errors import FedhmError
 from fedhm.method_config import FedHMConfig
@@ -64,12 +64,12 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     if options.config is None:
         raise FedhmError("name a preset or a config file to compare methods on; 'fedhm presets' lists the presets")
     seeds = _positive(options.seeds or "3", "--seeds")
-    jobs = _positive(options.jobs, "--jobs") if options.jobs else _usable_cores()
+    jobs = _positive(options.jobs, "--jobs") if options.jobs else usable_cores()
     config = _config(options)
     reference = Reference(config)
     chosen = entries_of([name.strip() for name in (options.methods or METHODS).split(",") if name.strip()], reference)
     out = options.out or _default_folder(options.config, config)
-    planned = cells(config, chosen, seeds, out)
+    planned = cells(config, chosen, seeds, out, jobs)
     check(planned)
     _make(out)
     missing = sum(not cell.complete for cell in planned)
@@ -138,10 +138,6 @@ def _complete(planned: Sequence[Cell]) -> list[Compared]:
         if all(cell.complete for cell in own):
             compared.append(Compared(label, read_runs([cell.folder for cell in own])))
     return compared
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
 
 
 def _positive(text: str, option: str) -> int:

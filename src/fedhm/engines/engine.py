@@ -11,6 +11,10 @@ class Engine(Protocol):
         """One reply for each task, in any order; `position` counts the tasks from 0."""
         ...
 
+    def close(self) -> None:
+        """Gives back what was kept from run to run, such as processes; another run may follow."""
+        ...
+
 
 def in_task_order(replies: Iterable[Reply], count: int) -> Iterator[Reply]:
     """Holds back what came early, so that sums do not depend on who was faster.

@@ -1,20 +1,63 @@
-"""The local engine: tasks run one after the other in this process."""
+"""The local engine: tasks run on this machine, in this process or in several workers side by side."""
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
 
 from fedhm.client import Client
-from fedhm.messages import Failure, Reply, Task
+from fedhm.config import EngineConfig
+from fedhm.cores import usable_cores
+from fedhm.engines.pool import Pool
+from fedhm.engines.worker import answer
+from fedhm.messages import Reply, Task, Tensors
 
 
 class LocalEngine:
-    def __init__(self, clients: Sequence[Client]) -> None:
-        self._clients = clients
+    """Replies are the same to the last bit, however many workers there are."""
+
+    def __init__(self, clients: Sequence[Client], workers: int = 1, threads: int = 1) -> None:
+        self._clients, self._workers, self._threads = clients, workers, threads
+        self._pool: Pool | None = None
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        if self._workers == 1:
+            return self._run_here(tasks)
+        if self._pool is None or not self._pool.idle:
+            self.close()
+            self._pool = Pool(self._clients, self._workers, self._threads)
+        return self._pool.run(tasks)
+
+    def _run_here(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         for position, task in enumerate(tasks):
-            reply: Reply
+            # As a worker would see them: products of matrices may depend on how these lie in memory.
+            task = replace(task, tensors=_contiguous(task.tensors), kept=_contiguous(task.kept))
+            before = torch.get_num_threads()
+            torch.set_num_threads(self._threads)
             try:
-                reply = self._clients[task.client].run(task, position)
-            except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
-                reply = Failure(task.client, str(error), position, error)
+                reply = answer(self._clients, task, position)
+            finally:
+                torch.set_num_threads(before)
             yield reply
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def workers_for(config: EngineConfig, tasks: int) -> int:
+    """How many workers to start for rounds of so many tasks; `config` is resolved."""
+    if not hasattr(os, "fork"):
+        return 1
+    if config.workers != "auto":
+        return config.workers
+    if sys.platform == "darwin":  # Apple's libraries may crash in a forked process
+        return 1
+    return max(1, min(usable_cores() // config.threads, tasks))
+
+
+def _contiguous(tensors: Tensors) -> Tensors:
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,17 @@
+"""How many cores this process may keep busy."""
+
+import os
+
+
+def usable_cores() -> int:
+    """Those that the system lets it run on, or fewer if OMP_NUM_THREADS says so.
+
+    That variable is how schedulers and people give a process its share of a machine, so worker processes count
+    towards it as threads do. It is read here rather than from torch.get_num_threads(), which tells what the last
+    piece of code in this process has set, and would make a run's settings depend on what ran before it.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    share = (
+        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    )  # a list has a number for each nesting level
+    return min(allowed, int(share)) if share.isdecimal() and int(share) else allowed

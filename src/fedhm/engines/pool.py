@@ -1,0 +1,137 @@
+"""Worker processes that share a round's tasks: forked, so that they have all data and models without copies."""
+
+import mmap
+import os
+import selectors
+import signal
+import struct
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from fedhm.client import Client
+from fedhm.engines.arena import Arena
+from fedhm.engines.dispatch import Dispatch
+from fedhm.engines.parcel import Note
+from fedhm.engines.worker import Desk, serve
+from fedhm.errors import FedhmError
+from fedhm.messages import Reply, Task
+
+AHEAD = 2  # tasks under way for each worker: the next one is there when it has finished one
+WINDOW = 4  # for each worker, how many tasks may be handed out from the oldest on that is not answered
+HELD_BACK = (signal.SIGINT, signal.SIGTERM)
+DOING = {"train": "trained", "statistics": "gathered statistics", "distil": "distilled"}
+
+
+class _Worker(NamedTuple):
+    number: int
+    pid: int
+    replies: int  # where its notes come out
+
+
+class Pool:
+    def __init__(self, clients: Sequence[Client], workers: int, threads: int) -> None:
+        self.idle = True  # not from the beginning of a run until all its tasks are answered
+        self._owner = os.getpid()
+        self._size, self._workers, self._arenas, self._pipes = workers, list[_Worker](), list[Arena](), list[int]()
+        self._busy_with = mmap.mmap(-1, 8 * workers)  # for each worker, the position of its task plus 1
+        try:
+            self._queue, self._notes = self._pipe()
+            for _ in range(1 + AHEAD * workers):
+                self._arenas.append(Arena())
+            for number in range(workers):
+                self._start(number, clients, threads)
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError):
+                raise
+            reason = f"cannot start {workers} workers: {error.strerror}"
+            raise FedhmError(f"{reason}; set engine.workers lower") from None
+
+    def _start(self, number: int, clients: Sequence[Client], threads: int) -> None:
+        replies, answers = self._pipe()
+        desk = Desk(self._arenas[0], self._arenas[1:], self._queue, answers, self._busy_with, number)
+        # Ctrl-C waits until the worker ignores it and its parent knows of it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads: `serve` says why it may
+                pid = os.fork()
+            if pid == 0:
+                try:
+                    for pipe in set(self._pipes) - {self._queue, answers}:
+                        os.close(pipe)  # the parent's ends, so that they end with it
+                    serve(clients, threads, desk, self._owner)
+                finally:
+                    os._exit(1)
+            self._workers.append(_Worker(number, pid, replies))
+        finally:
+            self._pipes.remove(answers)
+            os.close(answers)  # the worker's end likewise
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _pipe(self) -> tuple[int, int]:
+        out, into = os.pipe()
+        self._pipes += [out, into]
+        return out, into
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        """Replies as they come. If it is not run to its end, for whatever reason, there are no workers after it."""
+        self.idle = False
+        self._busy_with[:] = bytes(8 * self._size)
+        dispatch = Dispatch(tasks, self._arenas[0], self._arenas[1:], self._notes, WINDOW * self._size)
+        try:
+            dispatch.hand_out()
+            while dispatch.under_way:
+                for worker in self._ready():
+                    note = Note.receive(worker.replies)
+                    if note is None:
+                        raise self._death(worker, dispatch.under_way)
+                    reply = dispatch.accept(note)
+                    dispatch.hand_out()  # before the reply is merged: nobody waits for that
+                    yield reply
+            self.idle = True
+        finally:
+            if not self.idle:
+                self.close()
+
+    def _ready(self) -> list[_Worker]:
+        """Those that have answered or died; waits until there is one."""
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.replies, selectors.EVENT_READ, worker)
+            return [key.data for key, _ in selector.select()]
+
+    def _death(self, worker: _Worker, under_way: dict[int, Task]) -> FedhmError:
+        code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+        self._workers.remove(worker)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        (after,) = struct.unpack_from("<Q", self._busy_with, 8 * worker.number)
+        task = under_way.get(after - 1)
+        doing = (
+            f" while client {task.client} (tier {task.tier}) {DOING[task.kind]} in round {task.round}" if task else ""
+        )
+        return FedhmError(
+            f"a worker process {how}{doing}: there may not be enough memory for {self._size} workers, then set "
+            "engine.workers lower; a run with a folder can go on from its last finished round"
+        )
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are at: they hold nothing that could be lost."""
+        if os.getpid() != self._owner:
+            return  # in a process that a user forked, and whose workers they are not
+        for worker in self._workers:
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+        for worker in self._workers:
+            with suppress(ChildProcessError):
+                os.waitpid(worker.pid, 0)
+        for pipe in self._pipes:
+            os.close(pipe)
+        for arena in self._arenas:
+            arena.close()
+        self._workers, self._pipes, self._arenas = [], [], []
+
+    def __del__(self) -> None:
+        self.close()

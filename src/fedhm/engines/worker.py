@@ -1,0 +1,80 @@
+"""A worker process: takes tasks from the queue and answers them, until the process that started it is gone."""
+
+import io
+import mmap
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn, TextIO
+
+import torch
+
+from fedhm.client import Client
+from fedhm.engines.arena import Arena
+from fedhm.engines.parcel import Note, packed_error, packed_reply, read, unpacked_task, write
+from fedhm.messages import Failure, Reply, Task
+
+POLL = 0.5  # seconds between two looks at whether there still is a parent
+
+
+def answer(clients: Sequence[Client], task: Task, position: int) -> Reply:
+    """What becomes of a task, in whichever process."""
+    try:
+        return clients[task.client].run(task, position)
+    except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
+        return Failure(task.client, str(error), position, error)
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a worker shares with its parent and with the other workers."""
+
+    shared: Arena  # what the server sends, often to many clients
+    slots: Sequence[Arena]  # one for each task under way: the task, what only its client has, and the answer
+    queue: int  # a pipe of notes on tasks: whichever worker is free takes the next one
+    answers: int  # a pipe of this worker's notes on its answers
+    busy_with: mmap.mmap  # for each worker, the position of its task plus 1: it may not live to tell
+    number: int  # of this worker
+
+
+def serve(clients: Sequence[Client], threads: int, desk: Desk, parent: int) -> NoReturn:
+    """All that a worker process does. It leaves alone what it inherited but is its parent's: handlers, buffers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    # OpenMP keeps a team of threads for each thread that computes. This one inherited a team whose members stayed
+    # behind, and would wait for them for ever; a new thread gets a team of its own.
+    work = threading.Thread(target=_work, args=(clients, threads, desk), daemon=True)
+    work.start()
+    while work.is_alive() and os.getppid() == parent:
+        work.join(POLL)
+    os._exit(0)
+
+
+def _stream(descriptor: int) -> TextIO:
+    """For what a user's network prints. The inherited one may hold others' text, or a lock that nobody releases."""
+    try:
+        return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
+    except OSError:  # the process has none
+        return io.StringIO()
+
+
+def _work(clients: Sequence[Client], threads: int, desk: Desk) -> None:
+    torch.set_num_threads(threads)
+    with suppress(BrokenPipeError):  # nobody waits for an answer any more
+        while note := Note.receive(desk.queue):
+            slot = desk.slots[note.slot]
+            task, position = unpacked_task(read(note, slot), desk.shared, slot)
+            struct.pack_into("<Q", desk.busy_with, 8 * desk.number, position + 1)
+            try:
+                values = packed_reply(answer(clients, task, position), slot.put)
+            except BaseException as error:  # it ends the run, not this process
+                values = packed_error(error, position)
+            write(values, note.slot, slot).send(desk.answers)
