@@ -28,7 +28,7 @@ from peers.workload import CLIENTS, SAMPLES, cnn
 
 TIERS = ("full", "1/2", "1/4", "1/8")
 PAPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
-PFL = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}  # its CIFAR-10 benchmark's
+PFL = {"batch": 10, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}  # its CIFAR-10 benchmark's
 
 Case = Callable[[], object]
 
@@ -41,26 +41,30 @@ def images(clients: int, samples: int) -> Federation:
     return gathered([(each, labels) for each in pixels], (pixels[0, :10], labels[:10]))
 
 
-def pair(
-    model: nn.Module, data: Federation, tier: str, batch: int, sgd: dict[str, float], method: str, decay: float = 0.0
-) -> dict[str, Case]:
+def experiment(model: nn.Module, data: Federation, method: str, **train: float) -> Experiment:
+    """Frobenius decay, which a bare loop has not, is off unless it is asked for."""
+    table = {
+        "train": {"frobenius_decay": 0.0, **train},
+        "method": {"name": method},
+        "engine": {"workers": 1, "threads": 1},
+    }
+    return Experiment(model, data, parse(table, "the benchmark"))
+
+
+def pair(of: Experiment, model: nn.Module, data: Federation, tier: str) -> dict[str, Case]:
     """One task for each client in the engine, and a bare loop over all their batches."""
-    train = {"batch": batch, "frobenius_decay": decay, **sgd}
-    table = {"train": train, "method": {"name": method}, "engine": {"workers": 1, "threads": 1}}
-    experiment = Experiment(model, data, parse(table, "the benchmark"))
-    state = experiment.method.start(exchanged(model))
-    participants = [Participant(client, tier) for client in range(len(data.clients))]
-    tasks = list(experiment.method.tasks(state, participants, 1))
+    train, method = of.config.train, of.method
+    state = method.start(exchanged(model))
+    tasks = list(method.tasks(state, [Participant(client, tier) for client in range(of.clients)], 1))
 
     def engine() -> None:
-        for reply in experiment.engine.run(tasks):
+        for reply in of.engine.run(tasks):
             assert isinstance(reply, Update), reply
 
-    network = channels_last(load(experiment.method.network(tier), experiment.method.weights(state, tier))).train()
-    lr, momentum, weight_decay = (sgd[name] for name in ("lr", "momentum", "weight_decay"))
-    optimizer = torch.optim.SGD(network.parameters(), lr, momentum, weight_decay=weight_decay)
+    network = channels_last(load(method.network(tier), method.weights(state, tier))).train()
+    optimizer = torch.optim.SGD(network.parameters(), train.lr, train.momentum, weight_decay=train.weight_decay)
     feeds = [Feed(samples, data.preprocessing) for samples in data.clients]
-    batches = [each for feed in feeds for each in feed.shuffled(batch, torch.Generator())]
+    batches = [each for feed in feeds for each in feed.shuffled(train.batch, torch.Generator())]
     return {"engine": engine, "bare": lambda: bare(network, optimizer, batches)}
 
 
@@ -73,13 +77,15 @@ def bare(network: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Bat
 
 def local_training(quick: bool, repeats: int, samples: int, batch: int) -> dict[str, Ratio]:
     """Part 1: samples a second in the engine, as a share of the bare loop's."""
-    width, clients, samples, batch = (0.125, 4, 32, 16) if quick else (1.0, CLIENTS, samples, batch)
+    width, clients, samples, batch = (0.125, 2, 20, 10) if quick else (1.0, CLIENTS, samples, batch)
     torch.manual_seed(0)
     resnet, one = resnet18(width=width), images(1, samples)
-    cohort = images(clients, SAMPLES)
-    cases = {f"ResNet-18 {tier}": pair(resnet, one, tier, batch, PAPER, "fedhm") for tier in TIERS}
-    cases["ResNet-18 1/2, Frobenius decay"] = pair(resnet, one, "1/2", batch, PAPER, "fedhm", decay=1e-4)
-    cases["CNN"] = pair(cnn(), cohort, "full", 10, PFL, "fedavg")
+    plain = experiment(resnet, one, "fedhm", batch=batch, **PAPER)
+    decayed = experiment(resnet, one, "fedhm", batch=batch, frobenius_decay=1e-4, **PAPER)
+    small, cohort = cnn(), images(clients, SAMPLES)
+    cases = {f"ResNet-18 {tier}": pair(plain, resnet, one, tier) for tier in TIERS}
+    cases["ResNet-18 1/2, Frobenius decay"] = pair(decayed, resnet, one, "1/2")
+    cases["CNN"] = pair(experiment(small, cohort, "fedavg", **PFL), small, cohort, "full")
     ratios, rows = {}, []
     for name, both in cases.items():
         times = interleaved(both, repeats)
@@ -93,7 +99,7 @@ def local_training(quick: bool, repeats: int, samples: int, batch: int) -> dict[
 def rounds(quick: bool, repeats: int, environment: Path) -> dict[str, Ratio]:
     """Part 2: whole rounds, each library in a process of its own that waits for its turn."""
     ours = [sys.executable, "-m", "peers.fedhm_rounds"]
-    clients = "8" if quick else str(CLIENTS)
+    clients = "4" if quick else str(CLIENTS)
     commands = {"fedhm, 2 workers": [*ours, "2", clients], "fedhm, 1 worker": [*ours, "1", clients]}
     python = str(environment.absolute() / "bin" / "python")
     if quick:
@@ -126,7 +132,7 @@ def main() -> None:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that peers are ended then too
     torch.set_num_threads(1)
-    repeats = 2 if options.quick else options.repeats
+    repeats = 1 if options.quick else options.repeats
     print(machine())
     training = local_training(options.quick, repeats, options.samples, options.batch)
     turns = rounds(options.quick, repeats, options.peers)
