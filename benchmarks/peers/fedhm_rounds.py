@@ -19,7 +19,8 @@ def config(workers: int) -> Config:
         "train": {"rounds": ROUNDS, "batch": BATCH, "lr": LR, "momentum": 0.0, "weight_decay": 0.0},
         "method": {"name": "fedavg"},
         "evaluation": {"every": ROUNDS},
-        "engine": {"threads": 1, "workers": workers},
+        # merging with more threads would take the cores from the workers
+        "engine": {"threads": 1, "workers": workers, "server_threads": 1},
     }
     return parse(table, "the benchmark")
 
