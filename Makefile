@@ -1,9 +1,9 @@
-# `make demo` and `make test` set everything up by themselves; nothing is installed outside .venv
+# `make demo` and `make test` set everything up by themselves; nothing is installed outside .venv (and .venv-peers)
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test quick lint format clean
+.PHONY: demo test quick lint format peers clean
 
 demo: .venv/demo-installed
 	$(BIN)/fedhm run digits
@@ -24,8 +24,11 @@ format: .venv/dev-installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# pfl-research and Flower, for benchmarks/engine.py only
+peers: .venv-peers/installed
+
 clean:
-	rm -rf .venv runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-peers runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -39,4 +42,9 @@ clean:
 
 .venv/dev-installed: .venv/demo-installed
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+.venv-peers/installed: benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --requirement $<
 	@touch $@

@@ -1,0 +1,95 @@
+"""This side of the conversation with the peers: starting them, asking for rounds, leaving nothing of them behind."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PFL_PYTORCH_DEVICE": "cpu",
+}
+MARK = "FEDHM_BENCHMARK_PEER"  # in the environment of all processes that come of a peer, wherever they were moved to
+
+
+class Peer:
+    def __init__(self, command: list[str]) -> None:
+        # pfl writes to the folder it runs in
+        self._folder = tempfile.TemporaryDirectory(prefix="peer", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        self._log = folder / "log"
+        self._mark = uuid.uuid4().hex
+        paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"TMPDIR": str(folder), "FLWR_HOME": str(folder), "PYTHONPATH": os.pathsep.join(paths), MARK: self._mark}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=folder,
+                env={**os.environ, **QUIET, **own},
+                start_new_session=True,
+            )
+        self._idle = True
+        self._name = " ".join(command)
+
+    def round(self) -> float:
+        """Its seconds, as the peer counted them."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._idle = False
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self._name} ended:\n{self._log.read_text()[-3000:]}")
+        self._idle = True
+        return float(json.loads(answer)["seconds"])
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The end of its stdin tells a peer to stop; whatever is left after some seconds is killed."""
+        try:
+            assert self._process.stdin
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            if self._idle:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout=20)
+        finally:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            while left := [pid for pid in _processes() if self._made(pid)]:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
+            self._folder.cleanup()
+
+    def _made(self, pid: int) -> bool:
+        try:
+            return f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # gone, or somebody else's
+            return False
+
+
+def _processes() -> list[int]:
+    """Where there is no /proc, what Ray started is left to end by itself."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]

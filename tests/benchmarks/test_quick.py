@@ -1,0 +1,74 @@
+"""Every benchmark runs, and its ratios are numbers. How large they are is no test's business: machines are noisy."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if path.name != "measure.py")
+PROMISED = {
+    "engine.py": {
+        "of_bare": {*(f"ResNet-18 {tier}" for tier in ("full", "1/2", "1/4", "1/8", "1/2, Frobenius decay")), "CNN"},
+        "two_workers_against": {"fedhm, 1 worker"},
+    }
+}
+
+
+def ratios(value: Any) -> Iterator[dict[str, float]]:
+    if isinstance(value, dict):
+        if value.keys() == {"median", "low", "high"}:
+            yield value
+        for inner in value.values():
+            yield from ratios(inner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_quick_run_gives_ratios(script: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(script), "--quick", "--json", str(tmp_path / "out.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "out.json").read_text())
+    found = list(ratios(written))
+    assert found
+    for each in found:
+        assert all(math.isfinite(number) and number > 0 for number in each.values()), each
+        assert each["low"] <= each["median"] <= each["high"]
+    for section, names in PROMISED.get(script.name, {}).items():
+        assert written[section].keys() == names
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")
+def test_the_engines_benchmark_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Not even a child of a peer that has moved to a session of its own, as Ray's do."""
+    stray = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)"
+    peer = f"{stray}; sys.stdin.read()"
+    script = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from peers.process import Peer
+with Peer([sys.executable, "-c", {peer!r}]) as peer:
+    print(peer._process.pid, peer._process.stdout.readline())
+    raise KeyboardInterrupt
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "KeyboardInterrupt" in done.stderr
+    pids = [int(word) for word in done.stdout.split()]
+    assert len(pids) == 2
+    assert not any(runs(pid) for pid in pids)
+
+
+def runs(pid: int) -> bool:
+    """A zombie, whose parent has not asked for it yet, has no command line."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except FileNotFoundError:
+        return False
