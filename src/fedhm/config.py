@@ -7,6 +7,7 @@ import tomli_w
 import torch
 from pydantic import Field, model_validator
 
+from fedhm.device import find_device
 from fedhm.method_config import FedHMConfig, MethodConfig, Positive, Ratio, Section
 
 
@@ -64,6 +65,8 @@ class EvaluationConfig(Section):
 class EngineConfig(Section):
     name: Literal["local"] = "local"
     threads: Annotated[int, Field(ge=0)] = 0  # 0 is PyTorch's own choice; resuming uses the same number
+    device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda where there is one
+    compile: bool = False  # the clients' networks, by torch.compile
 
 
 class CompareConfig(Section):
@@ -97,7 +100,9 @@ class Config(Section):
     def resolved(self) -> "Config":
         """With all filled in that depends on where the run was started, so that a resumed run repeats it."""
         threads = self.engine.threads or torch.get_num_threads()
-        changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update={"threads": threads})}
+        device = str(find_device("auto")) if self.engine.device == "auto" else self.engine.device
+        engine = self.engine.model_copy(update={"threads": threads, "device": device})
+        changes: dict[str, Section | None] = {"engine": engine}
         changes["compare"] = None
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
