@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 
 from fedhm.config_file import parse
 from fedhm.exchange import exchanged
@@ -25,6 +24,7 @@ from fedhm.methods.fedhm import FedHM, _factors
 from fedhm.methods.method import State
 from fedhm.run import build_model, prepare, read_federation
 from fedhm.sampling import participants
+from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 
 KEEP = {"resnet18": 3, "resnet34": 15}  # the layers that the paper keeps dense
 

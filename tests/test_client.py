@@ -15,6 +15,7 @@ from fedhm.data.samples import Samples
 from fedhm.exchange import exchanged
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.messages import Task, Tensors
+from fedhm.reuse import Networks
 from fedhm.seeds import torch_generator
 
 
@@ -31,7 +32,7 @@ def model() -> nn.Module:
 
 def client(network: nn.Module, **train: object) -> Client:
     config = TrainConfig.model_validate({"batch": 5, "epochs": 2, "lr": 0.1, **train})
-    return Client(samples(), Preprocessing(), lambda _: copy.deepcopy(network), config, seed=3)
+    return Client(samples(), Preprocessing(), Networks(lambda _: copy.deepcopy(network)), config, seed=3)
 
 
 def task(network: nn.Module, **changes: object) -> Task:
@@ -135,3 +136,11 @@ def test_the_learning_rate_and_clipping_limit_the_step() -> None:
 
     assert step(milestones=[0]) == pytest.approx(0.1 * step(), rel=1e-3)
     assert step(clip_norm=1e-3) <= 1.001e-4
+
+
+def test_sparse_gradients_train_too() -> None:
+    network = nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 4))
+    words = Samples(torch.arange(44).reshape(22, 2) % 9, torch.arange(22) % 3)
+    own = replace(client(network, weight_decay=0), samples=words)
+    update = own.run(task(network))
+    assert not torch.equal(update.tensors["0.weight"], exchanged(network)["0.weight"])

@@ -16,6 +16,7 @@ from fedhm.distil import absolute_error, blank_scores, divergence, follow, score
 from fedhm.exchange import exchanged
 from fedhm.messages import Kind, Task, Tensors
 from fedhm.report.progress import SHORT
+from fedhm.reuse import Networks
 from fedhm.seeds import torch_generator
 
 COUNT = 22
@@ -37,7 +38,7 @@ def network() -> nn.Module:
 def client(**train: object) -> Client:
     config = TrainConfig.model_validate({"batch": 8, "epochs": 2, "lr": 0.05, **train})
     own = Samples(inputs(20, seed=1), torch.arange(20) % 3)
-    return Client(own, Preprocessing(), lambda _: network(), config, 3, public())
+    return Client(own, Preprocessing(), Networks(lambda _: network()), config, 3, public())
 
 
 def kept() -> Tensors:

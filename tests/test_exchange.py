@@ -15,6 +15,7 @@ from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.exchange import exchanged, load, travels_as
 from fedhm.messages import Task, Tensors
+from fedhm.reuse import Networks
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def test_cost_counts_the_bytes_of_the_wire_form() -> None:
 
 def test_a_client_answers_in_the_form_in_which_it_was_asked() -> None:
     samples = Samples(torch.randn(20, 6), torch.arange(20) % 3)
-    client = Client(samples, Preprocessing(), lambda _: network(), TrainConfig(batch=5), seed=0)
+    client = Client(samples, Preprocessing(), Networks(lambda _: network()), TrainConfig(batch=5), seed=0)
     sent = {name: t for name, t in exchanged(network()).items() if "running" not in name}
     update = client.run(Task("train", 1, 0, "full", "full", sent))
     assert {name: t.dtype for name, t in update.tensors.items()} == dict.fromkeys(sent, torch.float16)

@@ -7,7 +7,7 @@ pool exactly to those of their joint data:
     N = Σ nᵢ    M = Σ nᵢ mᵢ / N    V = Σ nᵢ (vᵢ + (mᵢ − M)²) / N
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -63,16 +63,14 @@ def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
 
     With momentum 1 a layer's running statistics are those of its last batch, which it computes anyway.
     """
-    found: dict[str, Moments] = {}
+    found: dict[str, list[tuple[float, Tensor, Tensor]]] = {}
 
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
         def hook(layer: _BatchNorm, arguments: tuple[Tensor, ...], _: Tensor) -> None:
             assert layer.running_mean is not None
             assert layer.running_var is not None
-            values = torch.tensor(arguments[0].numel() / arguments[0].shape[1], dtype=torch.float64)
-            population = layer.running_var.double() * (values - 1) / values  # a layer stores the unbiased estimate
-            seen = Moments(values, layer.running_mean.double(), population)
-            found[name] = found[name].pooled(seen) if name in found else seen
+            values = arguments[0].numel() / arguments[0].shape[1]
+            found.setdefault(name, []).append((values, layer.running_mean.clone(), layer.running_var.clone()))
 
         return layers[name].register_forward_hook(hook)
 
@@ -91,7 +89,19 @@ def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
             layer.momentum = momenta[name]
         for handle in handles:
             handle.remove()
-    return {f"{name}/{part}": t for name, m in found.items() for part, t in m._asdict().items()}
+    joined = {name: _joined(batches) for name, batches in found.items()}
+    return {f"{name}/{part}": t for name, m in joined.items() for part, t in m._asdict().items()}
+
+
+def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> Moments:
+    """Of all batches of one layer: how many values, their means, and their variances as layers store them."""
+    counts, means, variances = zip(*batches, strict=True)
+    values = torch.tensor(counts, dtype=torch.float64)[:, None]
+    mean = torch.stack(means).cpu().double()
+    variance = torch.stack(variances).cpu().double() * (values - 1) / values  # a layer stores the unbiased estimate
+    total = values.sum()
+    middle = (values * mean).sum(0) / total
+    return Moments(total, middle, (values * (variance + (mean - middle) ** 2)).sum(0) / total)
 
 
 def blank(network: nn.Module, sample: Tensor) -> Tensors:

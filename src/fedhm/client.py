@@ -1,7 +1,7 @@
 """What a client does with a task: train, distil, gather BatchNorm statistics. Nothing else runs there."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -11,47 +11,50 @@ from fedhm.batchnorm import gather
 from fedhm.config import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
+from fedhm.device import CPU, seeded
 from fedhm.distil import absolute_error, follow, scores
-from fedhm.exchange import exchanged, load
-from fedhm.lowrank.decay import add_frobenius_decay
+from fedhm.exchange import exchanged
+from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
-from fedhm.memory_format import channels_last
 from fedhm.messages import Task, Tensors, Update
+from fedhm.reuse import Networks, Ready
 from fedhm.seeds import derive, torch_generator
 
 
 @dataclass(frozen=True)
 class Client:
-    """Holds one client's samples and knows how to build each network that a task may name."""
+    """Holds one client's samples and has the networks that a task may name."""
 
     samples: Samples
     preprocessing: Preprocessing
-    network: Callable[[str], nn.Module]
+    networks: Networks
     train: TrainConfig
     seed: int
     public: Feed | None = None  # samples that everybody has, numbered in place of labels
 
     def run(self, task: Task, position: int = 0) -> Update:
         weights = task.kept if task.kind == "distil" else task.tensors
-        network = channels_last(load(self.network(task.network), weights))
-        feed = Feed(self.samples, self.preprocessing)
+        with self.networks.loaded(task.network, weights) as ready:
+            return self._answer(ready, task, weights, position)
+
+    def _answer(self, ready: Ready, task: Task, weights: Tensors, position: int) -> Update:
+        network, device = ready.network, self.networks.device
+        feed = Feed(self.samples, self.preprocessing, device)
         labels: tuple[int, ...] | None = None
         loss = 0.0
         kept: Tensors = {}
         if task.kind != "statistics":
             if self.train.masked_loss:
                 labels = tuple(self.samples.labels.unique().tolist())
-            # Dropout knows only the global generator: seed it for this task alone, and give it back as it was.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive(self.seed, "network", task.round, task.client, task.network))
+            with seeded(derive(self.seed, "network", task.round, task.client, task.network), device):
                 if task.kind == "distil":
                     self._digest(network, task)
-                loss = self._fit(network, feed, labels, task)
+                loss = self._fit(ready, feed, labels, task)
             trained = exchanged(network)
-            tensors: Tensors = {name: trained[name].contiguous() for name in weights}
+            tensors: Tensors = {name: _sent(trained[name]) for name in weights}
             if task.kind == "distil":
                 assert self.public is not None
-                tensors, kept = {"scores": scores(network, self.public, self.train.batch)}, tensors
+                tensors, kept = {"scores": scores(network, self.public.on(device), self.train.batch).cpu()}, tensors
         else:
             # Nothing is kept for a backward pass, so four times the batch fits where training does.
             tensors = gather(network, (inputs for inputs, _ in feed.ordered(4 * self.train.batch)))
@@ -67,24 +70,26 @@ class Client:
         assert self.public is not None
         generator = torch_generator(self.seed, "digest", task.round, task.client)
         optimizer = torch.optim.SGD(network.parameters(), lr=task.options["digest_lr"])
+        consensus = task.tensors["consensus"].to(self.networks.device)
         for _ in range(int(task.options["digest_epochs"])):
-            batches = self.public.shuffled(self.train.batch, generator)
-            follow(network, task.tensors["consensus"], absolute_error, optimizer, batches)
+            batches = self.public.on(self.networks.device).shuffled(self.train.batch, generator)
+            follow(network, consensus, absolute_error, optimizer, batches)
 
-    def _fit(self, network: nn.Module, feed: Feed, labels: tuple[int, ...] | None, task: Task) -> float:
+    def _fit(self, ready: Ready, feed: Feed, labels: tuple[int, ...] | None, task: Task) -> float:
         """SGD over the epochs of one round; the mean loss of the last epoch."""
         generator = torch_generator(self.seed, "batches", task.round, task.client, task.network)
+        network, forward = ready.network, ready.forward
+        layers = factorized_layers(network) if self.train.frobenius_decay else []
         optimizer = self._optimizer(network, self.train.learning_rate(task.round))
         network.train()
         total = torch.zeros(())
         for _ in range(self.train.epochs):
-            total = torch.zeros(())  # summed as a tensor: no step waits for its loss
+            total = torch.zeros((), device=feed.device)  # summed as a tensor: no step waits for its loss
             for inputs, targets in feed.shuffled(self.train.batch, generator):
                 optimizer.zero_grad()
-                loss = masked_cross_entropy(network(inputs), targets, labels)
+                loss = masked_cross_entropy(forward(inputs), targets, labels)
                 loss.backward()
-                if self.train.frobenius_decay:
-                    add_frobenius_decay(network, self.train.frobenius_decay)
+                add_decay(layers, self.train.frobenius_decay)
                 if self.train.clip_norm:
                     nn.utils.clip_grad_norm_(network.parameters(), self.train.clip_norm)
                 optimizer.step()
@@ -104,13 +109,28 @@ class Client:
             {"params": [p for p in trained if id(p) in undecayed], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        return torch.optim.SGD(groups, lr=lr, momentum=self.train.momentum)
+        fused = all(p.is_floating_point() for p in trained) and not _has_sparse_gradients(network)
+        return torch.optim.SGD(groups, lr=lr, momentum=self.train.momentum, fused=fused or None)
 
 
 def masked_cross_entropy(logits: Tensor, targets: Tensor, labels: tuple[int, ...] | None) -> Tensor:
     """Cross-entropy in which the logits of labels that the client does not hold are 0, so that they learn nothing."""
     if labels is not None and len(labels) < logits.shape[1]:
-        held = torch.zeros(logits.shape[1], dtype=torch.bool)
-        held[list(labels)] = True
-        logits = logits.masked_fill(~held, 0.0)
+        logits = logits.masked_fill(_missing(labels, logits.shape[1], logits.device), 0.0)
     return F.cross_entropy(logits, targets)
+
+
+@lru_cache(maxsize=1)  # a client asks with every batch
+def _missing(labels: tuple[int, ...], classes: int, device: torch.device) -> Tensor:
+    missing = torch.ones(classes, dtype=torch.bool)
+    missing[list(labels)] = False
+    return missing.to(device)
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    """A copy to send: the network goes on to other tasks."""
+    return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
+
+
+def _has_sparse_gradients(network: nn.Module) -> bool:
+    return any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse for layer in network.modules())

@@ -7,6 +7,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from fedhm.cores import usable_cores
+from fedhm.device import find_device
 from fedhm.method_config import FedHMConfig, MethodConfig, Positive, Ratio, Section
 
 
@@ -70,6 +71,8 @@ class EngineConfig(Section):
     workers: Positive | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
     threads: Annotated[int, Field(ge=0)] = 0  # of a task; 0: as many cores as there are for each task of a round
     server_threads: Annotated[int, Field(ge=0)] = 0  # of merging and evaluating; 0: all cores
+    device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda where there is one
+    compile: bool = False  # the clients' networks, by torch.compile
 
 
 class CompareConfig(Section):
@@ -107,8 +110,11 @@ class Config(Section):
         is left open: it may be another one when the run is gone on with.
         """
         cores = usable_cores()
-        threads = self.engine.threads or max(1, cores // self.federation.per_round(self.federation.clients))
-        engine = {"threads": threads, "server_threads": self.engine.server_threads or cores}
+        engine = {
+            "threads": self.engine.threads or max(1, cores // self.federation.per_round(self.federation.clients)),
+            "server_threads": self.engine.server_threads or cores,
+            "device": str(find_device("auto")) if self.engine.device == "auto" else self.engine.device,
+        }
         changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update=engine)}
         changes["compare"] = None
         if self.data is not None and self.data.folder is not None:

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fedhm.data.batches import Feed
+from fedhm.device import CPU
 
 
 class Score(NamedTuple):
@@ -16,10 +17,13 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def evaluate(network: nn.Module, feed: Feed, batch: int) -> Score:
-    network.eval()
-    correct, loss = 0, 0.0
+    network.to(feed.device).eval()
+    correct: list[Tensor] = []
+    losses: list[Tensor] = []  # of each batch, summed at the end: none waits for its result
     for inputs, targets in feed.ordered(batch):
         logits = network(inputs)
-        correct += int((logits.argmax(1) == targets).sum())
-        loss += F.cross_entropy(logits, targets, reduction="sum").item()
-    return Score(correct / len(feed.samples), loss / len(feed.samples))
+        correct.append((logits.argmax(1) == targets).sum())
+        losses.append(F.cross_entropy(logits, targets, reduction="sum"))
+    network.to(CPU)
+    samples = len(feed.samples)
+    return Score(sum(torch.stack(correct).tolist()) / samples, sum(torch.stack(losses).tolist()) / samples)

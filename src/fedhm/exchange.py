@@ -44,8 +44,17 @@ def exchanged(network: nn.Module) -> Tensors:
 
 def load(network: nn.Module, tensors: Tensors) -> nn.Module:
     """Puts travelled tensors into `network`. What did not travel keeps its value; an unknown name is an error."""
-    if form := _wire_form(network):
-        tensors = form.unpack(tensors)
+    return fill(network, unpacked(network, tensors))
+
+
+def unpacked(network: nn.Module, tensors: Tensors) -> Tensors:
+    """What `network` holds for travelled tensors."""
+    form = _wire_form(network)
+    return form.unpack(tensors) if form else tensors
+
+
+def fill(network: nn.Module, tensors: Tensors) -> nn.Module:
+    """As `load`, of tensors in the form in which the network holds them."""
     own = network.state_dict()
     for name, tensor in tensors.items():
         if name not in own or own[name].shape != tensor.shape:

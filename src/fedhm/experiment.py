@@ -17,6 +17,7 @@ from fedhm.config import Config
 from fedhm.cost import Cost, measure
 from fedhm.data.batches import Feed
 from fedhm.data.federation import Federation
+from fedhm.device import CPU, find_device
 from fedhm.distil import blank_scores
 from fedhm.engines.engine import Engine, in_task_order
 from fedhm.engines.local import LocalEngine, workers_for
@@ -31,6 +32,7 @@ from fedhm.methods import make_method
 from fedhm.methods.method import Setup, State
 from fedhm.probe import probe
 from fedhm.records import Record
+from fedhm.reuse import Networks, check_compiler
 from fedhm.sampling import check_assignment, participants
 
 
@@ -64,8 +66,11 @@ class Experiment:
     ) -> None:
         self.config, self.watchers = config, watchers
         self.clients, self.classes = len(federation.clients), federation.classes
-        self._test = Feed(federation.test, federation.preprocessing)
-        batch, _ = next(self._test.ordered(1))
+        device = find_device(config.engine.device)
+        if config.engine.compile:
+            check_compiler(device)
+        self._test = Feed(federation.test, federation.preprocessing, device)
+        batch, _ = next(self._test.on(CPU).ordered(1))
         public, self.public = federation.public_feed(), len(federation.public or ())
         if not self.public and isinstance(config.method, Distilling):
             raise FedhmError(
@@ -81,8 +86,9 @@ class Experiment:
         self.statistics = cache(lambda name: blank(self.method.network(name), batch))
         self.scores = cache(lambda name: blank_scores(self.method.network(name), batch, self.public))
         self.costs = {tier: self.cost(tier) for tier in self.method.tiers}
-        parts = (federation.preprocessing, self.method.network, config.train, config.seed, public)
         settings = config.resolved().engine
+        networks = Networks(self.method.network, device, settings.compile)
+        parts = (federation.preprocessing, networks, config.train, config.seed, public)
         workers = workers_for(settings, config.federation.per_round(self.clients))
         clients = [Client(samples, *parts) for samples in federation.clients]
         self.engine = engine or LocalEngine(clients, workers, settings.threads)

@@ -1,5 +1,6 @@
 """Batches are what a plain loop over images would give."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,3 +55,17 @@ def test_other_input_is_passed_as_it_is() -> None:
     samples = Samples(torch.randn(6, 3), torch.zeros(6, dtype=torch.int64))
     feed = Feed(samples, Preprocessing(crop=4, flip=True))
     assert torch.equal(torch.cat([batch for batch, _ in feed.ordered(4)]), samples.inputs)
+
+
+@pytest.mark.parametrize("augmentation", [(0, False), (0, True), (2, False), (2, True)])
+def test_how_images_lie_in_memory_does_not_matter(augmentation: tuple[int, bool]) -> None:
+    first = images(20)
+    second = first.subset(torch.arange(20))
+    assert second.inputs.permute(0, 2, 3, 1).is_contiguous()
+    assert not first.inputs.permute(0, 2, 3, 1).is_contiguous()
+    drawn = []
+    for samples in (first, second):
+        feed = Feed(samples, Preprocessing((0.1, 0.2, 0.3), (0.3, 0.2, 0.1), *augmentation))
+        drawn.append([inputs for inputs, _ in feed.shuffled(8, torch.Generator().manual_seed(2))])
+    assert all(torch.equal(a, b) for a, b in zip(*drawn, strict=True))
+    assert all(a.is_contiguous(memory_format=torch.channels_last) for a in drawn[0])

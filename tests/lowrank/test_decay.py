@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -6,6 +8,7 @@ from fedhm.lowrank.decay import add_frobenius_decay
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import LowRank
 from fedhm.lowrank.plan import RankPlan
+from fedhm.memory_format import channels_last
 
 STRENGTH = 0.3
 
@@ -94,3 +97,18 @@ def test_a_shared_layer_decays_once() -> None:
     add_frobenius_decay(hybrid, 1.0)
     norm = hybrid[0].weight.square().sum() / 2
     torch.testing.assert_close(hybrid[0].u.grad, torch.autograd.grad(norm, hybrid[0].u)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["spatial", "pufferfish"])
+def test_memory_format_does_not_matter(form: str) -> None:
+    plain = to_hybrid(network(), RankPlan({"1": 3, "4": 2}, form))
+    turned = channels_last(copy.deepcopy(plain))
+    inputs = torch.randn(3, 2, 7, 7, dtype=torch.float64)
+    for model, images in ((plain, inputs), (turned, inputs.to(memory_format=torch.channels_last))):
+        model(images).square().sum().backward()
+        before = {name: p.grad.stride() for name, p in model.named_parameters()}
+        add_frobenius_decay(model, STRENGTH)
+        assert {name: p.grad.stride() for name, p in model.named_parameters()} == before
+    assert turned[1].v.grad.stride() != plain[1].v.grad.stride()
+    for p, q in zip(plain.parameters(), turned.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-10)

@@ -52,9 +52,9 @@ class Renaming:
 
     def __init__(self, inner: Engine, old: str, new: str) -> None:
         self._inner, self._old, self._new = inner, old, new
-        for client in inner._clients:  # type: ignore[attr-defined]
-            network = client.network
-            object.__setattr__(client, "network", lambda name, network=network: network(old if name == new else name))
+        networks = inner._clients[0].networks  # type: ignore[attr-defined]
+        build = networks._build
+        networks._build = lambda name: build(old if name == new else name)
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         sent = list(tasks)

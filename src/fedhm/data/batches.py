@@ -1,13 +1,16 @@
 """From samples in memory to batches: gathered, augmented and normalised as tensors, with no process in between."""
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedhm.data.samples import Samples
+from fedhm.device import CPU
 
 Batch = tuple[Tensor, Tensor]
 
@@ -23,53 +26,73 @@ class Preprocessing:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 (B, H, W, C) → float (B, C, H, W) in channels-last memory."""
-        scale = torch.tensor(self.std) * 255
-        offset = torch.tensor(self.mean) * 255
-        return pixels.float().sub_(offset).div_(scale).permute(0, 3, 1, 2)
+        width, device = pixels.shape[2], pixels.device
+        values = pixels.float()
+        # a whole line of pixels at a time, since the loop over three channels would be a short one
+        lines = values.view(-1, width * pixels.shape[3])
+        lines.sub_(_line(self.mean, width, device)).div_(_line(self.std, width, device))
+        return values.permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=16)
+def _line(channels: tuple[float, ...], width: int, device: torch.device) -> Tensor:
+    return (torch.tensor(channels) * 255).repeat(width).to(device)
 
 
 class Feed:
-    """One client's samples, ready to be drawn in batches."""
+    """One client's samples, ready to be drawn in batches on a device."""
 
-    def __init__(self, samples: Samples, preprocessing: Preprocessing) -> None:
-        self.samples = samples
-        self.preprocessing = preprocessing
-        self._pixels = samples.inputs.permute(0, 2, 3, 1).contiguous() if samples.are_images else None
-        self._padded: Tensor | None = None
+    def __init__(self, samples: Samples, preprocessing: Preprocessing, device: torch.device = CPU) -> None:
+        self.samples, self.preprocessing, self.device = samples, preprocessing, device
+
+    def on(self, device: torch.device) -> "Feed":
+        feed = copy(self)
+        feed.device = device
+        return feed
 
     def shuffled(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
         """One epoch in random order, augmented."""
         order = torch.randperm(len(self.samples), generator=generator)
         for indices in _split(order, size):
-            yield self._augmented(indices, generator), self.samples.labels[indices]
+            yield self._augmented(indices, generator), self._labels(indices)
 
     def ordered(self, size: int) -> Iterator[Batch]:
         """Every sample once, in order, not augmented."""
         for indices in _split(torch.arange(len(self.samples)), size):
-            yield self._plain(indices), self.samples.labels[indices]
+            yield self._plain(indices), self._labels(indices)
+
+    def _labels(self, indices: Tensor) -> Tensor:
+        return self.samples.labels.index_select(0, indices).to(self.device)
 
     def _plain(self, indices: Tensor) -> Tensor:
-        if self._pixels is None:
-            return self.samples.inputs[indices]
-        return self.preprocessing.normalise(self._pixels[indices])
+        if not self.samples.are_images:
+            return self.samples.inputs.index_select(0, indices).to(self.device)
+        return self.preprocessing.normalise(self._pixels(indices).to(self.device))
+
+    def _pixels(self, indices: Tensor) -> Tensor:
+        """(B, H, W, C), turned for a batch alone if the samples do not lie in memory like that."""
+        whole = self.samples.inputs.permute(0, 2, 3, 1)
+        if whole.is_contiguous():
+            return whole.index_select(0, indices)
+        return self.samples.inputs.index_select(0, indices).permute(0, 2, 3, 1).contiguous()
 
     def _augmented(self, indices: Tensor, generator: torch.Generator) -> Tensor:
         pad, flip = self.preprocessing.crop, self.preprocessing.flip
-        if self._pixels is None or not (pad or flip):
+        if not self.samples.are_images or not (pad or flip):
             return self._plain(indices)
-        _, height, width, _ = self._pixels.shape
-        if self._padded is None:
-            self._padded = F.pad(self._pixels, (0, 0, pad, pad, pad, pad))
-        count = len(indices)
+        pixels = F.pad(self._pixels(indices), (0, 0, pad, pad, pad, pad))
+        count, padded_height, padded_width, channels = pixels.shape
+        height, width = padded_height - 2 * pad, padded_width - 2 * pad
         # Window and mirror image together are one gather: which row and which column each output pixel comes from.
         top, left = torch.randint(0, 2 * pad + 1, (2, count, 1), generator=generator)
         columns = torch.arange(width).expand(count, width)
         if flip:
             mirrored = torch.randint(0, 2, (count, 1), generator=generator).bool()
             columns = torch.where(mirrored, columns.flip(1), columns)
-        rows = top + torch.arange(height)
-        columns = left + columns
-        return self.preprocessing.normalise(self._padded[indices[:, None, None], rows[:, :, None], columns[:, None]])
+        rows = torch.arange(0, count * padded_height, padded_height)[:, None] + top + torch.arange(height)
+        places = (rows * padded_width)[:, :, None] + (left + columns)[:, None]
+        window = pixels.view(-1, channels).index_select(0, places.flatten()).view(count, height, width, channels)
+        return self.preprocessing.normalise(window.to(self.device))
 
 
 def _split(order: Tensor, size: int) -> list[Tensor]:

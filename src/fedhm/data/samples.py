@@ -33,7 +33,11 @@ class Samples:
         return self.inputs.dtype == torch.uint8 and self.inputs.ndim == 4
 
     def subset(self, indices: Tensor) -> "Samples":
-        return Samples(self.inputs[indices], self.labels[indices])
+        inputs = self.inputs[indices]
+        # as networks get images; who trains on them often need not turn them each time
+        return Samples(
+            inputs.contiguous(memory_format=torch.channels_last) if self.are_images else inputs, self.labels[indices]
+        )
 
 
 @dataclass(frozen=True)

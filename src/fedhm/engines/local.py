@@ -12,6 +12,7 @@ from fedhm.config import EngineConfig
 from fedhm.cores import usable_cores
 from fedhm.engines.pool import Pool
 from fedhm.engines.worker import answer
+from fedhm.errors import FedhmError
 from fedhm.messages import Reply, Task, Tensors
 
 
@@ -52,11 +53,12 @@ def workers_for(config: EngineConfig, tasks: int) -> int:
     """How many workers to start for rounds of so many tasks; `config` is resolved."""
     if not hasattr(os, "fork"):
         return 1
-    if config.workers != "auto":
-        return config.workers
-    if sys.platform == "darwin":  # Apple's libraries may crash in a forked process
-        return 1
-    return max(1, min(usable_cores() // config.threads, tasks))
+    alone = sys.platform == "darwin" or config.device != "cpu"  # Apple's libraries and CUDA may not survive a fork
+    if config.workers == "auto":
+        return 1 if alone else max(1, min(usable_cores() // config.threads, tasks))
+    if config.workers > 1 and config.device != "cpu":
+        raise FedhmError(f"worker processes cannot share {config.device}: set engine.workers to 1 or 'auto'")
+    return config.workers
 
 
 def _contiguous(tensors: Tensors) -> Tensors:

@@ -3,19 +3,44 @@
 ∂L = λ L (R Rᵀ) and ∂R = λ (Lᵀ L) R: the product L R is never formed.
 """
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedhm.lowrank.layers import LowRank
-from fedhm.lowrank.unroll import join, split
+
+
+def add_frobenius_decay(hybrid: nn.Module, strength: float) -> None:
+    """Adds the decay to the gradients, after `backward` and before the optimizer's step."""
+    add_decay(factorized_layers(hybrid), strength)
+
+
+def factorized_layers(hybrid: nn.Module) -> list[LowRank]:
+    return [layer for layer in hybrid.modules() if isinstance(layer, LowRank)]
 
 
 @torch.no_grad()
-def add_frobenius_decay(hybrid: nn.Module, strength: float) -> None:
-    """Adds the decay to the gradients, after `backward` and before the optimizer's step."""
-    for layer in hybrid.modules():
-        if isinstance(layer, LowRank) and layer.u.grad is not None and layer.v.grad is not None:
-            left, right = join(layer.u, layer.v)
-            along_u, along_v = split(left @ (right @ right.T), (left.T @ left) @ right, layer.dense_shape)
-            layer.u.grad.add_(along_u, alpha=strength)
-            layer.v.grad.add_(along_v, alpha=strength)
+def add_decay(layers: Iterable[LowRank], strength: float) -> None:
+    """`add_frobenius_decay` for those who know the layers."""
+    for layer in layers:
+        along_u, along_v = layer.u.grad, layer.v.grad
+        if along_u is not None and along_v is not None:
+            u, v = _by_rank(layer.u, 0), _by_rank(layer.v, 1)
+            _add_product(along_u, 0, v.T @ v, u, strength)
+            _add_product(along_v, 1, v, u @ u.T, strength)
+
+
+def _by_rank(factor: Tensor, axis: int) -> Tensor:
+    """u → (r, ·), v → (·, r). In which order the other axes follow does not matter to a Gram matrix: channels come
+    last, as in memory, so that nothing is copied."""
+    by_channel = factor.movedim(1, -1)
+    return by_channel.flatten(1) if axis == 0 else by_channel.flatten(0, -2)
+
+
+def _add_product(gradient: Tensor, axis: int, first: Tensor, second: Tensor, strength: float) -> None:
+    matrix = _by_rank(gradient, axis)
+    matrix.addmm_(first, second, alpha=strength)
+    if matrix.data_ptr() != gradient.data_ptr():  # of a gradient in other memory, it is a copy
+        by_channel = gradient.movedim(1, -1)
+        by_channel.copy_(matrix.view(by_channel.shape))
