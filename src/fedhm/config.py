@@ -70,7 +70,7 @@ class EngineConfig(Section):
     name: Literal["local"] = "local"
     workers: Positive | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
     threads: Annotated[int, Field(ge=0)] = 0  # of a task; 0: as many cores as there are for each task of a round
-    server_threads: Annotated[int, Field(ge=0)] = 0  # of merging and evaluating; 0: all cores
+    server_threads: Annotated[int, Field(ge=0)] = 0  # of factorizing and evaluating; 0: all cores
     device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda where there is one
     compile: bool = False  # the clients' networks, by torch.compile
 
