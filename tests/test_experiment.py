@@ -84,7 +84,8 @@ def test_records_tell_what_was_sent_computed_and_measured(federation: Federation
             assert traffic.macs == traffic.clients * result.costs[tier].macs * 20 * 2
         assert all(0 < traffic.loss < 5 and traffic.answers == traffic.clients for traffic in record.traffic.values())
         beyond = {f"energy_beyond/{tier}" for tier in ("1/2", "1/4", "1/8")}
-        assert set(record.diagnostics) == {"kappa_uv", "kappa_sigma1", "kappa_sigma2", *beyond}
+        kappas = {"kappa_uv", "kappa_sigma1", "kappa_sigma2"}
+        assert set(record.diagnostics) == {*kappas, "exact_decompositions", *beyond}
         assert all(0 < record.diagnostics[name] < 1 for name in beyond)
         assert set(record.seconds) >= {"train", "merge"}
         assert (record.statistics.clients > 0) == bool(record.scores)

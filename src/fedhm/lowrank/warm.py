@@ -18,7 +18,6 @@ from fedhm.lowrank.bound import TOLERANCE, worst_ratio
 from fedhm.lowrank.svd import Factors, factorize
 
 PASSES = 3
-SPARE = 32
 SMALL = 256  # rows or columns; below, an exact decomposition is quick
 WORTHWHILE = 0.6  # of the full rank; beyond it, an exact decomposition is not dearer
 FALLING = 0.7  # a spectrum that falls so far within the spare directions has left the old ones behind
@@ -26,7 +25,8 @@ FALLING = 0.7  # a spectrum that falls so far within the spare directions has le
 
 def spare(rank: int, full_rank: int) -> int:
     """How many directions to carry beyond `rank`: they make room between what is kept and what is cut off."""
-    return SPARE if full_rank >= SMALL and rank + SPARE <= WORTHWHILE * full_rank else 0
+    wanted = min(max(16, rank), 64)
+    return wanted if full_rank >= SMALL and rank + wanted <= WORTHWHILE * full_rank else 0
 
 
 def decompose(matrix: Tensor, rank: int, known: Factors | None) -> tuple[Factors, bool]:
@@ -69,17 +69,34 @@ class Pass(NamedTuple):
 
 def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
     """From orthonormal right vectors (k, N) to the next."""
-    Q, R = torch.linalg.qr(matrix @ basis.T)
-    B = Q.T @ matrix
+    Y = matrix @ basis.T
+    Y, L, unit = _nearly_orthonormal(Y)
+    B = unit.to(Y.dtype) @ (Y.T @ matrix)
     energies, rotation = torch.linalg.eigh((B @ B.T).double())
     energies, rotation = energies.flip(0), rotation.flip(1)
     if not bool(energies[-1] > 0):  # fewer directions than were asked for, or NaN
         return None
     spectrum = energies.sqrt()
     scaled = rotation / spectrum
-    turned = R.double().T @ scaled  # Vᵀ V', since B V = Qᵀ A V = R
+    turned = L @ scaled  # Vᵀ V', since B V = Qᵀ A V = Lᵀ
     angles = torch.eye(len(energies), dtype=torch.float64) - turned.T @ turned
-    return Pass(Q @ rotation.to(Q.dtype), spectrum, scaled.T.to(Q.dtype) @ B, angles)
+    return Pass(Y @ (unit.T @ rotation).to(Y.dtype), spectrum, scaled.T.to(Y.dtype) @ B, angles)
+
+
+def _nearly_orthonormal(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(X, L, unit) with X unitᵀ = Q orthonormal and Q Lᵀ = Y.
+
+    The columns come of singular vectors, so that they are almost orthogonal already: then X is Y with columns of
+    length 1, and their Gram matrix gives the rest at half the time of a QR decomposition.
+    """
+    lengths = Y.norm(dim=0)
+    X = Y / lengths
+    lower, failed = torch.linalg.cholesky_ex((X.T @ X).double())
+    one = torch.eye(Y.shape[1], dtype=torch.float64)
+    if failed or not bool(lower.diagonal().min() > 0.1):
+        Q, R = torch.linalg.qr(Y)
+        return Q, R.T.double(), one
+    return X, lengths.double()[:, None] * lower, torch.linalg.solve_triangular(lower, one, upper=False)
 
 
 def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
@@ -92,9 +109,15 @@ def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
         # What is cut off is new in every round: look for it in the matrix, rather than where it was.
         generator = torch.Generator().manual_seed(0)
         probes = torch.randn(len(basis) - rank, len(matrix), generator=generator, dtype=matrix.dtype)
-        sketch = probes @ matrix
-        for _ in range(2):  # what the kept directions take up must be gone to the last digit
-            sketch = sketch - (sketch @ basis[:rank].T) @ basis[:rank]
-            sketch = torch.linalg.qr(sketch.T).Q.T
+        sketch = _beside(probes @ matrix, basis[:rank])
+        sketch = _beside((sketch @ matrix.T) @ matrix, basis[:rank])
         basis = torch.cat([basis[:rank], sketch])
     return basis
+
+
+def _beside(rows: Tensor, kept: Tensor) -> Tensor:
+    """Orthonormal rows for what of `rows` is orthogonal to `kept`."""
+    for _ in range(2):  # to the last digit
+        rows = rows - (rows @ kept.T) @ kept
+        rows = torch.linalg.qr(rows.T).Q.T
+    return rows
