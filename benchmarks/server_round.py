@@ -24,6 +24,7 @@ from fedhm.methods.fedhm import FedHM, _factors
 from fedhm.methods.method import State
 from fedhm.run import build_model, prepare, read_federation
 from fedhm.sampling import participants
+from fedhm.side_by_side import side_by_side
 from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 
 KEEP = {"resnet18": 3, "resnet34": 15}  # the layers that the paper keeps dense
@@ -103,8 +104,10 @@ def plain_factors(method: FedHM, weights: Tensors, tier: str) -> Tensors:
 
 
 def factorized_warm(method: FedHM, before: State, weights: Tensors) -> None:
-    for layer, rank in method._largest.items():
-        decompose(unroll(weights[f"{layer}.weight"]), rank, _factors(before.memory, layer))
+    def decomposed(layer: str) -> None:
+        decompose(unroll(weights[f"{layer}.weight"]), method._largest[layer], _factors(before.memory, layer))
+
+    side_by_side(decomposed, list(method._largest))
 
 
 def truncation_ratios(method: FedHM, state: State) -> dict[str, float]:
@@ -143,7 +146,7 @@ def main() -> None:
         lr=(0.05, "learning rate of local training"),
         rounds=(8, "rounds of the run"),
         measured=(4, "of these, how many at the end are measured"),
-        threads=(1, "threads of the server"),
+        threads=(2, "of the server"),
     )
     if options.quick:
         options.rounds, options.measured = 2, 1

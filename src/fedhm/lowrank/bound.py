@@ -29,11 +29,11 @@ ESTIMATES = ((5, 1.4), (10, 1.07))  # steps, and the margin on the energy: five 
 ROUNDING = 1e-6  # of the energy of A: a smaller error cannot be told from none in float32
 
 
-def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, angles: Tensor) -> float:
+def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, turned: Tensor) -> float:
     """At most how many times the smallest possible error the first `rank` directions leave.
 
     left    (M, k) orthonormal: Q
-    angles  (k, k): 1 − Tᵀ T
+    turned  (k, k): T
     """
     energies = spectrum.double().square()
     total = squared_norm(matrix)
@@ -43,18 +43,21 @@ def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, angle
     lanczos = _Lanczos(matrix, left)
     for steps, margin in ESTIMATES:
         beyond = margin * lanczos.largest_energy(steps)
-        if math.isfinite(beyond) and excess > enough:
-            excess = _excess(energies, rank, angles, beyond, enough)
+        if not math.isfinite(beyond):
+            break
+        excess = _excess(energies, rank, turned, beyond, enough)
+        if excess <= enough:
+            break
     return math.sqrt(error / (error - excess)) if excess < error else math.inf
 
 
-def _excess(energies: Tensor, rank: int, angles: Tensor, beyond: float, enough: float) -> float:
+def _excess(energies: Tensor, rank: int, turned: Tensor, beyond: float, enough: float) -> float:
     """How much larger than Σᵢ≤ᵣ sᵢ² the best sum can be; somewhat more or infinite, where that settles it."""
     kept = energies[:rank].sum()
     above = torch.tensor([1.01, 1.02, 1.04, 1.07, 1.1, 1.15, 1.25, 1.4, 1.7, 2, 3, 5, 10, 20, 50], dtype=torch.float64)
     levels = torch.cat([above * beyond, energies[rank - 1 : rank].clamp(min=1.01 * beyond)])
     growth = beyond * levels / (levels - beyond)
-    sines = angles.diagonal().clamp(min=0)
+    sines = (1 - turned.double().square().sum(0)).clamp(min=0)
     outset = rank * levels - kept
     # G ≤ 2 (G of the kept directions ⊕ G of the spare ones), and angles ≤ 1: an upper bound that takes only sums
     room = energies - levels[:, None]
@@ -67,6 +70,7 @@ def _excess(energies: Tensor, rank: int, angles: Tensor, beyond: float, enough: 
     best = int(least.argmin())
     if least[best] > enough:
         return math.inf
+    angles = torch.eye(len(energies), dtype=torch.float64) - (turned.T @ turned).double()
     block = torch.diag(energies - levels[best]) + growth[best] * angles
     return float(outset[best] + torch.linalg.eigvalsh(block).clamp(min=0).sum())
 

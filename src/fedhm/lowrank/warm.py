@@ -18,6 +18,7 @@ from fedhm.lowrank.bound import TOLERANCE, worst_ratio
 from fedhm.lowrank.svd import Factors, factorize
 
 PASSES = 3
+SPARE = 64
 SMALL = 256  # rows or columns; below, an exact decomposition is quick
 WORTHWHILE = 0.6  # of the full rank; beyond it, an exact decomposition is not dearer
 FALLING = 0.7  # a spectrum that falls so far within the spare directions has left the old ones behind
@@ -25,7 +26,7 @@ FALLING = 0.7  # a spectrum that falls so far within the spare directions has le
 
 def spare(rank: int, full_rank: int) -> int:
     """How many directions to carry beyond `rank`: they make room between what is kept and what is cut off."""
-    wanted = min(max(16, rank), 64)
+    wanted = min(max(16, rank // 2), SPARE)
     return wanted if full_rank >= SMALL and rank + wanted <= WORTHWHILE * full_rank else 0
 
 
@@ -53,7 +54,7 @@ def refactorize(matrix: Tensor, rank: int, known: Factors) -> Factors | None:
         found = _one_pass(matrix, basis)
         if found is None:
             return None
-        if worst_ratio(matrix, rank, found.left, found.spectrum, found.angles) <= TOLERANCE:
+        if worst_ratio(matrix, rank, found.left, found.spectrum, found.turned) <= TOLERANCE:
             root = found.spectrum.sqrt().to(matrix.dtype)
             return Factors(found.left * root, root[:, None] * found.right, found.spectrum.to(matrix.dtype))
         basis = found.right
@@ -64,23 +65,21 @@ class Pass(NamedTuple):
     left: Tensor  # (M, k) orthonormal
     spectrum: Tensor  # (k,) in float64
     right: Tensor  # (k, N) orthonormal
-    angles: Tensor  # (k, k): 1 − Tᵀ T, T = Vᵀ V', the squared sines between the right vectors before and after
+    turned: Tensor  # (k, k): T = Vᵀ V', the cosines between the right vectors before and after
 
 
 def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
     """From orthonormal right vectors (k, N) to the next."""
-    Y = matrix @ basis.T
-    Y, L, unit = _nearly_orthonormal(Y)
-    B = unit.to(Y.dtype) @ (Y.T @ matrix)
+    X, L, unit = _nearly_orthonormal(matrix @ basis.T)
+    B = unit @ (X.T @ matrix)
     energies, rotation = torch.linalg.eigh((B @ B.T).double())
-    energies, rotation = energies.flip(0), rotation.flip(1)
+    energies, rotation = energies.flip(0), rotation.flip(1).to(X.dtype)
     if not bool(energies[-1] > 0):  # fewer directions than were asked for, or NaN
         return None
     spectrum = energies.sqrt()
-    scaled = rotation / spectrum
-    turned = L @ scaled  # Vᵀ V', since B V = Qᵀ A V = Lᵀ
-    angles = torch.eye(len(energies), dtype=torch.float64) - turned.T @ turned
-    return Pass(Y @ (unit.T @ rotation).to(Y.dtype), spectrum, scaled.T.to(Y.dtype) @ B, angles)
+    scaled = rotation / spectrum.to(X.dtype)
+    # T = Vᵀ V' = L scaled, since B V = Qᵀ A V = Lᵀ
+    return Pass(X @ (unit.T @ rotation), spectrum, scaled.T @ B, L @ scaled)
 
 
 def _nearly_orthonormal(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,12 +90,12 @@ def _nearly_orthonormal(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     lengths = Y.norm(dim=0)
     X = Y / lengths
-    lower, failed = torch.linalg.cholesky_ex((X.T @ X).double())
-    one = torch.eye(Y.shape[1], dtype=torch.float64)
+    lower, failed = torch.linalg.cholesky_ex(X.T @ X)
+    one = torch.eye(Y.shape[1], dtype=Y.dtype)
     if failed or not bool(lower.diagonal().min() > 0.1):
         Q, R = torch.linalg.qr(Y)
-        return Q, R.T.double(), one
-    return X, lengths.double()[:, None] * lower, torch.linalg.solve_triangular(lower, one, upper=False)
+        return Q, R.T, one
+    return X, lengths[:, None] * lower, torch.linalg.solve_triangular(lower, one, upper=False)
 
 
 def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
@@ -109,9 +108,7 @@ def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
         # What is cut off is new in every round: look for it in the matrix, rather than where it was.
         generator = torch.Generator().manual_seed(0)
         probes = torch.randn(len(basis) - rank, len(matrix), generator=generator, dtype=matrix.dtype)
-        sketch = _beside(probes @ matrix, basis[:rank])
-        sketch = _beside((sketch @ matrix.T) @ matrix, basis[:rank])
-        basis = torch.cat([basis[:rank], sketch])
+        basis = torch.cat([basis[:rank], _beside(probes @ matrix, basis[:rank])])
     return basis
 
 
@@ -119,5 +116,5 @@ def _beside(rows: Tensor, kept: Tensor) -> Tensor:
     """Orthonormal rows for what of `rows` is orthogonal to `kept`."""
     for _ in range(2):  # to the last digit
         rows = rows - (rows @ kept.T) @ kept
-        rows = torch.linalg.qr(rows.T).Q.T
-    return rows
+    Q: Tensor = torch.linalg.qr(rows.T).Q
+    return Q.T

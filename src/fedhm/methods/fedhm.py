@@ -34,6 +34,7 @@ from fedhm.method_config import FedHMConfig, tier_name
 from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
+from fedhm.side_by_side import side_by_side
 
 FULL = tier_name(1)
 
@@ -114,14 +115,17 @@ class FedHM:
 
         With those of the round before in `before`, most are found from there; and how many were not.
         """
-        memory: Tensors = {}
-        count = 0
-        for layer, rank in self._largest.items():
+
+        def factors_of(layer: str) -> tuple[Factors, bool]:
             name = f"{layer}.weight"
             matrix = mean.unrolled(name) if mean else None
             if matrix is None:
                 matrix = unroll(weights[name], self.config.form)
-            factors, exact = decompose(matrix, rank, _factors(before, layer) if before else None)
+            return decompose(matrix, self._largest[layer], _factors(before, layer) if before else None)
+
+        memory: Tensors = {}
+        count = 0
+        for layer, (factors, exact) in zip(self._largest, side_by_side(factors_of, list(self._largest)), strict=True):
             memory |= {f"{layer}/{part}": tensor.contiguous() for part, tensor in factors._asdict().items()}
             count += exact
         return memory, count

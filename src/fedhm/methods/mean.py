@@ -21,17 +21,18 @@ class WeightedMean:
         self._old = old
         self._sums: Tensors = {}
         self._products: Tensors = {}  # in unrolled form
-        self._weights: dict[str, Tensor] = {}  # a number, or one for each row or element
+        self._weights: dict[str, float | Tensor] = {}  # a number, or one for each row or element
 
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
         """Folds in a dense tensor; with `rows`, a mask, only those of its rows."""
-        share = torch.tensor(weight, dtype=torch.float64) if rows is None else rows * weight
+        if rows is None:
+            self.correct(name, tensor, weight)
+            self._count(name, weight)
+            return
         if name not in self._sums:
             self._sums[name] = torch.zeros_like(self._old[name])
-        if rows is None:
-            self._sums[name].add_(tensor, alpha=weight)
-        else:
-            self._sums[name].addcmul_(tensor, _per_row(share, tensor))
+        share = rows * weight
+        self._sums[name].addcmul_(tensor, _per_row(share, tensor))
         self._count(name, share)
 
     def add_all(self, update: Update, weight: float, classifier: str | None, prefix: str = "") -> None:
@@ -56,19 +57,21 @@ class WeightedMean:
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Folds in the weight that unrolls to `left @ right`, without forming it."""
         self.correct_product(name, left, right, weight)
-        self._count(name, torch.tensor(weight, dtype=torch.float64))
+        self._count(name, weight)
 
     def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Adds `weight · left @ right` to the sum, but is nobody's contribution."""
-        if name not in self._products:
-            self._products[name] = self._old[name].new_zeros(left.shape[0], right.shape[1])
-        self._products[name].addmm_(left, right, alpha=weight)
+        if name in self._products:
+            self._products[name].addmm_(left, right, alpha=weight)
+        else:
+            self._products[name] = (left @ right).mul_(weight)
 
     def correct(self, name: str, tensor: Tensor, weight: float) -> None:
         """Adds `weight · tensor` to the sum, but is nobody's contribution."""
-        if name not in self._sums:
-            self._sums[name] = torch.zeros_like(self._old[name])
-        self._sums[name].add_(tensor, alpha=weight)
+        if name in self._sums:
+            self._sums[name].add_(tensor, alpha=weight)
+        else:
+            self._sums[name] = tensor * weight
 
     def result(self) -> Tensors:
         merged: Tensors = {}
@@ -78,22 +81,28 @@ class WeightedMean:
             elif name in self._products:
                 merged[name] = roll(self._unrolled_mean(name), old.shape)
             else:
-                weight = _per_row(self._weights[name], old)
-                merged[name] = torch.where(weight > 0, self._sums[name] / weight, old)
+                merged[name] = self._dense_mean(name)
         return merged
 
     def unrolled(self, name: str) -> Tensor | None:
         """After `result`: the mean in unrolled form, where there is one already, since it had factored parts."""
         return self._products.get(name)
 
+    def _dense_mean(self, name: str) -> Tensor:
+        weight, old = self._weights[name], self._old[name]
+        if isinstance(weight, float):
+            return self._sums[name].div_(weight) if weight > 0 else old
+        shaped = _per_row(weight, old)
+        return torch.where(shaped > 0, self._sums[name] / shaped, old)
+
     def _unrolled_mean(self, name: str) -> Tensor:
         total = self._products[name]
         if name in self._sums:
             form: Form = "pufferfish" if total.shape[1] == len(self._old[name]) else "spatial"
             total += unroll(self._sums[name], form)
-        return total.div_(self._weights[name].to(total.dtype))
+        return total.div_(self._weights[name])
 
-    def _count(self, name: str, share: Tensor) -> None:
+    def _count(self, name: str, share: float | Tensor) -> None:
         self._weights[name] = self._weights[name] + share if name in self._weights else share
 
 
