@@ -41,10 +41,12 @@ def plot(
     left.set_title(f"{model}: a training step by tier", fontsize=11)
     left.legend(loc="lower right", frameon=False)
 
-    total = sum(seconds["full"].values())
     bottoms = dict.fromkeys(seconds, 0.0)
     for kind, (colour, belongs) in KINDS.items():
-        shares = {t: sum(s for part, s in parts.items() if belongs(part)) / total for t, parts in seconds.items()}
+        shares = {
+            tier: rows[tier]["time"].median * sum(s for part, s in parts.items() if belongs(part)) / sum(parts.values())
+            for tier, parts in seconds.items()
+        }
         right.bar(list(seconds), list(shares.values()), 0.6, bottom=list(bottoms.values()), color=colour, label=kind)
         bottoms = {tier: bottoms[tier] + shares[tier] for tier in seconds}
     for position, row in enumerate(rows.values()):
