@@ -20,6 +20,11 @@ def test_a_good_update_is_let_in() -> None:
     assert objection(UPDATE, TASK, TASK.tensors, 4) is None
 
 
+def test_large_numbers_whose_sum_overflows_are_let_in() -> None:
+    large = replace(UPDATE, tensors={**UPDATE.tensors, "b": torch.full((2,), 3e38)})
+    assert objection(large, TASK, TASK.tensors, 4) is None
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -38,6 +43,10 @@ def test_a_good_update_is_let_in() -> None:
         ({"tensors": {**UPDATE.tensors, "a": torch.zeros(1, 3)}}, r"'a' has shape \(1, 3\) instead of \(2, 3\)"),
         ({"tensors": {**UPDATE.tensors, "a": torch.zeros(2, 3).double()}}, "'a' has type torch.float64"),
         ({"tensors": {**UPDATE.tensors, "b": torch.tensor([0, float("inf")])}}, "'b' holds NaN or infinite"),
+        (
+            {"tensors": {**UPDATE.tensors, "b": torch.tensor([float("-inf"), float("inf")])}},
+            "'b' holds NaN or infinite",
+        ),
         ({"kept": {}}, "it lacks the tensor 'own'"),
         ({"kept": {"own": torch.zeros(2)}}, r"'own' has shape \(2,\) instead of \(3,\)"),
         ({"kept": {"own": torch.full((3,), float("nan"))}}, "'own' holds NaN or infinite"),

@@ -31,7 +31,8 @@ def _misfit(tensors: Tensors, expected: Tensors, statistics: bool = False) -> st
             return f"'{name}' has shape {tuple(tensor.shape)} instead of {tuple(expected[name].shape)}"
         if tensor.dtype != expected[name].dtype:
             return f"'{name}' has type {tensor.dtype} instead of {expected[name].dtype}"
-        if not bool(tensor.isfinite().all()):
+        # A sum is finite only if all is, and takes a third of the time; one that overflowed proves nothing.
+        if not math.isfinite(tensor.sum().item()) and not bool(tensor.isfinite().all()):
             return f"'{name}' holds NaN or infinite values"
         if statistics and _impossible(name, tensor.min().item()):
             return f"'{name}' is below what statistics can be"

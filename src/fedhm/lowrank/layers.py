@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedhm.lowrank.convolve import convolve
 from fedhm.lowrank.svd import factorize
 from fedhm.lowrank.unroll import Form, join, roll, split, unroll, unrolled_shape
 
@@ -86,10 +87,10 @@ class LowRankConv2d(LowRankConvolution):
             vertical = horizontal = self.padding
         else:
             vertical, horizontal = (self.padding[0], 0), (0, self.padding[1])
-        x = F.conv2d(x, self.u, None, (self.stride[0], 1), vertical, (self.dilation[0], 1))
+        x = convolve(x, self.u, None, (self.stride[0], 1), vertical, (self.dilation[0], 1))
         if self.padding_mode != "zeros":
             x = F.pad(x, [*self._pads[:2], 0, 0], mode=self.padding_mode)
-        return F.conv2d(x, self.v, self.bias, (1, self.stride[1]), horizontal, (1, self.dilation[1]))
+        return convolve(x, self.v, self.bias, (1, self.stride[1]), horizontal, (1, self.dilation[1]))
 
 
 class PufferfishConv2d(LowRankConvolution):
