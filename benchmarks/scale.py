@@ -53,7 +53,7 @@ def rounds(clients: int, count: int) -> Numbers:
         "train": {"rounds": 1 + count, "lr": 0.01},
         "method": {"tiers": [1, "1/2", "1/4"]},
         "evaluation": {"every": 1 + count, "static_from": "never"},
-        "engine": {"threads": 1},
+        "engine": {"workers": 1, "threads": 1, "server_threads": 1},
     }
     torch.manual_seed(0)
     start = time.process_time()
