@@ -147,20 +147,22 @@ class Experiment:
         """Sends tasks to the engine and lets their updates in, in the order of the tasks."""
         sent = [self._without_running(task) if self._static(task.round) else task for task in tasks]
         admitted = 0
-        torch.set_num_threads(1)  # updates are folded beside workers that keep the cores busy
-        for reply in in_task_order(self.engine.run(sent), len(sent)):
-            task = sent[reply.position]
-            record.count(task, reply, self._macs(task, reply))
-            for watcher in self.watchers:
-                watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
-            if isinstance(reply, Failure):
-                self._refuse(task, reply, record)
-            elif reason := objection(reply, task, self._expected(task), self.classes):
-                self._refuse(task, Failure(task.client, reason), record)
-            else:
-                admitted += 1
-                yield reply
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(1)  # updates are folded by one thread, beside workers that keep the cores busy
+        try:
+            for reply in in_task_order(self.engine.run(sent), len(sent)):
+                task = sent[reply.position]
+                record.count(task, reply, self._macs(task, reply))
+                for watcher in self.watchers:
+                    watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
+                if isinstance(reply, Failure):
+                    self._refuse(task, reply, record)
+                elif reason := objection(reply, task, self._expected(task), self.classes):
+                    self._refuse(task, Failure(task.client, reason), record)
+                else:
+                    admitted += 1
+                    yield reply
+        finally:
+            torch.set_num_threads(self._threads)
         if not admitted:
             reason = record.dropped[-1]["reason"] if record.dropped else "there were no clients"
             raise FedhmError(f"no client's update could be used in round {record.round}: {reason}")

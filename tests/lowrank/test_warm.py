@@ -138,6 +138,24 @@ def test_a_matrix_of_low_rank_and_zero() -> None:
         torch.testing.assert_close(left @ right, now, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rank", [1, 4, 8, 40])
+def test_after_a_matrix_of_zeros(rank: int) -> None:
+    known, _ = decompose(torch.zeros(300, 300), rank, None)
+    matrix = matrix_with(SPECTRA["flat"](300), 300, 300, 1)
+    factors, exact = decompose(matrix, rank, known)
+    assert exact
+    assert error_ratio(matrix, factors, rank) == pytest.approx(1, abs=1e-5)
+
+
+def test_nothing_is_left_beyond_the_kept_directions() -> None:
+    spectrum = torch.cat([torch.linspace(1, 0.5, 52), torch.zeros(248)])
+    matrix = matrix_with(spectrum[:52], 300, 300, 1)
+    known = factorize(matrix, 52)
+    found = refactorize(matrix * 1.01, 36, known)
+    assert found is not None
+    assert error_ratio(matrix * 1.01, found, 36) <= TOLERANCE
+
+
 def test_small_layers_and_other_precisions_are_always_exact() -> None:
     for matrix in (torch.randn(100, 100), torch.randn(300, 300).double()):
         known, _ = decompose(matrix, 20, None)

@@ -53,11 +53,14 @@ def workers_for(config: EngineConfig, tasks: int) -> int:
     """How many workers to start for rounds of so many tasks; `config` is resolved."""
     if not hasattr(os, "fork"):
         return 1
-    alone = sys.platform == "darwin" or config.device != "cpu"  # Apple's libraries and CUDA may not survive a fork
+    # Apple's libraries and CUDA may not survive a fork; and what torch compiles depends on what it compiled before, so
+    # that results would depend on who did which tasks.
+    alone = sys.platform == "darwin" or torch.cuda.is_available() or config.device != "cpu" or config.compile
     if config.workers == "auto":
         return 1 if alone else max(1, min(usable_cores() // config.threads, tasks))
-    if config.workers > 1 and config.device != "cpu":
-        raise FedhmError(f"worker processes cannot share {config.device}: set engine.workers to 1 or 'auto'")
+    if config.workers > 1 and (config.device != "cpu" or config.compile):
+        reason = "use compiled networks" if config.compile else f"share {config.device}"
+        raise FedhmError(f"worker processes cannot {reason}: set engine.workers to 1 or 'auto'")
     return config.workers
 
 

@@ -84,6 +84,8 @@ class Pool:
         try:
             dispatch.hand_out()
             while dispatch.under_way:
+                if not self._workers:
+                    raise FedhmError("the engine was closed, or used for something else, while a run was not finished")
                 for worker in self._ready():
                     note = Note.receive(worker.replies)
                     if note is None:
@@ -104,9 +106,11 @@ class Pool:
             return [key.data for key, _ in selector.select()]
 
     def _death(self, worker: _Worker, under_way: dict[int, Task]) -> FedhmError:
-        code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+        how = "ended"
+        with suppress(ChildProcessError):  # somebody else has asked for it
+            code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._workers.remove(worker)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         (after,) = struct.unpack_from("<Q", self._busy_with, 8 * worker.number)
         task = under_way.get(after - 1)
         doing = (

@@ -26,6 +26,7 @@ from fedhm.lowrank.svd import squared_norm
 TOLERANCE = 1.002  # times the smallest possible error; beyond it nobody asks how much
 ESTIMATES = ((5, 1.4), (10, 1.07))  # steps, and the margin on the energy: five find 0.8 of it or more, ten 0.95,
 # also where many are almost as large
+NOISE = 1e-7  # of the largest energy: what is found below it is rounding
 ROUNDING = 1e-6  # of the energy of A: a smaller error cannot be told from none in float32
 
 
@@ -42,9 +43,10 @@ def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, turne
     excess = math.inf
     lanczos = _Lanczos(matrix, left)
     for steps, margin in ESTIMATES:
-        beyond = margin * lanczos.largest_energy(steps)
-        if not math.isfinite(beyond):
+        found = lanczos.largest_energy(steps)
+        if not math.isfinite(found):
             break
+        beyond = max(margin * found, NOISE * float(energies[0]))
         excess = _excess(energies, rank, turned, beyond, enough)
         if excess <= enough:
             break

@@ -49,6 +49,8 @@ def refactorize(matrix: Tensor, rank: int, known: Factors) -> Factors | None:
 
     None if that cannot be said after some passes.
     """
+    if not bool(known.spectrum[len(known.right) - 1] > 0):  # directions that are none: there is nothing to start from
+        return None
     basis = _start(known, rank, matrix)
     for _ in range(PASSES):
         found = _one_pass(matrix, basis)
@@ -72,9 +74,12 @@ def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
     """From orthonormal right vectors (k, N) to the next."""
     X, L, unit = _nearly_orthonormal(matrix @ basis.T)
     B = unit @ (X.T @ matrix)
-    energies, rotation = torch.linalg.eigh((B @ B.T).double())
+    inner = (B @ B.T).double()
+    if not bool(inner.isfinite().all()):  # the exact way says what is wrong
+        return None
+    energies, rotation = torch.linalg.eigh(inner)
     energies, rotation = energies.flip(0), rotation.flip(1).to(X.dtype)
-    if not bool(energies[-1] > 0):  # fewer directions than were asked for, or NaN
+    if not bool(energies[-1] > 0):  # fewer directions than were asked for
         return None
     spectrum = energies.sqrt()
     scaled = rotation / spectrum.to(X.dtype)
@@ -100,11 +105,11 @@ def _nearly_orthonormal(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
     """The orthonormal right vectors (k, N) to start from."""
-    energies = known.spectrum[: len(known.right)]
-    basis = known.right / energies.sqrt()[:, None]
-    if energies[-1] < 1e-3 * energies[0]:  # each was divided by its singular value, and so were its rounding errors
+    spectrum = known.spectrum[: len(known.right)]
+    basis = known.right / spectrum.sqrt()[:, None]
+    if spectrum[-1] < 1e-3 * spectrum[0]:  # each was divided by its singular value, and so were its rounding errors
         basis = torch.linalg.qr(basis.T).Q.T
-    if energies[-1] < FALLING * energies[rank - 1]:
+    if spectrum[-1] < FALLING * spectrum[rank - 1]:
         # What is cut off is new in every round: look for it in the matrix, rather than where it was.
         generator = torch.Generator().manual_seed(0)
         probes = torch.randn(len(basis) - rank, len(matrix), generator=generator, dtype=matrix.dtype)

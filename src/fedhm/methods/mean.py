@@ -74,6 +74,7 @@ class WeightedMean:
             self._sums[name] = tensor * weight
 
     def result(self) -> Tensors:
+        """To be asked for once: the sums become the means."""
         merged: Tensors = {}
         for name, old in self._old.items():
             if name not in self._weights:
@@ -103,7 +104,7 @@ class WeightedMean:
         return total.div_(self._weights[name])
 
     def _count(self, name: str, share: float | Tensor) -> None:
-        self._weights[name] = self._weights[name] + share if name in self._weights else share
+        self._weights[name] = self._weights.get(name, 0.0) + share
 
 
 def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
