@@ -38,7 +38,7 @@ class Run:
         config = parse(
             {
                 "data": {"source": options.data, "train_samples": 80 if quick else options.samples},
-                "model": {"name": options.model, "width": 0.5 if quick else 1.0},
+                "model": {"name": options.model, "width": 0.25 if quick else 1.0},
                 "federation": {"clients": 10, "participation": 1.0},
                 "train": {"lr": options.lr, "batch": 32, "masked_loss": False},  # the plain mean knows of no masks
                 "method": {
