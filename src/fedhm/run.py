@@ -54,7 +54,7 @@ def run(
     settings = parse(table, "config")
     path = None if out is None else Path(out)
     if path is not None and (path / "config.toml").exists():
-        engine = {**read_config(path).engine.model_dump(), **settings.engine.model_dump(exclude_unset=True)}
+        engine = {**read_config(path).engine.model_dump(), **settings.engine.model_dump(exclude_defaults=True)}
         settings = settings.model_copy(update={"engine": EngineConfig(**engine)})  # threads as the run began with
     settings = settings.resolved()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
