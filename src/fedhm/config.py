@@ -67,12 +67,15 @@ class EvaluationConfig(Section):
 
 
 class EngineConfig(Section):
-    name: Literal["local"] = "local"
+    name: Literal["local", "flower"] = "local"
     workers: Positive | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
     threads: Annotated[int, Field(ge=0)] = 0  # of a task; 0: as many cores as there are for each task of a round
     server_threads: Annotated[int, Field(ge=0)] = 0  # of factorizing and evaluating; 0: all cores
     device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda where there is one
     compile: bool = False  # the clients' networks, by torch.compile
+    superlink: str = ""  # of Flower: a connection's name, or the folder of `fedhm flower up`; empty: a simulation here
+    deadline: Annotated[float, Field(ge=0)] = 0.0  # of Flower: seconds for a round's answers; 0: no limit
+    fp16: bool = False  # of Flower: tensors travel in half precision
 
 
 class CompareConfig(Section):
