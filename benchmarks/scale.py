@@ -50,7 +50,7 @@ def rounds(clients: int, count: int) -> Numbers:
     y = torch.randint(10, (clients, SAMPLES), generator=generator)
     settings = {
         "federation": {"clients": clients, "participation": 1.0},
-        "train": {"rounds": 1 + count, "lr": 0.01},
+        "train": {"rounds": 1 + count, "lr": 0.01, "masked_loss": False},
         "method": {"tiers": [1, "1/2", "1/4"]},
         "evaluation": {"every": 1 + count, "static_from": "never"},
         "engine": {"workers": 1, "threads": 1, "server_threads": 1},

@@ -165,6 +165,15 @@ def test_a_model_that_does_not_fit_the_data_is_refused_at_once(federation: Feder
             Experiment(model, federation, small_config())
 
 
+def test_remote_clients_need_an_engine_and_give_the_same_numbers_through_it(federation: Federation) -> None:
+    far = replace(federation, clients=[], remote=(20,) * 8)
+    with pytest.raises(FedhmError, match="must be given an engine"):
+        Experiment(small_model(), far, small_config())
+    near = Experiment(small_model(), federation, small_config())
+    result = Experiment(small_model(), far, small_config(), engine=near.engine).run()
+    assert same(result, near.run())
+
+
 def test_the_number_of_threads_is_given_back(federation: Federation) -> None:
     torch.set_num_threads(1)
     run(federation, train={"rounds": 1}, engine={"threads": 2})

@@ -105,9 +105,12 @@ def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> Moments:
 
 
 def blank(network: nn.Module, sample: Tensor) -> Tensors:
-    """Tensors of the names, shapes and types that `gather` gives for `network`; a layer that never runs gives none."""
+    """Tensors of the names, shapes and types that `gather` gives for `network`; a layer that never runs gives none.
+
+    How many values each channel saw is that of one sample; means and variances are zero.
+    """
     gathered = gather(network, [torch.cat([sample, sample])])  # one sample alone may have no variance
-    return {name: torch.zeros_like(tensor) for name, tensor in gathered.items()}
+    return {name: t / 2 if name.endswith("/values") else torch.zeros_like(t) for name, t in gathered.items()}
 
 
 def pool(gathered: Iterable[Tensors]) -> Tensors:

@@ -1,47 +1,38 @@
 """The loop: tasks → engine → updates → admission → merge → evaluate each tier → record → checkpoint."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
 
 import torch
 from torch import nn
 
-from fedhm.admission import objection
-from fedhm.batchnorm import blank, pool, running_names
+from fedhm.batchnorm import pool
 from fedhm.checkpoint import Checkpoint
 from fedhm.client import Client
 from fedhm.config import Config
-from fedhm.cost import Cost, measure
+from fedhm.cost import Cost
 from fedhm.data.batches import Feed
 from fedhm.data.federation import Federation
 from fedhm.device import CPU, find_device
-from fedhm.distil import blank_scores
-from fedhm.engines.engine import Engine, in_task_order
+from fedhm.engines.engine import Engine
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.errors import FedhmError
 from fedhm.evaluate import Score, evaluate
 from fedhm.exchange import exchanged, load, travels_as
 from fedhm.fingerprint import data_facts, fingerprint
 from fedhm.folder import RunFolder
-from fedhm.messages import Failure, Reply, Task, Tensors, Update
+from fedhm.intake import Intake, TooFewUpdatesError, last_reason
+from fedhm.messages import Participant, Task, Tensors
 from fedhm.method_config import Distilling
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup, State
 from fedhm.probe import probe
 from fedhm.records import Record
 from fedhm.reuse import Networks, check_compiler
-from fedhm.sampling import check_assignment, participants
-
-
-class Watcher(Protocol):
-    """Is told how a run goes."""
-
-    def started(self, done: int, rounds: int) -> None: ...
-    def task_done(self, round_number: int, what: str, done: int, of: int) -> None: ...
-    def round_done(self, record: Record) -> None: ...
+from fedhm.sampling import check_assignment, check_minimum, drawings
+from fedhm.watcher import Watcher
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Experiment:
         watchers: Sequence[Watcher] = (),
     ) -> None:
         self.config, self.watchers = config, watchers
-        self.clients, self.classes = len(federation.clients), federation.classes
+        self.clients = federation.size
         device = find_device(config.engine.device)
         if config.engine.compile:
             check_compiler(device)
@@ -81,24 +72,34 @@ class Experiment:
         setup = Setup(probe(model, batch, federation.classes), batch, config.seed, public, fixed)
         self.method = make_method(model, config.method, setup)
         check_assignment(config.federation, self.clients, self.method.tiers)
-        self.cost = cache(lambda name: measure(self.method.network(name), federation.input_shape, batch.dtype))
-        self.running_names = cache(lambda name: running_names(self.method.network(name)))
-        self.statistics = cache(lambda name: blank(self.method.network(name), batch))
-        self.scores = cache(lambda name: blank_scores(self.method.network(name), batch, self.public))
+        check_minimum(config.federation, self.clients)
+        self.intake = Intake(self.method, federation, config.resolved(), batch, watchers)
+        self.cost = self.intake.cost
         self.costs = {tier: self.cost(tier) for tier in self.method.tiers}
         settings = config.resolved().engine
-        networks = Networks(self.method.network, device, settings.compile)
-        parts = (federation.preprocessing, networks, config.train, config.seed, public)
-        workers = workers_for(settings, config.federation.per_round(self.clients))
-        clients = [Client(samples, *parts) for samples in federation.clients]
-        self.engine = engine or LocalEngine(clients, workers, settings.threads)
+        self._elsewhere = False  # where it would run is no part of this process
+        if engine is None:
+            if federation.remote:
+                raise FedhmError(
+                    "the clients' samples lie elsewhere: an experiment must be given an engine to reach them"
+                )
+            networks = Networks(self.method.network, device, settings.compile)
+            parts = (federation.preprocessing, networks, config.train, config.seed, public)
+            workers = workers_for(settings, config.federation.per_round(self.clients))
+            engine = LocalEngine([Client(samples, *parts) for samples in federation.clients], workers, settings.threads)
+            self._elsewhere = config.engine.name == "flower"
+        self.engine = engine
         self._threads = settings.server_threads
         self._initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
         self.fingerprint = fingerprint(config, self._initial, federation)
-        self.data_facts = data_facts(federation)
+        self.data_facts, self._remote = data_facts(federation), bool(federation.remote)
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Runs the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
+        if self._elsewhere:
+            raise FedhmError(
+                "engine.name = 'flower' is for 'fedhm run' and 'fedhm resume', and for Flower apps made by fedhm.flower"
+            )
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
@@ -112,12 +113,8 @@ class Experiment:
         state, records = self._begin(folder)
         networks: dict[str, nn.Module] = {}
         for number in range(len(records) + 1, rounds + 1):
-            chosen = participants(self.config.federation, self.clients, self.method.levels, self.config.seed, number)
-            record = Record(number, chosen)
-            with record.phase("merge"):
-                updates = self._updates(self.method.tasks(state, chosen, number), record)
-                state = self.method.merge(state, record.timed("train", updates))
-            record.seconds["merge"] -= record.seconds["train"]  # merging waits for training
+            record = Record(number)
+            state = self._next_state(state, record)
             record.diagnostics = state.diagnostics
             if number % every == 0 or number == rounds:
                 networks = self._tier_networks(state, record)
@@ -137,90 +134,62 @@ class Experiment:
         checkpoint, records = folder.restore(self.fingerprint) if folder else (None, [])
         if folder:
             folder.save_costs(self.costs)
-            folder.save_data_facts(self.data_facts)
+            if not (checkpoint and self._remote):  # of remote clients, some may be missing by now
+                folder.save_data_facts(self.data_facts)
         state = checkpoint.state if checkpoint else self.method.start(self._initial)
         for watcher in self.watchers:
             watcher.started(len(records), self.config.train.rounds)
         return state, records
 
-    def _updates(self, tasks: Iterable[Task], record: Record) -> Iterator[Update]:
-        """Sends tasks to the engine and lets their updates in, in the order of the tasks."""
-        sent = [self._without_running(task) if self._static(task.round) else task for task in tasks]
-        admitted = 0
-        torch.set_num_threads(1)  # updates are folded by one thread, beside workers that keep the cores busy
-        try:
-            for reply in in_task_order(self.engine.run(sent), len(sent)):
-                task = sent[reply.position]
-                record.count(task, reply, self._macs(task, reply))
-                for watcher in self.watchers:
-                    watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
-                if isinstance(reply, Failure):
-                    self._refuse(task, reply, record)
-                elif reason := objection(reply, task, self._expected(task), self.classes):
-                    self._refuse(task, Failure(task.client, reason), record)
-                else:
-                    admitted += 1
-                    yield reply
-        finally:
-            torch.set_num_threads(self._threads)
-        if not admitted:
-            reason = record.dropped[-1]["reason"] if record.dropped else "there were no clients"
-            raise FedhmError(f"no client's update could be used in round {record.round}: {reason}")
-
-    def _refuse(self, task: Task, failure: Failure, record: Record) -> None:
-        if self.config.train.on_bad_update == "stop":
-            hint = (
-                "lower train.lr or set train.clip_norm"
-                if "loss" in failure.reason or "NaN" in failure.reason
-                else "mend the client"
-            )
-            raise FedhmError(
-                f"the update of client {task.client} (tier {task.tier}) in round {task.round} cannot be used: "
-                f"{failure.reason}; {hint}, or go on without such updates with train.on_bad_update = 'drop'"
-            ) from failure.cause
-        entry = {"client": task.client, "tier": task.tier, "kind": task.kind, "reason": failure.reason}
-        record.dropped.append(entry)
+    def _next_state(self, state: State, record: Record) -> State:
+        """After a round, which is tried again with other clients if too few of their updates can be used."""
+        federation = self.config.federation
+        for attempt, chosen in enumerate(self._drawings(record.round), start=1):
+            record.attempts, record.participants = attempt, chosen
+            tasks = self.method.tasks(state, chosen, record.round)
+            updates = self.intake.updates(self.engine, tasks, record, least=federation.min_updates)
+            try:
+                with record.phase("merge"):
+                    merged = self.method.merge(state, record.timed("train", updates))
+                break
+            except TooFewUpdatesError:
+                if attempt == federation.attempts:
+                    raise
+        record.seconds["merge"] -= record.seconds["train"]  # merging waits for training
+        return merged
 
     def _tier_networks(self, state: State, record: Record) -> dict[str, nn.Module]:
         """The model of every tier, its BatchNorm statistics gathered at the round's participants."""
-        networks: dict[str, nn.Module] = {}
-        for tier in self.method.tiers:
-            weights = self.method.weights(state, tier)
-            networks[tier] = load(self.method.network(tier), weights)
-            if self._static(record.round) and self.running_names(tier):
-                with record.phase("statistics"):
-                    chosen = record.participants
-                    tasks = [Task("statistics", record.round, p.client, p.tier, tier, weights) for p in chosen]
-                    load(networks[tier], pool(update.tensors for update in self._updates(tasks, record)))
-            travels_as(networks[tier], None)  # from here on it is a network like any other
-        return networks
+        weights = {tier: self.method.weights(state, tier) for tier in self.method.tiers}
+        networks = {tier: load(self.method.network(tier), weights[tier]) for tier in weights}
+        if self.intake.static(record.round) and any(self.intake.running_names(tier) for tier in weights):
+            with record.phase("statistics"):
+                for tier, statistics in self._statistics(weights, record):
+                    load(networks[tier], statistics)
+        # from here on they are networks like any others
+        return {tier: travels_as(network, None) for tier, network in networks.items()}
+
+    def _statistics(self, weights: dict[str, Tensors], record: Record) -> Iterator[tuple[str, Tensors]]:
+        """Of every tier that has any. What no participant answered for is asked of other clients."""
+        missing = [tier for tier in weights if self.intake.running_names(tier)]
+        others = islice(self._drawings(record.round), record.attempts, None)
+        for chosen in islice(chain([record.participants], others), self.config.federation.attempts):
+            asked = [(tier, p) for tier in missing for p in chosen]
+            tasks = [Task("statistics", record.round, p.client, p.tier, tier, weights[tier]) for tier, p in asked]
+            updates = self.intake.updates(self.engine, tasks, record)
+            for tier, of_tier in groupby(updates, key=lambda update: update.network):
+                yield tier, pool(update.tensors for update in of_tier)
+                missing.remove(tier)
+            if not missing:
+                return
+        reason = last_reason([entry for entry in record.dropped if entry["kind"] == "statistics"])
+        raise FedhmError(
+            f"no client's BatchNorm statistics of tier {missing[0]} could be used in round {record.round}: {reason}"
+        )
+
+    def _drawings(self, round_number: int) -> Iterator[list[Participant]]:
+        return drawings(self.config.federation, self.clients, self.method.levels, self.config.seed, round_number)
 
     def _scores(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Score]:
         with record.phase("evaluate"):
             return {t: evaluate(network, self._test, self.config.evaluation.batch) for t, network in networks.items()}
-
-    def _static(self, round_number: int) -> bool:
-        start = self.config.evaluation.static_from
-        return start != "never" and round_number > start
-
-    def _without_running(self, task: Task) -> Task:
-        """Static batch normalisation: running averages are neither sent nor sent back."""
-        names = self.running_names(task.network)
-        return replace(task, tensors={name: t for name, t in task.tensors.items() if name not in names})
-
-    def _expected(self, task: Task) -> Tensors:
-        """What an answer's tensors look like."""
-        if task.kind == "distil":
-            return self.scores(task.network)
-        return task.tensors if task.kind == "train" else self.statistics(task.network)
-
-    def _macs(self, task: Task, reply: Reply) -> int:
-        """MACs that a task spent, as the paper counts them: those of one forward pass × epochs × samples."""
-        if isinstance(reply, Failure):
-            return 0
-        passes = reply.samples * (1 if task.kind == "statistics" else self.config.train.epochs)
-        if task.kind == "distil":
-            digested = task.options["digest_epochs"] if "consensus" in task.tensors else 0
-            passes += self.public * (1 + int(digested))
-        macs: int = self.cost(task.network).macs
-        return macs * passes

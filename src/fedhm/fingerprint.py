@@ -12,8 +12,11 @@ from fedhm.messages import Tensors
 
 
 def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str:
-    """A checkpoint carries it, so that it is not gone on with under other circumstances."""
-    digest = hashlib.sha256(f"{config.without_workers().to_toml()}{federation.preprocessing}".encode())
+    """A checkpoint carries it, so that it is not gone on with under other circumstances.
+
+    How many samples remote clients have is no part of it: by the time a run is gone on with they may have more.
+    """
+    digest = hashlib.sha256(f"{config.without_place().to_toml()}{federation.preprocessing}".encode())
     for name in sorted(weights):
         _add(digest, name, weights[name])
     _add_data(digest, federation)
@@ -28,14 +31,14 @@ class DataFacts:
     input_shape: tuple[int, ...]
     clients: int
     samples: int  # of all clients
-    digest: str  # of every client's samples, the test set, public samples and the preprocessing
+    digest: str  # of every client's samples if they are here, the test set, public samples and the preprocessing
 
 
 def data_facts(federation: Federation) -> DataFacts:
     digest = hashlib.sha256(str(federation.preprocessing).encode())
     _add_data(digest, federation)
-    samples = sum(len(samples) for samples in federation.clients)
-    parts = (federation.classes, federation.input_shape, len(federation.clients), samples)
+    samples = sum(federation.samples_of(client) for client in range(federation.size))
+    parts = (federation.classes, federation.input_shape, federation.size, samples)
     return DataFacts(*parts, digest.hexdigest()[:32])
 
 

@@ -34,7 +34,7 @@ class Task:
     tier: str  # what the client can afford
     network: str  # which of the method's networks the tensors belong to; often named as the tier
     tensors: Tensors
-    kept: Tensors = field(default_factory=dict)  # what the client keeps from task to task: it does not travel
+    kept: Tensors = field(default_factory=dict)  # what the client keeps from task to task: it need not travel
     options: Mapping[str, float] = field(default_factory=dict)  # of this kind of task
 
 
@@ -53,6 +53,8 @@ class Update:
     loss: float  # mean over the last epoch
     position: int = 0  # its task's place in the round's list
     kept: Tensors = field(default_factory=dict)  # see Task
+    down: int | None = None  # bytes that really travelled for its task and for itself, where the engine knows
+    up: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Failure:
     reason: str
     position: int = 0
     cause: Exception | None = None  # where it happened in this process: for whoever debugs a network of their own
+    down: int | None = None  # as in an update: what failed may have travelled too
+    up: int | None = None
 
 
 Reply = Update | Failure

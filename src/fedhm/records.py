@@ -1,7 +1,6 @@
 """What a round left behind, one line of JSON each."""
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -22,8 +21,8 @@ class Traffic:
     """What one tier's participants exchanged and computed in a round."""
 
     clients: int = 0  # tasks: a client that got several is counted as often
-    answers: int = 0  # of these, those that sent an update with a finite loss
-    down: int = 0  # bytes, server → clients
+    answers: int = 0  # of these, those whose update could be used
+    down: int = 0  # bytes, server → clients: as they travelled, or those of the tensors where nobody counted
     up: int = 0
     macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
     loss: float = 0.0  # of training, mean over those
@@ -32,26 +31,27 @@ class Traffic:
 @dataclass
 class Record:
     round: int
-    participants: list[Participant] = field(default_factory=list)
+    participants: list[Participant] = field(default_factory=list)  # of the attempt that counted
     scores: dict[str, Score] = field(default_factory=dict)  # by tier; empty where the round was not evaluated
     traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier
     statistics: Traffic = field(default_factory=Traffic)  # of gathering BatchNorm statistics
     diagnostics: dict[str, float] = field(default_factory=dict)
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
 
     def count(self, task: Task, reply: Reply, macs: int) -> None:
-        """Books one task and what came of it."""
+        """Books one task and what came of it: an update that may be used, or in its place a failure."""
         trained = task.kind != "statistics"
         traffic = self.traffic.setdefault(task.tier, Traffic()) if trained else self.statistics
         traffic.clients += 1
-        traffic.down += size_in_bytes(task.tensors)
+        traffic.down += size_in_bytes(task.tensors) if reply.down is None else reply.down
+        traffic.up += reply.up or 0
+        traffic.macs += macs
         if isinstance(reply, Update):
-            traffic.up += size_in_bytes(reply.tensors)
-            traffic.macs += macs
-            if math.isfinite(reply.loss):  # a client that diverged is named among the dropped
-                traffic.answers += 1
-                traffic.loss += (reply.loss - traffic.loss) / traffic.answers
+            traffic.up += size_in_bytes(reply.tensors) if reply.up is None else 0
+            traffic.answers += 1
+            traffic.loss += (reply.loss - traffic.loss) / traffic.answers
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Who takes part in a round, and at which tier."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from fedhm.config import FederationConfig
 from fedhm.errors import FedhmError
@@ -8,18 +9,46 @@ from fedhm.messages import Participant
 from fedhm.seeds import numpy_generator
 
 
+def drawings(
+    config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
+) -> Iterator[list[Participant]]:
+    """Who takes part in a round; then who does in its second attempt, its third, and so on without end.
+
+    A random share of the clients, in the order of their numbers. Those who were not asked in an earlier attempt come
+    first, and others only if there are too few of them.
+    """
+    number = config.per_round(clients)
+    chosen = numpy_generator(seed, "participants", round_number).choice(clients, number, replace=False).tolist()
+    asked: set[int] = set()
+    for attempt in count(2):
+        yield _at_their_tiers(sorted(chosen), config, clients, levels, seed, round_number)
+        asked.update(chosen)
+        order = numpy_generator(seed, "participants", round_number, "attempt", attempt).permutation(clients).tolist()
+        chosen = sorted(order, key=asked.__contains__)[:number]  # a stable order: each part of it stays random
+
+
 def participants(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> list[Participant]:
-    """A random share of the clients, in the order of their numbers, each with the tier of its capability level."""
-    count, generator = config.per_round(clients), numpy_generator(seed, "participants", round_number)
-    chosen = sorted(generator.choice(clients, count, replace=False).tolist())
+    """Those of a round's first attempt."""
+    return next(drawings(config, clients, levels, seed, round_number))
+
+
+def _at_their_tiers(
+    chosen: Sequence[int], config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
+) -> list[Participant]:
+    """Each with the tier of its capability level."""
     if config.heterogeneity == "dynamic":
         drawn = numpy_generator(seed, "tiers", round_number).integers(len(levels), size=clients)
         return [Participant(client, levels[drawn[client]]) for client in chosen]
     if config.assignment:
         return [Participant(client, config.assignment[client]) for client in chosen]
     return [Participant(client, levels[client % len(levels)]) for client in chosen]
+
+
+def check_minimum(config: FederationConfig, clients: int) -> None:
+    if config.min_updates > (number := config.per_round(clients)):
+        raise FedhmError(f"federation.min_updates = {config.min_updates}, but {number} clients take part in a round")
 
 
 def check_assignment(config: FederationConfig, clients: int, tiers: Sequence[str]) -> None:

@@ -1,14 +1,18 @@
 """A federation is checked when it is made."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from fedhm.config import DataConfig
-from fedhm.data.federation import Federation, gathered, partitioned
+from fedhm.config import Config, DataConfig
+from fedhm.data.batches import Preprocessing
+from fedhm.data.federation import Federation, gathered, partitioned, remote_federation
 from fedhm.errors import FedhmError
+from fedhm.fingerprint import data_facts, fingerprint
 
 
 def test_digits_are_dealt_out_by_seed() -> None:
@@ -90,3 +94,59 @@ def test_an_empty_test_set_is_an_error(federation: Federation) -> None:
     empty = federation.test.subset(torch.zeros(0, dtype=torch.int64))
     with pytest.raises(FedhmError, match="test set is empty"):
         Federation(federation.clients, empty, 4, federation.preprocessing)
+
+
+TEST = (torch.zeros(6, 1, 4, 4).byte(), torch.arange(6) % 3)
+SEEN = Preprocessing((0.5,), (0.2,))
+
+
+def test_remote_clients_are_known_by_their_numbers_of_samples() -> None:
+    federation = remote_federation(TEST, 5, [7, 9], SEEN, public=TEST[0])
+    assert (federation.size, federation.classes, list(federation.clients)) == (2, 5, [])
+    assert [federation.samples_of(client) for client in range(2)] == [7, 9]
+    assert federation.test.are_images
+    assert federation.public is not None
+    assert len(federation.public) == 6
+    floats = remote_federation((np.zeros((3, 4)), np.zeros(3)), 2, [1], Preprocessing(), dtype=torch.float64)
+    assert floats.test.inputs.dtype == torch.float64
+
+
+def test_local_clients_have_sizes_too(federation: Federation) -> None:
+    assert federation.size == 8
+    assert [federation.samples_of(client) for client in range(8)] == [20] * 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "preprocessing", "sentence"),
+    [
+        ([], SEEN, "at least one client"),
+        ([3, -1], SEEN, "client 1 says that it has -1 samples"),
+        ([3, 2.5], SEEN, r"client 1 says that it has 2\.5 samples"),
+        ([True], SEEN, "client 0 says that it has True samples"),
+        ([3], Preprocessing(), "give mean and std of each channel, 1 of both"),
+        ([3], Preprocessing((0.5, 0.5), (0.2, 0.2)), "give mean and std of each channel, 1 of both"),
+    ],
+)
+def test_wrong_remote_clients_are_one_sentence(sizes: list[int], preprocessing: Preprocessing, sentence: str) -> None:
+    with pytest.raises(FedhmError, match=sentence):
+        remote_federation(TEST, 3, sizes, preprocessing)
+
+
+def test_a_test_label_beyond_the_classes_is_an_error() -> None:
+    with pytest.raises(FedhmError, match="the test set has labels outside 0…1"):
+        remote_federation(TEST, 2, [3], SEEN)
+
+
+def test_clients_are_not_here_and_remote_at_once(federation: Federation) -> None:
+    with pytest.raises(FedhmError, match="either all here or all remote"):
+        replace(federation, remote=(3,))
+
+
+def test_more_samples_at_remote_clients_are_the_same_run() -> None:
+    before, after = (remote_federation(TEST, 3, sizes, SEEN) for sizes in ([7, 9], [8, 9]))
+    config, weights = Config(), {"weight": torch.ones(2)}
+    assert fingerprint(config, weights, before) == fingerprint(config, weights, after)
+    other = remote_federation((TEST[0] + 1, TEST[1]), 3, [7, 9], SEEN)
+    assert fingerprint(config, weights, before) != fingerprint(config, weights, other)
+    facts = data_facts(after)
+    assert (facts.clients, facts.samples, facts.digest) == (2, 17, data_facts(before).digest)

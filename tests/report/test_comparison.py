@@ -118,6 +118,13 @@ def test_bytes_are_counted_per_client_and_not_per_task() -> None:
     assert run.bytes_per_client("4x0.5") == 2000
 
 
+def test_bytes_of_attempts_that_failed_are_nobodys_share() -> None:
+    run = made_run("twice", {"full": 100}, [{"full": 0.5}] * 2)
+    run.records[1].attempts = 2
+    run.records[1].traffic["full"].down *= 2
+    assert run.bytes_per_client("full") == 2000
+
+
 def test_costs_to_reach_a_target_are_relative_to_the_full_model() -> None:
     entries = [fedhm(), fedavg(), lowrank()]
     reference = full_model(entries)

@@ -31,10 +31,17 @@ class Federation:
     classes: int
     preprocessing: Preprocessing
     public: Samples | None = None  # everybody has them; their labels are never used
+    # in place of `clients`, where samples lie elsewhere: how many each says it has; 0: it has not yet
+    remote: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.clients:
+        if not self.clients and not self.remote:
             raise FedhmError("a federation needs at least one client")
+        if self.clients and self.remote:
+            raise FedhmError("a federation's clients are either all here or all remote")
+        for number, count in enumerate(self.remote):
+            if type(count) is not int or count < 0:
+                raise FedhmError(f"client {number} says that it has {count!r} samples: it needs at least one")
         if not len(self.test):
             raise FedhmError("the test set is empty")
         for number, samples in enumerate(self.clients):
@@ -60,18 +67,29 @@ class Federation:
             raise FedhmError(f"{name} has inputs of {_kind(samples)}, the test set of {_kind(self.test)}")
 
     @property
+    def size(self) -> int:
+        """How many clients there are."""
+        return len(self.clients) or len(self.remote)
+
+    def samples_of(self, client: int) -> int:
+        """How many samples a client has."""
+        return self.remote[client] if self.remote else len(self.clients[client])
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         return tuple(self.test.inputs.shape[1:])
 
     def public_feed(self) -> Feed | None:
-        """The public samples, each with its number in place of its label: scores on them are rows by that number.
+        return None if self.public is None else public_feed(self.public, self.preprocessing)
 
-        They are never augmented, since such a row belongs to the very input that the others saw.
-        """
-        if self.public is None:
-            return None
-        numbered = Samples(self.public.inputs, torch.arange(len(self.public)))
-        return Feed(numbered, replace(self.preprocessing, crop=0, flip=False))
+
+def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
+    """The public samples, each with its number in place of its label: scores on them are rows by that number.
+
+    They are never augmented, since such a row belongs to the very input that the others saw.
+    """
+    numbered = Samples(public.inputs, torch.arange(len(public)))
+    return Feed(numbered, replace(preprocessing, crop=0, flip=False))
 
 
 def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
@@ -118,16 +136,44 @@ def gathered(
 
     Images in uint8 (N, C, H, W) are normalised; other floating-point input is brought to `dtype` and left as it is.
     """
-    own = [_as_samples(data, f"client {number}") for number, data in enumerate(clients)]
-    own_test = _as_samples(test, "the test set")
-    own, own_test = [_converted(samples, dtype) for samples in own], _converted(own_test, dtype)
+    own = [own_samples(data, f"client {number}", dtype) for number, data in enumerate(clients)]
+    own_test = own_samples(test, "the test set", dtype)
     classes = 1 + max((int(s.labels.max()) for s in [*own, own_test] if len(s)), default=0)
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
         mean, std = channel_statistics(concatenate(own).inputs)
-    own_public = None if public is None else _converted(_as_public(public), dtype)
-    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), own_public)
+    everybodys = None if public is None else own_public(public, dtype)
+    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys)
+
+
+def own_samples(data: DataLike, whose: str, dtype: torch.dtype) -> Samples:
+    """A user's samples; floating-point inputs are brought to `dtype`."""
+    return _converted(_as_samples(data, whose), dtype)
+
+
+def own_public(data: PublicLike, dtype: torch.dtype) -> Samples:
+    return _converted(_as_public(data), dtype)
+
+
+def remote_federation(
+    test: DataLike,
+    classes: int,
+    sizes: Sequence[int],
+    preprocessing: Preprocessing,
+    public: PublicLike | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Federation:
+    """As `gathered`, of clients whose samples the server never sees: `sizes` has how many each says it has.
+
+    So the server has to be told how many `classes` there are, and by which mean and deviation images are normalised.
+    """
+    own_test = own_samples(test, "the test set", dtype)
+    channels = own_test.inputs.shape[1] if own_test.are_images else 0
+    if own_test.are_images and not len(preprocessing.mean) == len(preprocessing.std) == channels:
+        raise FedhmError(f"uint8 images are normalised: give mean and std of each channel, {channels} of both")
+    everybodys = None if public is None else own_public(public, dtype)
+    return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes))
 
 
 def _as_public(data: PublicLike) -> Samples:

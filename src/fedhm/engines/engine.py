@@ -25,7 +25,7 @@ def in_task_order(replies: Iterable[Reply], count: int) -> Iterator[Reply]:
     answered: set[int] = set()
     following = 0
     for reply in replies:
-        if reply.position in answered or not 0 <= reply.position < count:
+        if type(reply.position) is not int or reply.position in answered or not 0 <= reply.position < count:
             continue
         answered.add(reply.position)
         early[reply.position] = reply

@@ -30,8 +30,10 @@ class Run:
 
     def bytes_per_client(self, tier: str) -> float | None:
         """Measured bytes, both ways, that training cost one participant of a tier in one round; None if it had none."""
-        traffic = [record.traffic[tier] for record in self.records if tier in record.traffic]
-        clients = sum(p.tier == tier for record in self.records for p in record.participants)
+        # Of a round that took several attempts, the record names only the last one's participants.
+        records = [record for record in self.records if record.attempts == 1] or self.records
+        traffic = [record.traffic[tier] for record in records if tier in record.traffic]
+        clients = sum(p.tier == tier for record in records for p in record.participants)
         return sum(t.down + t.up for t in traffic) / clients if clients else None
 
     def statistics_bytes(self) -> float:
