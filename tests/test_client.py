@@ -53,11 +53,12 @@ def test_masked_logits_count_as_zero_and_learn_nothing() -> None:
     torch.testing.assert_close(masked_cross_entropy(logits, targets, None), F.cross_entropy(logits, targets))
 
 
+@pytest.mark.parametrize(("momentum", "decay"), [(0.9, 0.01), (0.0, 0.0)])
 @pytest.mark.parametrize("masked", [True, False])
-def test_training_is_plain_sgd(masked: bool) -> None:
+def test_training_is_plain_sgd(masked: bool, momentum: float, decay: float) -> None:
     network = model()
     network[1] = nn.Identity()  # dropout has a test of its own
-    own = client(network, masked_loss=masked, weight_decay=0.01, momentum=0.9)
+    own = client(network, masked_loss=masked, weight_decay=decay, momentum=momentum)
     update = own.run(task(network))
 
     velocity = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
@@ -75,7 +76,7 @@ def test_training_is_plain_sgd(masked: bool) -> None:
             losses += [loss.item()] * len(targets)
             with torch.no_grad():
                 for (name, p), gradient in zip(network.named_parameters(), gradients, strict=True):
-                    velocity[name] = 0.9 * velocity[name] + gradient + 0.01 * p
+                    velocity[name] = momentum * velocity[name] + gradient + decay * p
                     p -= 0.1 * velocity[name]
     for name, p in network.named_parameters():
         torch.testing.assert_close(update.tensors[name], p.detach(), rtol=1e-5, atol=1e-6)
@@ -96,6 +97,37 @@ def test_an_update_depends_on_its_task_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     for other in (task(network, round=2), task(network, client=1)):
         assert not torch.equal(own.run(other).tensors["0.weight"], first["0.weight"])
+
+
+def test_an_update_does_not_change_with_the_tasks_after_it() -> None:
+    network = model()
+    own = client(network)
+    update = own.run(task(network)).tensors
+    copies = {name: t.clone() for name, t in update.items()}
+    own.run(task(network, round=2))
+    assert all(torch.equal(update[name], copies[name]) for name in update)
+    assert all(type(t) is torch.Tensor and not t.requires_grad for t in update.values())
+
+
+class Watchful(nn.Module):
+    """Looks at its weight through a second tensor in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 4)
+        self.weight_as_line = self.fc.weight.detach().view(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.fc(x) * (1 + self.weight_as_line.abs().mean())
+        return scores
+
+
+def test_tensors_that_share_memory_go_on_sharing_it() -> None:
+    network = Watchful()
+    own, other = (replace(client(network), networks=Networks(lambda _: Watchful())) for _ in range(2))
+    expected = other.run(task(network, round=2)).tensors
+    own.run(task(network))
+    assert all(torch.equal(t, expected[name]) for name, t in own.run(task(network, round=2)).tensors.items())
 
 
 def test_a_client_sends_back_what_it_was_sent_and_changes_nothing_else() -> None:

@@ -11,9 +11,8 @@ from fedhm.batchnorm import gather
 from fedhm.config import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
-from fedhm.device import CPU, seeded
+from fedhm.device import seeded
 from fedhm.distil import absolute_error, follow, scores
-from fedhm.exchange import exchanged
 from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
 from fedhm.messages import Task, Tensors, Update
@@ -50,11 +49,12 @@ class Client:
                 if task.kind == "distil":
                     self._digest(network, task)
                 loss = self._fit(ready, feed, labels, task)
-            trained = exchanged(network)
-            tensors: Tensors = {name: _sent(trained[name]) for name in weights}
             if task.kind == "distil":
                 assert self.public is not None
-                tensors, kept = {"scores": scores(network, self.public.on(device), self.train.batch).cpu()}, tensors
+                tensors = {"scores": scores(network, self.public.on(device), self.train.batch).cpu()}
+                kept = ready.surrender(weights)
+            else:
+                tensors = ready.surrender(weights)
         else:
             # Nothing is kept for a backward pass, so four times the batch fits where training does.
             tensors = gather(network, (inputs for inputs, _ in feed.ordered(4 * self.train.batch)))
@@ -109,7 +109,9 @@ class Client:
             {"params": [p for p in trained if id(p) in undecayed], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        fused = all(p.is_floating_point() for p in trained) and not _has_sparse_gradients(network)
+        # where there is one operation for each tensor, there is nothing to fuse, and it is faster without
+        fusible = self.train.momentum > 0 or self.train.weight_decay > 0
+        fused = fusible and all(p.is_floating_point() for p in trained) and not _has_sparse_gradients(network)
         return torch.optim.SGD(groups, lr=lr, momentum=self.train.momentum, fused=fused or None)
 
 
@@ -125,11 +127,6 @@ def _missing(labels: tuple[int, ...], classes: int, device: torch.device) -> Ten
     missing = torch.ones(classes, dtype=torch.bool)
     missing[list(labels)] = False
     return missing.to(device)
-
-
-def _sent(tensor: Tensor) -> Tensor:
-    """A copy to send: the network goes on to other tasks."""
-    return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
 
 
 def _has_sparse_gradients(network: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """The networks on which one process does its tasks: built once for each name, and as good as new for each task."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedhm.device import CPU
 from fedhm.errors import FedhmError
-from fedhm.exchange import fill, unpacked
+from fedhm.exchange import exchanged, fill, unpacked
 from fedhm.memory_format import channels_last
 from fedhm.messages import Tensors
 from fedhm.snapshot import OpaqueError, Snapshot
@@ -24,11 +24,31 @@ class Ready:
     network: nn.Module
     forward: Callable[[Tensor], Tensor]  # the network, perhaps compiled
     state: Tensors  # its own tensors, by name
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | None = None  # if it is to be used again
 
     def targets(self, tensors: Tensors) -> list[Tensor]:
         """The network's tensors into which `tensors` are to be loaded."""
         return [self.state[name] for name in tensors if name in self.state]
+
+    def surrender(self, names: Iterable[str]) -> Tensors:
+        """What travels of the network under these names, to keep. Whoever uses the network again has to load them."""
+        trained = exchanged(self.network)
+        return {name: self._given(name, trained[name]) for name in names}
+
+    def _given(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor itself where a copy would be just like it, and other memory for the network in its place."""
+        own = self.state.get(name)
+        # those of four dimensions may lie in channels-last memory, and others may be made up for the way
+        if own is None or tensor.ndim == 4 or not tensor.is_contiguous() or tensor.data_ptr() != own.data_ptr():
+            return _copy(tensor)
+        if tensor.device != CPU or self.snapshot is None or not self.snapshot.alone(own):
+            return _copy(tensor)
+        own.data = torch.empty_like(own)
+        return tensor
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
 
 
 class Networks:

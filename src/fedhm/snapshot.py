@@ -7,9 +7,11 @@ a new copy does.
 
 import copyreg
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 from functools import partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -36,6 +38,8 @@ class Snapshot:
         self._seen: dict[int, Any] = {}
         self._look(network)
         self._forms = [_form(tensor) for tensor in self._tensors]
+        tensors_at = Counter(_memory(tensor) for tensor in self._tensors)
+        self._alone = {id(tensor) for tensor in self._tensors if tensors_at[_memory(tensor)] == 1}
         left_out = {id(tensor) for tensor in loaded}
         self._values = {id(t): t.detach().clone() for t in self._tensors if id(t) not in left_out}
 
@@ -58,6 +62,10 @@ class Snapshot:
                     return False
                 tensor.copy_(self._values[id(tensor)])
         return True
+
+    def alone(self, tensor: Tensor) -> bool:
+        """May it move to other memory, since no other tensor of the network lies where it does?"""
+        return id(tensor) in self._alone
 
     def _look(self, value: Any) -> None:
         if isinstance(value, FIXED) or id(value) in self._seen:
@@ -100,16 +108,23 @@ def _is_plain(value: Any) -> bool:
     return bare and hasattr(value, "__dict__") and (state is None or isinstance(state, dict))
 
 
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _differs(container: Any, before: Any) -> bool:
     """Other things, or in another order. Equal ones are not the same: they may change apart."""
+    if len(container) != len(before):
+        return True
     if isinstance(container, set):
         return {id(part) for part in container} != {id(part) for part in before}
-    now, then = (list(c.items()) if isinstance(c, dict) else [(None, part) for part in c] for c in (container, before))
-    return len(now) != len(then) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, then, strict=True))
+    if not all(map(is_, container, before)):
+        return True
+    return isinstance(container, dict) and not all(map(is_, container.values(), before.values()))
 
 
 def _refill(container: Any, before: Any) -> None:

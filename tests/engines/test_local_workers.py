@@ -2,7 +2,10 @@
 
 import json
 import os
+import platform
 import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -300,6 +303,28 @@ def test_one_worker_is_this_process_with_the_threads_of_a_task(federation: Feder
     assert not isinstance(reply, Failure)
     assert set(seen) == {(os.getpid(), 2)}
     assert torch.get_num_threads() == 1
+
+
+STEPS = """
+import resource
+import torch
+from fedhm.engines.local import LocalEngine
+LocalEngine([])
+torch.set_num_threads(1)
+for step in range(20):
+    if step == 5:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = [torch.ones(1_000_000 + 100_000 * size) for size in range(5)]
+    del gradients
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not learn")
+def test_what_a_step_frees_is_there_for_the_next_one() -> None:
+    """In a process of its own, since the C library also learns from whatever was freed before."""
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000  # pages, of which each step uses 6000
 
 
 def test_how_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

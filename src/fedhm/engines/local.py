@@ -22,6 +22,7 @@ class LocalEngine:
     def __init__(self, clients: Sequence[Client], workers: int = 1, threads: int = 1) -> None:
         self._clients, self._workers, self._threads = clients, workers, threads
         self._pool: Pool | None = None
+        _teach_allocator()
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         if self._workers == 1:
@@ -62,6 +63,12 @@ def workers_for(config: EngineConfig, tasks: int) -> int:
         reason = "use compiled networks" if config.compile else f"share {config.device}"
         raise FedhmError(f"worker processes cannot {reason}: set engine.workers to 1 or 'auto'")
     return config.workers
+
+
+def _teach_allocator() -> None:
+    """What a small network's step frees, glibc may give back to the system, and get again page by page in the next one.
+    It keeps more of it once it saw a larger block freed. No page of this one is touched."""
+    torch.empty(31 << 20, dtype=torch.uint8)  # of blocks beyond 32 MB it takes no notice
 
 
 def _contiguous(tensors: Tensors) -> Tensors:
