@@ -1,0 +1,84 @@
+"""`fedhm flower up` as a process, for the tests that need a federation."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fedhm.engines.flower.leash import descendants
+
+
+def command(folder: Path, clients: int, *options: str) -> list[str]:
+    common = ["flower", "up", "--clients", str(clients), "--folder", str(folder)]
+    return [sys.executable, "-m", "fedhm", *common, *options]
+
+
+def not_ignoring_ctrl_c() -> None:
+    """As background jobs of a shell do, and so perhaps the tests."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Up:
+    def __init__(self, folder: Path, clients: int, *options: str) -> None:
+        self.folder = folder
+        self.output = folder.with_name(folder.name + ".out")
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                command(folder, clients, *options),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=not_ignoring_ctrl_c,  # noqa: PLW1509
+            )
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def __enter__(self) -> "Up":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever a test left running is ended, also where it failed."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(60)
+
+    def wait(self) -> "Up":
+        wait_until(lambda: "Ctrl-C ends them all" in self.said or self.process.poll() is not None, 200)
+        assert self.process.poll() is None, self.said
+        return self
+
+    def pid_of(self, words: str) -> int:
+        (pid,) = self.pids_of(words)
+        return pid
+
+    def pids_of(self, words: str) -> list[int]:
+        """Of the processes below it that run a script with these arguments among its own."""
+        return [pid for pid in descendants(self.process.pid) if is_run_by(pid, words)]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """By a signal; the exit code, after all that was below it has gone."""
+        below = list(descendants(self.process.pid))
+        assert len(below) > 1
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), 60)
+        return code
+
+
+def is_run_by(pid: int, command: str) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False  # ended meanwhile
+    return len(words) > 1 and words[1].endswith(command.split()[0]) and all(w in words for w in command.split()[1:])
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 200) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
