@@ -1,6 +1,8 @@
 # `make demo` and `make test` set everything up by themselves; nothing is installed outside .venv (and .venv-peers)
 PYTHON ?= python3
 BIN := .venv/bin
+# files side by side, in the order of their names: the slow ones, which have few tests, would come last otherwise
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .PHONY: demo test quick lint format peers clean
@@ -9,10 +11,10 @@ demo: .venv/demo-installed
 	$(BIN)/fedhm run digits
 
 test: .venv/dev-installed
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 quick: .venv/dev-installed
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: .venv/dev-installed
 	$(BIN)/ruff check .

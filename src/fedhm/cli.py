@@ -1,4 +1,4 @@
-"""The command line: fedhm run · resume · compare · sizes · report · presets."""
+"""The command line: fedhm run · resume · compare · sizes · report · presets · flower up."""
 
 import argparse
 import os
@@ -16,6 +16,7 @@ from fedhm.compare import command as comparing
 from fedhm.config import Config
 from fedhm.config_file import load_config, presets
 from fedhm.errors import FedhmError
+from fedhm.flower import up as flower_up
 from fedhm.folder import RunFolder, read_config
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup
@@ -83,6 +84,14 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = verbs.add_parser("presets", help="list the presets")
     listing.set_defaults(verb=_presets)
+
+    flower = verbs.add_parser(
+        "flower", help="a Flower federation on this machine", description="Flower, to try it out."
+    )
+    flower_verbs = flower.add_subparsers(required=True, metavar="VERB")
+    up = flower_verbs.add_parser("up", help="start a SuperLink and SuperNodes", description=flower_up.DESCRIPTION)
+    flower_up.add_arguments(up)
+    up.set_defaults(verb=lambda options: flower_up.up(options, _Console()))
     return parser
 
 
@@ -104,14 +113,22 @@ def _run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.changes).resolved()
     path = options.out or _new_folder(Path(options.config).stem)
     RunFolder.check_free(path)
-    _execute(options, config, lambda: RunFolder.create(path, config))
+    if config.engine.name == "flower":
+        _execute_on_flower(options, config, path)
+    else:
+        _execute(options, config, lambda: RunFolder.create(path, config))
 
 
 def _resume(options: argparse.Namespace) -> None:
     config = read_config(options.folder)
     if options.workers is not None:
         config = config.with_workers(_workers(options.workers))
-    _execute(options, config, lambda: RunFolder.open(options.folder))
+    if config.engine.name == "flower":
+        with RunFolder.open(options.folder):  # which nobody else is writing
+            pass
+        _execute_on_flower(options, config, options.folder)
+    else:
+        _execute(options, config, lambda: RunFolder.open(options.folder))
 
 
 def _workers(text: str) -> int | Literal["auto"]:
@@ -137,6 +154,24 @@ def _execute(options: argparse.Namespace, config: Config, open_folder: Callable[
                 folder.remove_if_nothing_was_done()
                 raise
     _show([folder.path], folder.path, console)
+
+
+def _execute_on_flower(options: argparse.Namespace, config: Config, path: Path) -> None:
+    """The same, where Flower's processes do the work and write the folder."""
+    from fedhm.flower.follow import run_on_flower
+
+    console = _Console()
+    if config.data is not None:
+        console.print(f"reading {config.data.source} …", highlight=False)
+    prepare(config)
+    with progress(console) as bar:
+        try:
+            run_on_flower(config, path, bar, lambda sentence: console.print(sentence, highlight=False, markup=False))
+        except KeyboardInterrupt:
+            if (path / "config.toml").exists():
+                options.go_on = f"; 'fedhm resume {path}' goes on from the last complete round"
+            raise
+    _show([path], path, console)
 
 
 def _sizes(options: argparse.Namespace) -> None:

@@ -33,6 +33,8 @@ class FederationConfig(Section):
     participation: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of the clients sampled each round
     heterogeneity: Literal["fixed", "dynamic"] = "fixed"  # client p has tier p mod Γ, or draws one each round
     assignment: tuple[str, ...] = ()  # each client's tier by name, in place of p mod Γ
+    min_updates: Positive = 1  # a round that brings fewer is tried again with other clients
+    attempts: Positive = 3  # at a round, before the run ends
 
     def per_round(self, clients: int) -> int:
         """How many of so many clients take part in a round."""
@@ -52,7 +54,8 @@ class TrainConfig(Section):
     decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
     masked_loss: bool = True  # logits of labels that a client does not hold count as 0
     clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
-    on_bad_update: Literal["stop", "drop"] = "stop"
+    max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
+    on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
 
     def learning_rate(self, round_number: int) -> float:
         """Of round 1, 2, …; a milestone is the last round before a drop."""
@@ -74,8 +77,15 @@ class EngineConfig(Section):
     device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda where there is one
     compile: bool = False  # the clients' networks, by torch.compile
     superlink: str = ""  # of Flower: a connection's name, or the folder of `fedhm flower up`; empty: a simulation here
+    patience: Annotated[float, Field(ge=0)] = 120.0  # of Flower: seconds to wait for one more client to connect
     deadline: Annotated[float, Field(ge=0)] = 0.0  # of Flower: seconds for a round's answers; 0: no limit
     fp16: bool = False  # of Flower: tensors travel in half precision
+
+    @model_validator(mode="after")
+    def _elsewhere_by_flower_only(self) -> "EngineConfig":
+        if self.superlink and self.name != "flower":
+            raise ValueError("a superlink is for engine.name = 'flower'")
+        return self
 
 
 class CompareConfig(Section):
@@ -116,10 +126,17 @@ class Config(Section):
         engine = {
             "threads": self.engine.threads or max(1, cores // self.federation.per_round(self.federation.clients)),
             "server_threads": self.engine.server_threads or cores,
-            "device": str(find_device("auto")) if self.engine.device == "auto" else self.engine.device,
+            "device": self.engine.device,
         }
+        if self.engine.device == "auto" and self.engine.name == "local":  # others look for themselves what they have
+            engine["device"] = str(find_device("auto"))
+        if self.engine.superlink and Path(self.engine.superlink).is_dir():
+            engine["superlink"] = str(Path(self.engine.superlink).absolute())
         changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update=engine)}
         changes["compare"] = None
+        if self.train.on_bad_update == "auto":
+            reaction = "stop" if self.engine.name == "local" else "drop"
+            changes["train"] = self.train.model_copy(update={"on_bad_update": reaction})
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
         return self.model_copy(update=changes)
@@ -127,9 +144,12 @@ class Config(Section):
     def with_workers(self, workers: int | Literal["auto"]) -> "Config":
         return self.model_copy(update={"engine": self.engine.model_copy(update={"workers": workers})})
 
-    def without_workers(self) -> "Config":
-        """All that makes a run the run that it is."""
-        return self.with_workers("auto")
+    def without_place(self) -> "Config":
+        """All that makes a run the run that it is, wherever it is gone on with."""
+        place = {
+            key: EngineConfig.model_fields[key].default for key in ("workers", "superlink", "patience", "deadline")
+        }
+        return self.model_copy(update={"engine": self.engine.model_copy(update=place)})
 
     def dotted(self) -> dict[str, Any]:
         """Every setting by its dotted key, as --set would change it."""

@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -48,6 +48,30 @@ def load_config(name: str, changes: Iterable[str] = ()) -> Config:
     table = _changed(table, changes)
     where += " with --set" if changes else ""
     return parse({"data": {}, "model": {}, **table}, where)
+
+
+def parse_text(text: str, where: str) -> Config:
+    """Of TOML that `Config.to_toml` wrote."""
+    try:
+        return parse(tomllib.loads(text), where)
+    except tomllib.TOMLDecodeError as error:
+        raise FedhmError(f"{where} is not valid TOML: {error}") from None
+
+
+def parse_flat(values: Mapping[str, Any], where: str) -> Config:
+    """Of dotted keys with plain values, in which a list is written as text: {"method.tiers": "[1, 1/2]"}.
+
+    Keys that belong to no section are somebody else's.
+    """
+    table: dict[str, Any] = {}
+    for key, value in values.items():
+        section, dot, name = key.partition(".")
+        value = _value(value) if isinstance(value, str) and value.startswith("[") else value
+        if dot and section in Config.model_fields:
+            table.setdefault(section, {})[name] = value
+        elif key == "seed":
+            table[key] = value
+    return parse(table, where)
 
 
 def parse(table: dict[str, Any], where: str) -> Config:

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from fedhm.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from fedhm.config import Config
-from fedhm.config_file import parse
+from fedhm.config_file import parse_text
 from fedhm.cost import Cost
 from fedhm.errors import FedhmError
 from fedhm.files import write_atomically
@@ -136,8 +135,8 @@ def read_config(path: Path) -> Config:
     if not file.exists():
         raise FedhmError(f"{path} is not the folder of a run: there is no config.toml in it")
     try:
-        return parse(tomllib.loads(file.read_text()), str(file))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return parse_text(file.read_text(), str(file))
+    except UnicodeDecodeError as error:
         raise FedhmError(f"{file} is damaged: {error}") from None
 
 

@@ -7,17 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedhm.config import Config, EngineConfig
+from fedhm.config import Config, EngineConfig, FederationConfig
 from fedhm.config_file import parse
 from fedhm.data.federation import DataLike, Federation, PublicLike, gathered, partitioned
 from fedhm.data.sources import SHAPES
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment, Result, Watcher
+from fedhm.experiment import Experiment, Result
 from fedhm.folder import RunFolder, read_config
 from fedhm.models import MODELS
-from fedhm.report.runs import read_runs
-from fedhm.report.save import save_report
 from fedhm.seeds import derive
+from fedhm.watcher import Watcher
 
 
 def run(
@@ -53,21 +52,40 @@ def run(
     table["federation"] = {**(table.get("federation") or {}), "clients": len(clients)}
     settings = parse(table, "config")
     path = None if out is None else Path(out)
-    if path is not None and (path / "config.toml").exists():
-        engine = {**read_config(path).engine.model_dump(), **settings.engine.model_dump(exclude_defaults=True)}
-        settings = settings.model_copy(update={"engine": EngineConfig(**engine)})  # threads as the run began with
-    settings = settings.resolved()
+    settings = as_begun(settings, path).resolved()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     federation = gathered(clients, test, crop, flip, dtype, public)
     experiment = Experiment(model, federation, settings, watchers=watchers)
     if path is None:
         return experiment.run()
     with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, settings) as folder:
-        if folder.config.without_workers() != settings.without_workers():
-            raise FedhmError(f"{path} holds a run with other settings: choose another folder")
         result = experiment.run(folder)
-    save_report(read_runs([path]), path)
+    report_on(path)
     return result
+
+
+def report_on(path: Path) -> None:
+    """Leaves the report of a finished run in its folder."""
+    from fedhm.report.runs import read_runs
+    from fedhm.report.save import save_report  # plots take a second to import, which clients on Flower need not
+
+    save_report(read_runs([path]), path)
+
+
+def as_begun(settings: Config, path: Path | None) -> Config:
+    """The settings of a run that goes on in `path`, if there is one: threads and tiers are as it began with."""
+    if path is None or not (path / "config.toml").exists():
+        return settings
+    begun = read_config(path)
+    engine = {**begun.engine.model_dump(), **settings.engine.model_dump(exclude_defaults=True)}
+    federation = {**settings.federation.model_dump(), "assignment": begun.federation.assignment}
+    changes: dict[str, Any] = {"engine": EngineConfig(**engine)}
+    if settings.engine.name == "flower" and not settings.federation.assignment:  # the clients' own, found at the start
+        changes["federation"] = FederationConfig(**federation)
+    settings = settings.model_copy(update=changes)
+    if begun.without_place() != settings.resolved().without_place():
+        raise FedhmError(f"{path} holds a run with other settings: choose another folder")
+    return settings
 
 
 def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:
@@ -78,6 +96,10 @@ def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:
 
 
 def read_federation(config: Config) -> Federation:
+    if config.data is None and config.engine.name == "flower":
+        raise FedhmError(
+            "this run has no [data] section: it is one of a Flower app, and the same 'flwr run' resumes it"
+        )
     if config.data is None:
         raise FedhmError(
             "this run has no [data] section: it was started from Python with its own data, "

@@ -1,0 +1,31 @@
+"""fedhm on Flower, for a user's own model and data: the two apps that Flower asks for.
+
+    # client_app.py                                   # server_app.py
+    from fedhm.flower import client_app               from fedhm.flower import server_app
+    from .task import build_model, client_data        from .task import CLASSES, build_model, test_data
+
+    app = client_app(build_model, client_data)        app = server_app(build_model, test_data, CLASSES)
+
+`examples/flower-app` is a whole one, and docs/flower.md says how it is run. Needs `pip install 'fedhm[flower]'`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from fedhm.engines.flower.processes import check_installed
+
+if TYPE_CHECKING:
+    from fedhm.flower.clients import client_app as client_app
+    from fedhm.flower.server import server_app as server_app
+
+__all__ = ["client_app", "server_app"]
+
+
+def __getattr__(name: str) -> Any:
+    """Flower is an extra and takes seconds to import, which is left to those who want an app."""
+    if name not in __all__:
+        raise AttributeError(f"module 'fedhm.flower' has no attribute '{name}'")
+    check_installed()
+    from fedhm.flower.clients import client_app
+    from fedhm.flower.server import server_app
+
+    return {"client_app": client_app, "server_app": server_app}[name]

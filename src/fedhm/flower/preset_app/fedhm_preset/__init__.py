@@ -1,0 +1,1 @@
+"""A run of fedhm from a config."""

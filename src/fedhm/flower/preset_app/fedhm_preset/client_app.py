@@ -1,0 +1,5 @@
+"""What every node runs."""
+
+from fedhm.flower.clients import named_client_app
+
+app = named_client_app()

@@ -1,0 +1,142 @@
+"""The server side of an app: finds out which clients there are, and runs the loop on them."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from torch import nn
+
+from fedhm.config import Config
+from fedhm.config_file import parse_flat, parse_text
+from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.federation import DataLike, Federation, PublicLike, remote_federation
+from fedhm.engines.flower.apps import Context, Grid, ServerApp, make_server_app
+from fedhm.engines.flower.engine import FlowerEngine
+from fedhm.engines.flower.nodes import Roster
+from fedhm.engines.flower.wire import Terms, greeting
+from fedhm.errors import FedhmError
+from fedhm.experiment import Experiment
+from fedhm.flower.models import Model, NamedModel, OwnModel, dtype_of, method_of
+from fedhm.flower.status import StatusFile
+from fedhm.flower.tiers import chosen_tiers
+from fedhm.folder import RunFolder
+from fedhm.report.progress import progress
+from fedhm.run import as_begun, read_federation, report_on
+from fedhm.watcher import Watcher
+
+# Of so many samples at each client, the federation
+MakeFederation = Callable[[tuple[int, ...]], Federation]
+
+
+def server_app(
+    model: Callable[[], nn.Module],
+    test: Callable[[], DataLike],
+    classes: int,
+    *,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    crop: int = 0,
+    flip: bool = False,
+    public: Callable[[], PublicLike] | None = None,
+) -> ServerApp:
+    """A Flower ServerApp that trains `model` on the nodes that are connected.
+
+    test        samples to evaluate every tier's model on, as `fedhm.run` takes them
+    classes     how many there are; the server does not see the clients' labels
+    mean, std   of each channel, where inputs are uint8 images: these are divided by 255 and normalised
+    crop, flip  clients augment images: random window after padding by `crop` pixels, random mirror image
+    public      inputs that everybody has, for methods that distil
+
+    Settings are the app's run config, by dotted keys: `train.rounds = 20`. With `out`, the path of a folder, the run
+    leaves there what `fedhm run` leaves, and goes on with what it finds.
+    """
+
+    def serve(grid: Grid, context: Context) -> None:
+        config = parse_flat(context.run_config, "the run config")
+        own = OwnModel(model, config.seed)
+        preprocessing = Preprocessing(tuple(mean), tuple(std), crop, flip)
+
+        def federation(sizes: tuple[int, ...]) -> Federation:
+            everybodys = public() if public else None
+            return remote_federation(test(), classes, sizes, preprocessing, everybodys, dtype_of(own))
+
+        out = str(context.run_config.get("out", ""))
+        with progress(Console()) as bar:
+            run_on(grid, config, own, federation, Path(out) if out else None, [bar])
+
+    return make_server_app(serve)
+
+
+def named_server_app() -> ServerApp:
+    """For runs from a config, which names model and data."""
+
+    def serve(grid: Grid, context: Context) -> None:
+        said = context.run_config
+        status = StatusFile(Path(str(said["status"])))
+        try:
+            run_named(
+                grid, parse_text(str(said["config"]), "the run's config"), Path(str(said["out"])), [status], status.said
+            )
+        except FedhmError as error:
+            status.ended(str(error))
+            raise
+        except BaseException as error:
+            status.ended(f"the server raised {error!r}; its log has more")
+            raise
+        status.ended()
+
+    return make_server_app(serve)
+
+
+def run_named(
+    grid: Grid, config: Config, out: Path, watchers: Sequence[Watcher], say: Callable[[str], None] = print
+) -> None:
+    federation = read_federation(config)
+    named = NamedModel(config.to_toml(), federation.input_shape, federation.classes)
+    run_on(grid, config, named, lambda _: federation, out, watchers, say)
+
+
+def run_on(
+    grid: Grid,
+    config: Config,
+    model: Model,
+    make_federation: MakeFederation,
+    out: Path | None,
+    watchers: Sequence[Watcher],
+    say: Callable[[str], None] = print,
+) -> None:
+    """Waits for the clients, then runs the rounds that are left."""
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"name": "flower"})})
+    config = as_begun(config, out).resolved()
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder.open(out)) if out and (out / "config.toml").exists() else None
+        clients = config.federation.clients
+        bare = make_federation((0,) * clients)
+        batch, _ = next(Feed(bare.test, bare.preprocessing).ordered(1))
+        method = method_of(model, config, batch, bare.classes)  # what is wrong with it is said before anyone waits
+        roster = Roster(grid, clients, greeting(_terms(config, bare)), say)
+        if folder:
+            roster.wait(clients, config.engine.patience)  # who is missing may come back later
+        else:
+            roster.require_all(config.engine.patience)
+            tiers = chosen_tiers(config, method, batch, roster.introduced())
+            roster.leave_out(tiers.refused)
+            changed = config.federation.model_copy(update={"assignment": tiers.assignment})
+            config = config.model_copy(update={"federation": changed})
+            folder = stack.enter_context(RunFolder.create(out, config)) if out else None
+        known = roster.introduced()
+        federation = make_federation(tuple(known[c].samples if c in known else 0 for c in range(clients)))
+        engine = FlowerEngine(grid, roster, _terms(config, federation), config.engine.deadline, config.engine.fp16)
+        try:
+            Experiment(model.build(), federation, config, engine, watchers).run(folder)
+        except FedhmError:
+            if folder:
+                folder.remove_if_nothing_was_done()
+            raise
+    if out:
+        report_on(out)
+
+
+def _terms(config: Config, federation: Federation) -> Terms:
+    return Terms(config.to_toml(), federation.classes, federation.preprocessing)

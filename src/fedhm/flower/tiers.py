@@ -1,0 +1,54 @@
+"""Which tier each client gets: the one that its node config names, or the largest that fits its memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedhm.config import Config
+from fedhm.cost import training_memory
+from fedhm.engines.flower.mail import printable
+from fedhm.engines.flower.nodes import Node
+from fedhm.methods.method import Method
+
+
+@dataclass(frozen=True)
+class Tiers:
+    assignment: tuple[str, ...]  # of all clients; empty: by their numbers
+    refused: dict[int, str]  # clients that can have none, and why
+
+
+def chosen_tiers(config: Config, method: Method, batch: Tensor, nodes: Mapping[int, Node]) -> Tiers:
+    """A client that says nothing gets the tier of its number; one whose wish cannot be met is left out."""
+    asking = {client: node for client, node in nodes.items() if node.tier or node.memory}
+    settled = config.federation.assignment or config.federation.heterogeneity == "dynamic"
+    if not asking or settled:
+        return Tiers(config.federation.assignment, {})
+    memory: dict[str, int] = {}
+    if any(not node.tier for node in asking.values()):
+        shape = tuple(batch.shape[1:])
+        memory = {t: training_memory(method.network(t), shape, config.train.batch, batch.dtype) for t in method.tiers}
+    assignment: list[str] = []
+    refused: dict[int, str] = {}
+    for client in range(config.federation.clients):
+        node = asking.get(client)
+        if node is None:
+            assignment.append(method.levels[client % len(method.levels)])
+            continue
+        fitting = [node.tier] if node.tier else [tier for tier, size in memory.items() if size <= node.memory]
+        if fitting and fitting[0] in method.tiers:
+            assignment.append(fitting[0])
+        else:
+            assignment.append(method.tiers[-1])
+            refused[client] = _why(node, method, memory, config.train.batch)
+    return Tiers(tuple(assignment), refused)
+
+
+def _why(node: Node, method: Method, memory: Mapping[str, int], batch: int) -> str:
+    if node.tier:
+        return f"it asks for tier '{printable(node.tier)}', known are {', '.join(method.tiers)}"
+    tier, size = min(memory.items(), key=lambda item: item[1])
+    return (
+        f"it can spare {node.memory >> 20} MiB, but training even tier {tier} takes {-(-size >> 20)} MiB "
+        f"with train.batch = {batch}"
+    )

@@ -1,0 +1,151 @@
+"""Runs on SuperNodes behind TLS and keys, by real processes: whatever fails costs its own updates, and nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from faulty import task
+
+from fedhm.cli import main
+from fedhm.config_file import load_config, parse, parse_flat
+from fedhm.data.federation import gathered
+from fedhm.engines.engine import Engine
+from fedhm.engines.flower.connection import ask, status, submit
+from fedhm.engines.flower.folder import connection_of
+from fedhm.experiment import Experiment
+from fedhm.flower.models import OwnModel
+from fedhm.folder import RunFolder
+from fedhm.messages import Failure, Reply, Task
+from fedhm.records import Record, read_records
+from fedhm.run import prepare
+from fedhm.sampling import drawings
+from fedhm.tier_files import load_tier
+from flower_up import Up, wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+]
+APPS = Path(__file__).parent / "apps"
+FAULTS = {"1 0": "raise", "1 1": "NaN", "1 2": "rank", "2 0": "hang", "2 1": "die"}
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    with Up(tmp_path_factory.mktemp("deployment") / "federation", 4) as started:
+        yield started.wait()
+        started.end()
+
+
+def test_a_server_that_is_killed_resumes_on_the_same_supernodes(up: Up, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    changes = ["data.train_samples=240", "federation.clients=3", "federation.participation=1.0", "train.rounds=3"]
+    changes += ["evaluation.every=3", "engine.threads=1", "engine.server_threads=1"]
+    flower = [*changes, "engine.name=flower", f"engine.superlink={up.folder}"]
+    command = [sys.executable, "-m", "fedhm", "run", "digits", "--set", *flower, "--out", str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until(lambda: len(read_records(out / "records.jsonl")) >= 1 or process.poll() is not None)
+            os.kill(up.pid_of("flwr-serverapp"), signal.SIGKILL)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    expected = f"fedhm: the run's server process died; 'fedhm resume {out}' goes on from the last complete round\n"
+    assert said == expected
+
+    nodes = supernodes(up)
+    assert main(["resume", str(out)]) == 0
+    assert supernodes(up) == nodes  # the same ones, still connected
+    config = load_config("digits", changes).resolved()
+    with RunFolder.create(tmp_path / "local", config) as folder:
+        prepare(config).run(folder)
+    for path in (tmp_path / "local" / "models").iterdir():
+        assert path.read_bytes() == (out / "models" / path.name).read_bytes(), path.name
+    assert [record.round for record in read_records(out / "records.jsonl")] == [1, 2, 3]
+
+
+def test_a_round_without_updates_is_tried_again_with_other_clients(up: Up, tmp_path: Path) -> None:
+    out, connection = tmp_path / "run", connection_of(str(up.folder))
+    changes = {"federation.participation": 0.5, "train.rounds": 1, "out": str(out)}
+    config = parse({"federation": {"clients": 4, "participation": 0.5}}, "test").federation
+    first, second = islice(drawings(config, 4, ["full", "1/2"], 0, 1), 2)
+    faults = {f"1 {participant.client}": "raise" for participant in first}
+    submit(connection, APPS / "faults", {**changes, "faults": json.dumps(faults)})
+    wait_until((out / "report.md").exists, 400)
+    (record,) = read_records(out / "records.jsonl")
+    assert record.attempts == 2
+    assert record.participants == second
+    assert set(reasons(record)) == {participant.client for participant in first}
+
+
+def test_clients_that_fail_cost_only_their_updates(up: Up, tmp_path: Path) -> None:
+    """They raise, send what cannot be used, hang and die; and in the last round a SuperNode is killed."""
+    out, connection = tmp_path / "run", connection_of(str(up.folder))
+    run_id = submit(connection, APPS / "faults", {"faults": json.dumps(FAULTS), "out": str(out)})
+    wait_until(lambda: len(read_records(out / "records.jsonl")) == 1, 400)
+    (node,) = [pid for pid in up.pids_of("flower-supernode") if "partition-id=2" in command_line(pid)]
+    os.kill(node, signal.SIGKILL)
+    wait_until((out / "report.md").exists, 400)
+    wait_until(lambda: status(connection, run_id) == "finished:completed", 60)
+    first, second = (reasons(record) for record in read_records(out / "records.jsonl"))
+    assert set(first) == {0, 1, 2}
+    assert first[0] == "its ClientApp raised an exception: the disk is full"
+    assert "holds NaN or infinite values" in first[1]
+    assert "has shape (1,) instead of (48, 12)" in first[2]
+    assert set(second) == {0, 1, 2}
+    assert second[0] == "it did not answer within 60 s (engine.deadline)"
+    assert second[1] in ("its process died", second[0])
+    assert second[2] in ("it is not connected", "it is not connected any more", second[0])
+
+    network = load_tier(out / "models" / "full.safetensors", OwnModel(task.build_model, 0).build())
+    for name, tensor in what_the_others_give().items():
+        assert torch.equal(network.state_dict()[name], tensor), name
+
+
+def what_the_others_give() -> dict[str, torch.Tensor]:
+    """The same run by the local engine, in which those who failed do not answer."""
+    settings = tomllib.loads((APPS / "faults" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    sections = ("federation", "train", "method", "evaluation")
+    given = {f"{section}.{key}": value for section in sections for key, value in settings[section].items()}
+    config = parse_flat({**given, "train.on_bad_update": "drop", "engine.workers": 1}, "test")
+    federation = gathered([task.samples(client) for client in range(4)], task.samples(100))
+    model = OwnModel(task.build_model, 0).build()
+    honest = Experiment(model, federation, config).engine
+    return Experiment(model, federation, config, Failing(honest)).run().networks["full"].state_dict()
+
+
+class Failing:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        listed = list(tasks)
+        for reply in self._engine.run(listed):
+            fails = f"{listed[reply.position].round} {reply.client}" in {*FAULTS, "2 2"}
+            yield Failure(reply.client, "it fails", reply.position) if fails else reply
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def supernodes(up: Up) -> list[tuple[str, str]]:
+    nodes = ask(connection_of(str(up.folder)), "supernode", "list")["nodes"]
+    return sorted((node["node-id"], node["status"]) for node in nodes)
+
+
+def reasons(record: Record) -> dict[int, str]:
+    return {each["client"]: each["reason"] for each in record.dropped}

@@ -1,0 +1,123 @@
+"""Runs on Flower's simulation, by real processes: they end in the very weights of the local engine."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedhm.cli import main
+from fedhm.config import Config
+from fedhm.config_file import load_config
+from fedhm.engines.flower.connection import submit
+from fedhm.engines.flower.leash import descendants
+from fedhm.engines.flower.superlink import simulation_superlink
+from fedhm.flower.status import is_gone, read_status
+from fedhm.folder import RunFolder
+from fedhm.records import read_records
+from fedhm.run import prepare
+from flower_up import not_ignoring_ctrl_c, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+APPS = Path(__file__).parent / "apps"
+SMALL = [
+    "data.train_samples=240",
+    "federation.clients=4",
+    "train.rounds=2",
+    "engine.threads=1",
+    "engine.server_threads=1",
+]
+METHODS = {
+    "fp16": ["engine.fp16=true"],
+    "fedavg": ["method.name=fedavg"],
+    "heterofl": ["method.name=heterofl"],
+    "splitmix": ["method.name=splitmix"],
+    "fedmd": ["method.name=fedmd", "data.public=held-out", "data.public_samples=40"],
+    "fedhm-dynamic": [
+        "federation.heterogeneity=dynamic",
+        "evaluation.static_from=never",
+        "federation.participation=1.0",
+    ],
+}
+
+
+def settings(*changes: str) -> Config:
+    return load_config("digits", [*SMALL, *changes]).resolved()
+
+
+def run_locally(config: Config, out: Path) -> None:
+    with RunFolder.create(out, config) as folder:
+        prepare(config).run(folder)
+
+
+def assert_same_models(one: Path, other: Path) -> None:
+    names = sorted(path.name for path in (one / "models").iterdir())
+    assert names == sorted(path.name for path in (other / "models").iterdir())
+    for name in names:
+        assert (one / "models" / name).read_bytes() == (other / "models" / name).read_bytes(), name
+
+
+def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tmp_path: Path) -> None:
+    changes = [*SMALL, "train.rounds=4", "evaluation.every=4", "engine.name=flower"]
+    command = [sys.executable, "-m", "fedhm", "run", "digits", "--set", *changes, "--out", str(tmp_path / "run")]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=not_ignoring_ctrl_c,  # noqa: PLW1509
+    )
+    with started as process:
+        try:
+            wait_until(lambda: read_records(tmp_path / "run" / "records.jsonl") or process.poll() is not None)
+            below = list(descendants(process.pid))
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert len(below) > 3  # Ray's processes among them
+    assert process.returncode == 130, said
+    assert f"fedhm: stopped; 'fedhm resume {tmp_path}/run' goes on from the last complete round" in said
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
+
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    run_locally(settings("train.rounds=4", "evaluation.every=4"), tmp_path / "local")
+    assert_same_models(tmp_path / "run", tmp_path / "local")
+    ours, theirs = (read_records(tmp_path / name / "records.jsonl") for name in ("run", "local"))
+    for here, there in zip(ours, theirs, strict=True):
+        assert here.participants == there.participants
+        assert here.scores == there.scores
+        for tier, traffic in here.traffic.items():
+            least = there.traffic[tier].down  # bytes of the bare tensors
+            assert least < traffic.down < least + 5000 * traffic.clients
+            assert least < traffic.up < least + 5000 * traffic.clients
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+def test_every_kind_of_method_ends_as_with_the_local_engine(tmp_path: Path) -> None:
+    configs = {name: settings(*changes) for name, changes in METHODS.items()}
+    news = tmp_path / "status.json"
+    given = {
+        "configs": json.dumps({name: config.to_toml() for name, config in configs.items()}),
+        "out": str(tmp_path / "flower"),
+        "status": str(news),
+    }
+    with simulation_superlink(tmp_path / "superlink") as connection:
+        submit(connection, APPS / "methods", given, "num-supernodes=4 client-resources-num-cpus=1")
+        wait_until(lambda: (read_status(news) or {}).get("state") == "ended" or (news.exists() and is_gone(news)), 600)
+    status = read_status(news)
+    assert status is not None
+    assert status["state"] == "ended"
+    assert status["error"] == ""
+    for name, config in configs.items():
+        run_locally(config, tmp_path / "local" / name)
+        if name != "fp16":
+            assert_same_models(tmp_path / "flower" / name, tmp_path / "local" / name)
+    halved, whole = (read_records(tmp_path / where / "fp16" / "records.jsonl") for where in ("flower", "local"))
+    for ours, theirs in zip(halved, whole, strict=True):
+        for tier, traffic in ours.traffic.items():
+            assert 0.5 < traffic.up / theirs.traffic[tier].up < 0.6
+            assert traffic.loss == pytest.approx(theirs.traffic[tier].loss, rel=0.02)
