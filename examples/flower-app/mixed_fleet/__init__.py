@@ -1,0 +1,1 @@
+"""FedHM on Flower, with a model and data of one's own."""
