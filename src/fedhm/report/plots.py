@@ -57,7 +57,9 @@ def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], fl
     if position is _megabytes:
         axes.set_xscale("log")  # tiers differ by an order of magnitude
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        low, high = axes.get_xlim()
+        tens = math.floor(math.log10(high)) >= math.ceil(math.log10(low))  # a short run may lie between two of them
+        axes.xaxis.set_minor_formatter(NullFormatter() if tens else "{x:g}")
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(axis)
