@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedhm.config_file import parse
+from fedhm.config.reading import parse
 from fedhm.data.batches import Batch, Feed
 from fedhm.data.federation import Federation, gathered
-from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment
-from fedhm.memory_format import channels_last
-from fedhm.messages import Participant, Update
 from fedhm.models import resnet18
+from fedhm.networks.exchange import exchanged, load
+from fedhm.work.memory_format import channels_last
+from fedhm.work.messages import Participant, Update
 from measure import Ratio, arguments, interleaved, machine, median, ratio, save_json, show
 from peers.process import Peer
 from peers.workload import CLIENTS, SAMPLES, cnn

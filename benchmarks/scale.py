@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedhm.config import Config
+from fedhm.config.method import FedHMConfig
+from fedhm.config.settings import Config
 from fedhm.data.federation import gathered
-from fedhm.exchange import exchanged
 from fedhm.experiment import Experiment
-from fedhm.messages import Participant, Task, Update
-from fedhm.method_config import FedHMConfig
 from fedhm.methods.fedhm import FedHM
 from fedhm.methods.method import Setup, State
 from fedhm.models import cnn
+from fedhm.networks.exchange import exchanged
+from fedhm.work.messages import Participant, Task, Update
 from measure import arguments, machine, median, peak_memory, save_json, show
 from scale_plot import plot
 

@@ -15,16 +15,16 @@ from dataclasses import replace
 
 import torch
 
-from fedhm.config_file import parse
-from fedhm.exchange import exchanged
+from fedhm.config.reading import parse
 from fedhm.lowrank.unroll import join, roll, split, unroll
 from fedhm.lowrank.warm import decompose
-from fedhm.messages import Tensors, Update
+from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.fedhm import FedHM, _factors
 from fedhm.methods.method import State
+from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.run import build_model, prepare, read_federation
-from fedhm.sampling import participants
-from fedhm.side_by_side import side_by_side
+from fedhm.server.sampling import participants
+from fedhm.work.messages import Update
 from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 
 KEEP = {"resnet18": 3, "resnet34": 15}  # the layers that the paper keeps dense

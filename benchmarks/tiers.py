@@ -1,7 +1,7 @@
 """How much of a tier's saving in MACs arrives as time and memory of a training step, and which layers eat the rest.
 
 One thread, channels-last, as a client trains. Memory is counted twice: bytes of tensors alive at once
-(`fedhm.cost.training_memory`), and the peak resident memory of a process that trains, less that of an idle one.
+(`fedhm.measure.cost.training_memory`), and the peak resident memory of a process that trains, less that of an idle one.
 """
 
 from collections import defaultdict
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm import plan_ranks, to_hybrid
-from fedhm.cost import training_memory
-from fedhm.memory_format import channels_last
+from fedhm.measure.cost import training_memory
 from fedhm.models import MODELS
+from fedhm.work.memory_format import channels_last
 from layer_times import LayerTimes, layer_macs, layers, part_of
 from measure import arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 from tiers_plot import plot

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.config import Config
-from fedhm.config_file import parse
+from fedhm.config.reading import parse
+from fedhm.config.settings import Config
 from fedhm.data.federation import Federation, gathered
 
 torch.set_num_threads(1)

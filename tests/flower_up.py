@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fedhm.engines.flower.leash import descendants
+from fedhm.flower.processes.supervisor import descendants
 
 
 def command(folder: Path, clients: int, *options: str) -> list[str]:

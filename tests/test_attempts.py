@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from conftest import small_config, small_model
-from fedhm.config import FederationConfig
+from fedhm.config.settings import FederationConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
-from fedhm.folder import RunFolder
-from fedhm.messages import Failure, Reply, Task
-from fedhm.records import Record
-from fedhm.sampling import drawings, participants
+from fedhm.runs.folder import RunFolder
+from fedhm.server.record import Record
+from fedhm.server.sampling import drawings, participants
+from fedhm.work.messages import Failure, Reply, Task
 
 LEVELS = ["full", "1/2", "1/4", "1/8"]
 

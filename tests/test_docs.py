@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedhm.config_file import _known_keys, presets
+from fedhm.config.reading import _known_keys, presets
 from fedhm.methods import METHODS
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from fedhm.data.federation import Federation
 from fedhm.engines.engine import in_task_order
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
-from fedhm.messages import Failure, Participant, Reply, Task, Update
+from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 
 
 def same(first: Result, second: Result) -> bool:

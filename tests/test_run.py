@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.errors import FedhmError
-from fedhm.folder import read_config
-from fedhm.probe import probe
+from fedhm.networks.probe import probe
+from fedhm.runs.folder import read_config
 
 
 class Reader(nn.Module):
@@ -188,7 +188,7 @@ def test_a_run_can_be_gone_on_with_where_there_are_more_cores(tmp_path: Path, mo
     torch.manual_seed(0)
     model = HeadFirst()
     first = fedhm.run(model, clients, test, settings, tmp_path)
-    monkeypatch.setattr("fedhm.config.usable_cores", lambda: 64)
+    monkeypatch.setattr("fedhm.config.settings.usable_cores", lambda: 64)
     assert fedhm.run(model, clients, test, fedhm.Config.model_validate(settings), tmp_path).scores == first.scores
     assert read_config(tmp_path).engine.threads == 1
 

@@ -4,11 +4,11 @@ import sys
 
 import torch
 
-from fedhm.config import Config
-from fedhm.config_file import parse
+from fedhm.config.reading import parse
+from fedhm.config.settings import Config
 from fedhm.data.federation import gathered
 from fedhm.experiment import Experiment
-from fedhm.records import Record
+from fedhm.server.record import Record
 from peers.turns import Turns
 from peers.workload import BATCH, LR, ROUNDS, clients, cnn
 

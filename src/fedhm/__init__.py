@@ -14,9 +14,8 @@ each version to full shape, averages, and factorizes again. The way data goes:
 from importlib.metadata import version
 
 from fedhm import models
-from fedhm.config import Config
-from fedhm.config_file import load_config
-from fedhm.cost import Cost, measure, training_memory
+from fedhm.config.reading import load_config
+from fedhm.config.settings import Config
 from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
@@ -25,8 +24,9 @@ from fedhm.experiment import Experiment, Result
 from fedhm.lowrank.hybrid import to_full, to_hybrid
 from fedhm.lowrank.layers import LowRankConv2d, LowRankLinear
 from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.measure.cost import Cost, measure, training_memory
 from fedhm.run import prepare, run
-from fedhm.tier_files import load_tier
+from fedhm.runs.tier_files import load_tier
 
 __version__ = version("fedhm")
 

@@ -8,31 +8,30 @@ from itertools import chain, groupby, islice
 import torch
 from torch import nn
 
-from fedhm.batchnorm import pool
-from fedhm.checkpoint import Checkpoint
-from fedhm.client import Client
-from fedhm.config import Config
-from fedhm.cost import Cost
+from fedhm.config.method import Distilling
+from fedhm.config.settings import Config
 from fedhm.data.batches import Feed
 from fedhm.data.federation import Federation
-from fedhm.device import CPU, find_device
 from fedhm.engines.engine import Engine
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.errors import FedhmError
-from fedhm.evaluate import Score, evaluate
-from fedhm.exchange import exchanged, load, travels_as
-from fedhm.fingerprint import data_facts, fingerprint
-from fedhm.folder import RunFolder
-from fedhm.intake import Intake, TooFewUpdatesError, last_reason
-from fedhm.messages import Participant, Task, Tensors
-from fedhm.method_config import Distilling
+from fedhm.machine.device import CPU, find_device
+from fedhm.measure.cost import Cost
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup, State
-from fedhm.probe import probe
-from fedhm.records import Record
-from fedhm.reuse import Networks, check_compiler
-from fedhm.sampling import check_assignment, check_minimum, drawings
-from fedhm.watcher import Watcher
+from fedhm.networks.batchnorm import pool
+from fedhm.networks.exchange import Tensors, exchanged, load, travels_as
+from fedhm.networks.probe import probe
+from fedhm.runs.checkpoint import Checkpoint
+from fedhm.runs.fingerprint import data_facts, fingerprint
+from fedhm.runs.folder import RunFolder
+from fedhm.server.intake import Intake, TooFewUpdatesError, last_reason
+from fedhm.server.record import Record, Watcher
+from fedhm.server.sampling import check_assignment, check_minimum, drawings
+from fedhm.work.client import Client
+from fedhm.work.evaluate import Score, evaluate
+from fedhm.work.messages import Participant, Task
+from fedhm.work.reuse import Networks, check_compiler
 
 
 @dataclass(frozen=True)

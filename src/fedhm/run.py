@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedhm.config import Config, EngineConfig, FederationConfig
-from fedhm.config_file import parse
+from fedhm.config.reading import parse
+from fedhm.config.settings import Config, EngineConfig, FederationConfig
 from fedhm.data.federation import DataLike, Federation, PublicLike, gathered, partitioned
-from fedhm.data.sources import SHAPES
+from fedhm.data.sources.catalogue import SHAPES
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
-from fedhm.folder import RunFolder, read_config
 from fedhm.models import MODELS
+from fedhm.runs.folder import RunFolder, read_config
 from fedhm.seeds import derive
-from fedhm.watcher import Watcher
+from fedhm.server.record import Watcher
 
 
 def run(
@@ -66,8 +66,8 @@ def run(
 
 def report_on(path: Path) -> None:
     """Leaves the report of a finished run in its folder."""
-    from fedhm.report.runs import read_runs
     from fedhm.report.save import save_report  # plots take a second to import, which clients on Flower need not
+    from fedhm.runs.history import read_runs
 
     save_report(read_runs([path]), path)
 

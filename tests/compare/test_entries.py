@@ -7,8 +7,8 @@ import pytest
 from fedhm.compare.cells import cells
 from fedhm.compare.entries import Entry, entries, known
 from fedhm.compare.reference import Reference
-from fedhm.config import Config
-from fedhm.config_file import load_config
+from fedhm.config.reading import load_config
+from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 
 

@@ -7,11 +7,11 @@ import torch
 
 import fedhm
 from conftest import small_model
-from fedhm.compare.existing import existing
+from fedhm.compare.compared import existing
+from fedhm.compare.page import ComparisonReport
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.folder import read_data_facts
-from fedhm.report.comparison_report import ComparisonReport
+from fedhm.runs.folder import read_data_facts
 
 SETTINGS = {"train": {"rounds": 1, "batch": 8, "lr": 0.05}, "engine": {"threads": 1}}
 

@@ -1,7 +1,7 @@
 """Tiers of other methods are matched to FedHM's by their parameters."""
 
 from fedhm.compare.reference import WIDTHS, Reference
-from fedhm.config_file import load_config
+from fedhm.config.reading import load_config
 
 
 def test_matched_widths_are_the_nearest_of_all() -> None:

@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from fedhm.config import Config, DataConfig
+from fedhm.config.settings import Config, DataConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import Federation, gathered, partitioned, remote_federation
 from fedhm.errors import FedhmError
-from fedhm.fingerprint import data_facts, fingerprint
+from fedhm.runs.fingerprint import data_facts, fingerprint
 
 
 def test_digits_are_dealt_out_by_seed() -> None:

@@ -10,12 +10,12 @@ import torch
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.config import DataConfig
+from fedhm.config.settings import DataConfig
 from fedhm.data.federation import Federation, gathered, partitioned
 from fedhm.data.samples import Samples
-from fedhm.data.sources import SOURCES, read_source
+from fedhm.data.sources.catalogue import SOURCES, read_source
 from fedhm.errors import FedhmError
-from fedhm.fingerprint import fingerprint
+from fedhm.runs.fingerprint import fingerprint
 
 
 def images(*parts: Samples) -> Counter[bytes]:

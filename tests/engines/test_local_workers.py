@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.config import EngineConfig
+from fedhm.config.settings import EngineConfig
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import in_task_order
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.engines.pool import WINDOW
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
-from fedhm.folder import RunFolder
-from fedhm.messages import Failure, Participant, Reply, Task, Update
-from fedhm.records import Record
+from fedhm.runs.folder import RunFolder
+from fedhm.server.record import Record
+from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 
 
 @pytest.fixture(autouse=True)

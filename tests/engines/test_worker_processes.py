@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedhm.cli import main
-from fedhm.folder import RunFolder, read_config, rounds_done
+from fedhm.runs.folder import RunFolder, read_config, rounds_done
 from test_resume import outcome
 
 SMALL = ["train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=4"]

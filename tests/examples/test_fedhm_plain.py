@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm import Config, Experiment, Federation, Samples
+from fedhm.config.method import tier_name
 from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.digits import read_digits
 from fedhm.data.partition import dirichlet_equal
-from fedhm.method_config import tier_name
-from fedhm.sampling import participants
+from fedhm.data.sources.digits import read_digits
 from fedhm.seeds import numpy_generator, torch_generator
+from fedhm.server.sampling import participants
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedhm_plain.py"
 CLIENTS, SEED, TIERS = 8, 3, (1.0, 1 / 2, 1 / 4, 1 / 8)

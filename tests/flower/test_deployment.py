@@ -15,19 +15,20 @@ import torch
 from faulty import task
 
 from fedhm.cli import main
-from fedhm.config_file import load_config, parse, parse_flat
+from fedhm.config.reading import load_config, parse, parse_flat
 from fedhm.data.federation import gathered
 from fedhm.engines.engine import Engine
-from fedhm.engines.flower.connection import ask, status, submit
-from fedhm.engines.flower.folder import connection_of
 from fedhm.experiment import Experiment
 from fedhm.flower.models import OwnModel
-from fedhm.folder import RunFolder
-from fedhm.messages import Failure, Reply, Task
-from fedhm.records import Record, read_records
+from fedhm.flower.processes.connection import ask, status, submit
+from fedhm.flower.processes.fleet_folder import connection_of
 from fedhm.run import prepare
-from fedhm.sampling import drawings
-from fedhm.tier_files import load_tier
+from fedhm.runs.folder import RunFolder
+from fedhm.runs.records import read_records
+from fedhm.runs.tier_files import load_tier
+from fedhm.server.record import Record
+from fedhm.server.sampling import drawings
+from fedhm.work.messages import Failure, Reply, Task
 from flower_up import Up, wait_until
 
 pytestmark = [

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fedhm
-from fedhm.engines.flower.connection import status, submit
-from fedhm.engines.flower.superlink import simulation_superlink
 from fedhm.flower.models import OwnModel
-from fedhm.records import read_records
+from fedhm.flower.processes.connection import status, submit
+from fedhm.flower.processes.superlink import simulation_superlink
+from fedhm.runs.records import read_records
 from flower_up import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

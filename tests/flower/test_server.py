@@ -7,17 +7,17 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedhm.config import Config
-from fedhm.config_file import parse_flat
-from fedhm.cost import training_memory
+from fedhm.config.reading import parse_flat
+from fedhm.config.settings import Config
 from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import Federation, remote_federation
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app, server_app
 from fedhm.flower.models import OwnModel, method_of
 from fedhm.flower.server import run_on
-from fedhm.folder import read_config
-from fedhm.records import read_records
+from fedhm.measure.cost import training_memory
+from fedhm.runs.folder import read_config
+from fedhm.runs.records import read_records
 from flower_loopback import Loopback, LoopbackNode
 
 SETTINGS = {

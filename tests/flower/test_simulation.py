@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from fedhm.cli import main
-from fedhm.config import Config
-from fedhm.config_file import load_config
-from fedhm.engines.flower.connection import submit
-from fedhm.engines.flower.leash import descendants
-from fedhm.engines.flower.superlink import simulation_superlink
+from fedhm.config.reading import load_config
+from fedhm.config.settings import Config
+from fedhm.flower.processes.connection import submit
+from fedhm.flower.processes.superlink import simulation_superlink
+from fedhm.flower.processes.supervisor import descendants
 from fedhm.flower.status import is_gone, read_status
-from fedhm.folder import RunFolder
-from fedhm.records import read_records
 from fedhm.run import prepare
+from fedhm.runs.folder import RunFolder
+from fedhm.runs.records import read_records
 from flower_up import not_ignoring_ctrl_c, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.lowrank.collapse import energy_beyond
+from fedhm.lowrank.diagnostics import energy_beyond
 from fedhm.lowrank.svd import factorize, squared_norm, truncation_error
 
 sizes = st.integers(1, 8)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.lowrank.convergence import Tail, largest_norm, spectral_constants
+from fedhm.lowrank.diagnostics import Tail, largest_norm, spectral_constants
 
 spectra_of_layers = st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=6), min_size=1, max_size=3)
 

@@ -4,10 +4,10 @@ from functools import cache
 import pytest
 from torch import nn
 
-from fedhm.cost import measure
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan, find_classifier, plan_ranks
+from fedhm.measure.cost import measure
 from fedhm.models import resnet18, resnet34
 
 RATIOS = (1.0, 1 / 2, 1 / 4, 1 / 8)

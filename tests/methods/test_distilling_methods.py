@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 import fedhm
 from conftest import small_config, small_model
+from fedhm.config.method import FedDFConfig, FedMDConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples, concatenate
 from fedhm.errors import FedhmError
-from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment, Result
-from fedhm.messages import Participant, Reply, Task, Tensors, Update
-from fedhm.method_config import FedDFConfig, FedMDConfig
 from fedhm.methods.feddf import FedDF
 from fedhm.methods.fedmd import FedMD
 from fedhm.methods.method import Setup, State
-from fedhm.records import Record
+from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.seeds import torch_generator
+from fedhm.server.record import Record
+from fedhm.work.messages import Participant, Reply, Task, Update
 
 FEDDF: dict[str, object] = {"name": "feddf", "tiers": [1, 0.5, 0.25], "steps": 10, "batch": 16}
 FEDMD: dict[str, object] = {"name": "fedmd", "tiers": [1, 0.5, 0.25]}

@@ -8,18 +8,18 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.cost import measure
+from fedhm.config.method import FedDLRConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment, Result
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.unroll import unroll
-from fedhm.messages import Participant, Tensors, Update, size_in_bytes
-from fedhm.method_config import FedDLRConfig
+from fedhm.measure.cost import measure
 from fedhm.methods.feddlr import Factored, FedDLR
 from fedhm.methods.method import Setup, State
+from fedhm.networks.exchange import Tensors, exchanged, load, size_in_bytes
+from fedhm.work.messages import Participant, Update
 
 LAYERS = ("3", "7")
 

@@ -13,19 +13,19 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
+from fedhm.config.method import FedAvgConfig, FedHMConfig, tier_name
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment
 from fedhm.lowrank.hybrid import plan_of, to_full
 from fedhm.lowrank.layers import PufferfishConv2d
 from fedhm.lowrank.svd import truncation_error
 from fedhm.lowrank.unroll import Form, unroll
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import FedAvgConfig, FedHMConfig, tier_name
 from fedhm.methods.fedavg import FedAvg
 from fedhm.methods.fedhm import FedHM, _weight
 from fedhm.methods.method import Method, Setup, State
+from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.work.messages import Participant, Task, Update
 
 TIERS = ("full", "1/2", "1/4", "1/8")
 both_forms = pytest.mark.parametrize("form", ["spatial", "pufferfish"])

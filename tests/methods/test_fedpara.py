@@ -8,15 +8,15 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
+from fedhm.config.method import FedParaConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment
 from fedhm.lowrank.hybrid import to_full
-from fedhm.messages import Participant, Update
-from fedhm.method_config import FedParaConfig
 from fedhm.methods.fedpara import FedPara
 from fedhm.methods.method import Setup, State
+from fedhm.networks.exchange import exchanged, load
+from fedhm.work.messages import Participant, Update
 
 
 def start(method: FedPara, model: nn.Module) -> State:

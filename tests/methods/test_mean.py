@@ -3,8 +3,8 @@
 import torch
 
 from fedhm.lowrank.unroll import roll
-from fedhm.messages import Update
 from fedhm.methods.mean import WeightedMean, trained_rows
+from fedhm.work.messages import Update
 
 
 def test_dense_and_factored_contributions_add_up() -> None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from conftest import small_config
 from fedhm import methods
 from fedhm.data.federation import Federation
-from fedhm.exchange import exchanged
 from fedhm.experiment import Experiment
-from fedhm.messages import Participant, Task, Tensors, Update
 from fedhm.methods.mean import WeightedMean
 from fedhm.methods.method import State
+from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.work.messages import Participant, Task, Update
 
 
 def slim(width: int) -> nn.Module:

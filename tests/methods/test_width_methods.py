@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from conftest import small_config, small_model
-from fedhm.config import Config
-from fedhm.cost import measure, training_memory
+from fedhm.config.method import FedRolexConfig, FjORDConfig, HeteroFLConfig, SlimmedConfig, SplitMixConfig, width_name
+from fedhm.config.settings import Config
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
-from fedhm.exchange import exchanged, load
 from fedhm.experiment import Experiment, Result
-from fedhm.messages import Participant, Reply, Task, Tensors, Update
-from fedhm.method_config import FedRolexConfig, FjORDConfig, HeteroFLConfig, SlimmedConfig, SplitMixConfig, width_name
+from fedhm.measure.cost import measure, training_memory
 from fedhm.methods.fedrolex import FedRolex
 from fedhm.methods.fjord import FjORD
 from fedhm.methods.heterofl import HeteroFL
 from fedhm.methods.method import Setup
 from fedhm.methods.slimmed import Slimmed
 from fedhm.methods.splitmix import SplitMix
-from fedhm.tier_files import load_tier, save_tier
+from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.runs.tier_files import load_tier, save_tier
+from fedhm.work.messages import Participant, Reply, Task, Update
 
 SETUP = Setup("9", torch.zeros(1, 1, 6, 6), seed=3)
 

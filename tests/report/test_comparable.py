@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from made_runs import FACTS, made_run
 
+from fedhm.compare.compared import Compared
 from fedhm.report.comparable import difference, difference_of_entries
-from fedhm.report.compared import Compared
 from fedhm.report.tables import markdown
 
 SIZES = {"full": 100, "1/4": 30}

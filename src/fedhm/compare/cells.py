@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from fedhm.compare.entries import Entry
-from fedhm.config import Config, EngineConfig
-from fedhm.config_file import parse
-from fedhm.cores import usable_cores
+from fedhm.config.reading import parse
+from fedhm.config.settings import Config, EngineConfig
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
-from fedhm.files import write_atomically
-from fedhm.folder import RunFolder, is_complete, read_config, rounds_done
+from fedhm.machine.cores import usable_cores
+from fedhm.machine.files import write_atomically
 from fedhm.run import build_model, read_federation
+from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 
 OF_NO_CONCERN = ("engine.", "data.folder")  # how and where a run went does not make it another
 

@@ -8,21 +8,20 @@ from pathlib import Path
 from rich.console import Console
 
 from fedhm.compare.cells import Cell, cells, check
+from fedhm.compare.compared import Compared, existing
 from fedhm.compare.entries import entries as entries_of
 from fedhm.compare.entries import known
 from fedhm.compare.execute import execute
-from fedhm.compare.existing import existing
+from fedhm.compare.page import ComparisonReport
 from fedhm.compare.reference import Reference
-from fedhm.config import Config
-from fedhm.config_file import load_config
-from fedhm.cores import usable_cores
-from fedhm.cost import LayerCost
+from fedhm.config.method import FedHMConfig
+from fedhm.config.reading import load_config
+from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
-from fedhm.method_config import FedHMConfig
-from fedhm.report.compared import Compared
-from fedhm.report.comparison_report import ComparisonReport
-from fedhm.report.runs import read_runs
+from fedhm.machine.cores import usable_cores
+from fedhm.measure.cost import LayerCost
 from fedhm.report.sheets import rich_table
+from fedhm.runs.history import read_runs
 
 METHODS = "fedhm,heterofl,splitmix,fedavg,lowrank,slimmed"
 WEIGHTING = {"fixed": "uniform", "dynamic": "softmax"}  # of FedHM in the paper

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedhm.compare.reference import Reference
+from fedhm.config.method import tier_name
 from fedhm.errors import FedhmError
-from fedhm.method_config import tier_name
 
 Settings = dict[str, Any]  # of a [method] section
 

@@ -13,7 +13,7 @@ from typing import IO
 from rich.console import Console
 
 from fedhm.compare.cells import Cell
-from fedhm.compare.progress import progress
+from fedhm.compare.watch import progress
 from fedhm.errors import FedhmError
 
 POLL = 0.2  # seconds between two looks at the runs

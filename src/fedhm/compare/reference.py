@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fedhm.config import CompareConfig, Config
-from fedhm.cost import LayerCost, by_layer
+from fedhm.config.method import FedHMConfig
+from fedhm.config.settings import CompareConfig, Config
 from fedhm.errors import FedhmError
-from fedhm.method_config import FedHMConfig
+from fedhm.measure.cost import LayerCost, by_layer
 from fedhm.methods import make_method
 from fedhm.methods.method import Setup
-from fedhm.probe import probe
+from fedhm.networks.probe import probe
 from fedhm.run import build_model, input_format
-from fedhm.slimming.narrow import narrowed
-from fedhm.slimming.plan import plan_widths
+from fedhm.widths.narrow import narrowed
+from fedhm.widths.width_plan import plan_widths
 
 Number = TypeVar("Number", int, float)
 WIDTHS = [hundredths / 100 for hundredths in range(1, 101)]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedhm.data.samples import Samples
-from fedhm.device import CPU
+from fedhm.machine.device import CPU
 
 Batch = tuple[Tensor, Tensor]
 

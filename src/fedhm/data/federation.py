@@ -10,12 +10,12 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedhm.config import DataConfig
+from fedhm.config.settings import DataConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.partition import PARTITIONS
 from fedhm.data.public import set_aside
 from fedhm.data.samples import Samples, channel_statistics, concatenate
-from fedhm.data.sources import read_source
+from fedhm.data.sources.catalogue import read_source
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from fedhm.config import DataConfig
+from fedhm.config.settings import DataConfig
 from fedhm.data.samples import Samples
-from fedhm.data.sources import lies_in, read_source
+from fedhm.data.sources.catalogue import lies_in, read_source
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 

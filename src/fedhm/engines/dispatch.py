@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fedhm.engines.arena import Arena, Place
 from fedhm.engines.parcel import Note, packed_task, read, unpacked_error, unpacked_reply, write
-from fedhm.messages import Reply, Task
+from fedhm.work.messages import Reply, Task
 
 
 class Dispatch:

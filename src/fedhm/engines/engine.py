@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from fedhm.messages import Reply, Task
+from fedhm.work.messages import Reply, Task
 
 
 class Engine(Protocol):

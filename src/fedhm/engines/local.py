@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from fedhm.client import Client
-from fedhm.config import EngineConfig
-from fedhm.cores import usable_cores
+from fedhm.config.settings import EngineConfig
 from fedhm.engines.pool import Pool
 from fedhm.engines.worker import answer
 from fedhm.errors import FedhmError
-from fedhm.messages import Reply, Task, Tensors
+from fedhm.machine.cores import usable_cores
+from fedhm.networks.exchange import Tensors
+from fedhm.work.client import Client
+from fedhm.work.messages import Reply, Task
 
 
 class LocalEngine:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedhm.engines.arena import Arena, Place
 from fedhm.errors import FedhmError
-from fedhm.messages import Failure, Reply, Task, Update
+from fedhm.work.messages import Failure, Reply, Task, Update
 
 Values = dict[str, Any]
 Put = Callable[[Tensor], Place]

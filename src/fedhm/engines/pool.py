@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from fedhm.client import Client
 from fedhm.engines.arena import Arena
 from fedhm.engines.dispatch import Dispatch
 from fedhm.engines.parcel import Note
 from fedhm.engines.worker import Desk, serve
 from fedhm.errors import FedhmError
-from fedhm.messages import Reply, Task
+from fedhm.work.client import Client
+from fedhm.work.messages import Reply, Task
 
 AHEAD = 2  # tasks under way for each worker: the next one is there when it has finished one
 WINDOW = 4  # for each worker, how many tasks may be handed out from the oldest on that is not answered

@@ -15,10 +15,10 @@ from typing import NoReturn, TextIO
 
 import torch
 
-from fedhm.client import Client
 from fedhm.engines.arena import Arena
 from fedhm.engines.parcel import Note, packed_error, packed_reply, read, unpacked_task, write
-from fedhm.messages import Failure, Reply, Task
+from fedhm.work.client import Client
+from fedhm.work.messages import Failure, Reply, Task
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 POLL = 0.5  # seconds between two looks at whether there still is a parent

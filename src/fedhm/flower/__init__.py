@@ -11,7 +11,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fedhm.engines.flower.processes import check_installed
+from fedhm.flower.processes.process import check_installed
 
 if TYPE_CHECKING:
     from fedhm.flower.clients import client_app as client_app

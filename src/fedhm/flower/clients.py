@@ -6,18 +6,18 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from fedhm.client import Client
-from fedhm.config import Config
-from fedhm.config_file import parse_text
+from fedhm.config.reading import parse_text
+from fedhm.config.settings import Config
 from fedhm.data.batches import Feed
 from fedhm.data.federation import DataLike, Federation, PublicLike, own_public, own_samples, public_feed
-from fedhm.device import find_device
-from fedhm.engines.flower.apps import ClientApp, Context, client_number, make_client_app
-from fedhm.engines.flower.wire import Terms
 from fedhm.errors import FedhmError
+from fedhm.flower.apps import ClientApp, Context, client_number, make_client_app
 from fedhm.flower.models import Model, NamedModel, OwnModel, dtype_of, method_of
-from fedhm.reuse import Networks
+from fedhm.flower.wire import Terms
+from fedhm.machine.device import find_device
 from fedhm.run import read_federation
+from fedhm.work.client import Client
+from fedhm.work.reuse import Networks
 
 
 def client_app(

@@ -6,15 +6,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fedhm.config import Config
-from fedhm.engines.flower.connection import Connection, status, stop, submit
-from fedhm.engines.flower.folder import connection_of
-from fedhm.engines.flower.processes import check_installed
-from fedhm.engines.flower.superlink import simulation_superlink
+from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
+from fedhm.flower.processes.connection import Connection, status, stop, submit
+from fedhm.flower.processes.fleet_folder import connection_of
+from fedhm.flower.processes.process import check_installed
+from fedhm.flower.processes.superlink import simulation_superlink
 from fedhm.flower.status import is_gone, read_status
-from fedhm.records import read_records
-from fedhm.watcher import Watcher
+from fedhm.runs.records import read_records
+from fedhm.server.record import Watcher
 
 APP = Path(__file__).parent / "preset_app"
 PAUSE = 0.2  # seconds between two looks

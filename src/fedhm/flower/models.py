@@ -7,11 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from fedhm.config import Config
-from fedhm.config_file import parse_text
+from fedhm.config.reading import parse_text
+from fedhm.config.settings import Config
 from fedhm.methods import make_method
 from fedhm.methods.method import Method, Setup
-from fedhm.probe import probe
+from fedhm.networks.probe import probe
 from fedhm.run import build_model
 from fedhm.seeds import derive
 

@@ -7,23 +7,23 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
-from fedhm.config import Config
-from fedhm.config_file import parse_flat, parse_text
+from fedhm.config.reading import parse_flat, parse_text
+from fedhm.config.settings import Config
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import DataLike, Federation, PublicLike, remote_federation
-from fedhm.engines.flower.apps import Context, Grid, ServerApp, make_server_app
-from fedhm.engines.flower.engine import FlowerEngine
-from fedhm.engines.flower.nodes import Roster
-from fedhm.engines.flower.wire import Terms, greeting
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
+from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
+from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import Model, NamedModel, OwnModel, dtype_of, method_of
+from fedhm.flower.nodes import Roster
 from fedhm.flower.status import StatusFile
 from fedhm.flower.tiers import chosen_tiers
-from fedhm.folder import RunFolder
+from fedhm.flower.wire import Terms, greeting
 from fedhm.report.progress import progress
 from fedhm.run import as_begun, read_federation, report_on
-from fedhm.watcher import Watcher
+from fedhm.runs.folder import RunFolder
+from fedhm.server.record import Watcher
 
 # Of so many samples at each client, the federation
 MakeFederation = Callable[[tuple[int, ...]], Federation]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedhm.records import Record
+from fedhm.server.record import Record
 
 Status = dict[str, Any]
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedhm.config import Config
-from fedhm.cost import training_memory
-from fedhm.engines.flower.mail import printable
-from fedhm.engines.flower.nodes import Node
+from fedhm.config.settings import Config
+from fedhm.flower.mail import printable
+from fedhm.flower.nodes import Node
+from fedhm.measure.cost import training_memory
 from fedhm.methods.method import Method
 
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from fedhm.engines.flower.folder import FederationFolder
-from fedhm.engines.flower.processes import check_installed
 from fedhm.errors import FedhmError
+from fedhm.flower.processes.fleet_folder import FleetFolder
+from fedhm.flower.processes.process import check_installed
 
 if TYPE_CHECKING:
-    from fedhm.engines.flower.federation import Federation
+    from fedhm.flower.processes.fleet import Fleet
 
 DESCRIPTION = """\
 Starts a Flower SuperLink and SuperNodes on this machine and keeps them up until Ctrl-C. Certificates and the clients'
@@ -41,13 +41,13 @@ def up(options: argparse.Namespace, console: Console) -> None:
     node_configs = _node_configs(_whole(options.clients, "--clients", 1000), options.tiers, options.memory)
     port = None if options.port is None else _whole(options.port, "--port", 65535)
     check_installed()
-    from fedhm.engines.flower.federation import federation  # needs what comes with Flower
+    from fedhm.flower.processes.fleet import started_fleet  # needs what comes with Flower
 
-    folder = FederationFolder(options.folder.absolute())
+    folder = FleetFolder(options.folder.absolute())
     with (
         _ended_by_signals(),
         console.status("") as status,
-        federation(folder, node_configs, port, not options.insecure, status.update) as running,
+        started_fleet(folder, node_configs, port, not options.insecure, status.update) as running,
     ):
         status.stop()
         _explain(options.folder, running, console)
@@ -55,7 +55,7 @@ def up(options: argparse.Namespace, console: Console) -> None:
         console.print("ending the federation …")
 
 
-def _stay(running: "Federation", console: Console) -> None:
+def _stay(running: "Fleet", console: Console) -> None:
     try:
         while True:
             for node in running.newly_dead():
@@ -66,7 +66,7 @@ def _stay(running: "Federation", console: Console) -> None:
         return
 
 
-def _explain(folder: Path, running: "Federation", console: Console) -> None:
+def _explain(folder: Path, running: "Fleet", console: Console) -> None:
     clients, where = len(running.nodes), shlex.quote(str(folder))
     superlink, *for_clients = running.commands
     for_one = for_clients[: len(for_clients) // clients]

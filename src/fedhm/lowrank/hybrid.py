@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.copied import copied
 from fedhm.lowrank.hadamard import Hadamard, HadamardConv2d, HadamardLinear
 from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, PufferfishConv2d, largest_rank
 from fedhm.lowrank.plan import RankPlan, obstacle, weight_owners
+from fedhm.networks.copied import copied
 
 
 def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fedhm.method_config import AnyMethodConfig
+from fedhm.config.method import AnyMethodConfig
 from fedhm.methods.fedavg import FedAvg
 from fedhm.methods.feddf import FedDF
 from fedhm.methods.feddlr import FedDLR

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fedhm.exchange import exchanged, load
+from fedhm.config.method import FedAvgConfig, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.messages import Tensors, Update
-from fedhm.method_config import FedAvgConfig, tier_name
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
+from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.work.messages import Update
 
 
 class FedAvg(Homogeneous):

@@ -14,15 +14,15 @@ from itertools import chain, islice, repeat
 import torch
 from torch import Tensor, nn
 
-from fedhm.distil import divergence, follow, scores
-from fedhm.exchange import exchanged, load
-from fedhm.memory_format import channels_last
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import FedDFConfig
+from fedhm.config.method import FedDFConfig
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
+from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.seeds import derive, torch_generator
+from fedhm.work.distil import divergence, follow, scores
+from fedhm.work.memory_format import channels_last
+from fedhm.work.messages import Participant, Task, Update
 
 
 class FedDF:

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedhm.exchange import travels_as
+from fedhm.config.method import FedDLRConfig, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.svd import factorize
 from fedhm.lowrank.unroll import join, roll, split, unroll
-from fedhm.messages import Tensors, Update
-from fedhm.method_config import FedDLRConfig, tier_name
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
+from fedhm.networks.exchange import Tensors, travels_as
+from fedhm.work.messages import Update
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from fedhm.config.method import FedHMConfig, tier_name
 from fedhm.errors import FedhmError
-from fedhm.lowrank.collapse import energy_beyond
-from fedhm.lowrank.convergence import Tail, largest_norm, spectral_constants
+from fedhm.lowrank.diagnostics import Tail, energy_beyond, largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors, squared_norm
 from fedhm.lowrank.unroll import join, split, unroll
 from fedhm.lowrank.warm import decompose
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import FedHMConfig, tier_name
+from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.methods.method import Setup, State
 from fedhm.methods.tier_plan import tier_plan
-from fedhm.side_by_side import side_by_side
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
 
 FULL = tier_name(1)
 

@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
+from fedhm.config.method import FedMDConfig
 from fedhm.errors import FedhmError
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import FedMDConfig
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
 
 CONSENSUS = "consensus"
 NOBODY = torch.tensor(-1)

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from fedhm.config.method import FedParaConfig
 from fedhm.errors import FedhmError
-from fedhm.exchange import exchanged, load
 from fedhm.lowrank.hadamard import plan_hadamard
 from fedhm.lowrank.hybrid import to_hadamard, to_hybrid
-from fedhm.messages import Tensors, Update
-from fedhm.method_config import FedParaConfig
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
+from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.seeds import torch_generator
+from fedhm.work.messages import Update
 
 
 class FedPara(Homogeneous):

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import FedRolexConfig
+from fedhm.config.method import FedRolexConfig
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
 
 
 class FedRolex:

@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import FjORDConfig
+from fedhm.config.method import FjORDConfig
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
 
 ORDERED = "ordered "  # before a tier: its network as it is trained
 INSIDE = "network."  # where `OrderedDropout` holds it

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import HeteroFLConfig
+from fedhm.config.method import HeteroFLConfig
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
 
 
 class HeteroFL:

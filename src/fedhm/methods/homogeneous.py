@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from fedhm.errors import FedhmError
-from fedhm.messages import Participant, Task, Tensors
 from fedhm.methods.method import State
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task
 
 
 class Homogeneous(ABC):

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fedhm.lowrank.unroll import Form, roll, unroll
-from fedhm.messages import Tensors, Update
-from fedhm.slimming.narrow import Where, spots
+from fedhm.networks.exchange import Tensors
+from fedhm.widths.narrow import Where, spots
+from fedhm.work.messages import Update
 
 
 class WeightedMean:

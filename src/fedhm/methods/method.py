@@ -24,7 +24,8 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from fedhm.data.batches import Feed
-from fedhm.messages import Participant, Task, Tensors, Update
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from fedhm.config.method import width_name
 from fedhm.errors import FedhmError
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import width_name
 from fedhm.methods.mean import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Setup
-from fedhm.slimming.narrow import check_alignment, narrowed, take, where
-from fedhm.slimming.plan import WidthPlan, plan_widths
+from fedhm.networks.exchange import Tensors
+from fedhm.widths.narrow import check_alignment, narrowed, take, where
+from fedhm.widths.width_plan import WidthPlan, plan_widths
+from fedhm.work.messages import Participant, Task, Update
 
 
 class Slices:

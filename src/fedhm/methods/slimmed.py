@@ -4,12 +4,13 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from fedhm.messages import Tensors, Update
-from fedhm.method_config import SlimmedConfig, width_name
+from fedhm.config.method import SlimmedConfig, width_name
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Update
 
 
 class Slimmed(Homogeneous):

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from fedhm.exchange import exchanged
-from fedhm.lowrank.copied import copied
-from fedhm.messages import Participant, Task, Tensors, Update
-from fedhm.method_config import SplitMixConfig
+from fedhm.config.method import SplitMixConfig
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Setup, State
 from fedhm.methods.sliced import Slices
+from fedhm.networks.copied import copied
+from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.seeds import derive, numpy_generator
-from fedhm.slimming.ensemble import Ensemble
+from fedhm.widths.ensemble import Ensemble
+from fedhm.work.messages import Participant, Task, Update
 
 BASE = "base"
 

@@ -2,10 +2,10 @@
 
 from torch import nn
 
+from fedhm.config.method import tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 from fedhm.lowrank.unroll import Form
-from fedhm.method_config import tier_name
 
 
 def tier_plan(model: nn.Module, ratio: float, keep: int, classifier: str | None, form: Form = "spatial") -> RankPlan:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fedhm.config import DataConfig, ModelConfig
-from fedhm.report.compared import Compared
-from fedhm.report.runs import Run
+from fedhm.compare.compared import Compared
+from fedhm.config.settings import DataConfig, ModelConfig
+from fedhm.runs.history import Run
 
 MUST_AGREE = {
     "data": tuple(key for key in DataConfig.model_fields if key != "folder"),

@@ -9,7 +9,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedhm.records import Record
+from fedhm.server.record import Record
 
 SHORT = {"train": "train", "statistics": "BN", "distil": "distil"}  # the bar must fit 80 columns
 

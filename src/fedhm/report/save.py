@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedhm.files import write_atomically
-from fedhm.report.collapse import save_collapse_plot
+from fedhm.machine.files import write_atomically
+from fedhm.report.energy import save_collapse_plot
 from fedhm.report.plots import save_plots
-from fedhm.report.runs import Run
 from fedhm.report.tables import as_csv, markdown
+from fedhm.runs.history import Run
 
 
 def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:

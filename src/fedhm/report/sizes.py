@@ -3,13 +3,13 @@
 from rich.table import Table
 from torch import nn
 
-from fedhm.batchnorm import running_names
-from fedhm.config import Config
-from fedhm.cost import measure, training_memory
-from fedhm.exchange import exchanged
-from fedhm.messages import Participant, Task, size_in_bytes
+from fedhm.config.settings import Config
+from fedhm.measure.cost import measure, training_memory
 from fedhm.methods.method import Method
+from fedhm.networks.batchnorm import running_names
+from fedhm.networks.exchange import exchanged, size_in_bytes
 from fedhm.report.tables import readable_bytes, readable_macs
+from fedhm.work.messages import Participant, Task
 
 
 def size_table(name: str, config: Config, model: nn.Module, method: Method, shape: tuple[int, ...]) -> Table:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from fedhm.report.comparable import difference
-from fedhm.report.runs import Run
+from fedhm.runs.history import Run
 
 COLUMNS = ("run", "method", "round", "tier", "parameters", "MACs/sample", "bytes/round", "accuracy", "loss")
 LEFT = ("run", "method", "tier")

@@ -10,8 +10,8 @@ from flwr.app import Array, ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from faulty.task import build_model, client_data
-from fedhm.engines.flower.wire import read_tasks
 from fedhm.flower import client_app
+from fedhm.flower.wire import read_tasks
 
 honest = client_app(build_model, client_data)
 app = ClientApp()

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from fedhm.config_file import parse_text
-from fedhm.engines.flower.apps import Context, Grid, make_server_app
+from fedhm.config.reading import parse_text
+from fedhm.flower.apps import Context, Grid, make_server_app
 from fedhm.flower.server import run_named
 from fedhm.flower.status import StatusFile
 

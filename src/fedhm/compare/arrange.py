@@ -1,0 +1,76 @@
+"""The paper's table: a row for each capability level, a column for each method or family of one-tier methods."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedhm.compare.compared import Compared, Spread
+from fedhm.config.method import FedHMConfig, SlimmedConfig
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one entry has in one row."""
+
+    entry: Compared
+    tier: str
+    shares: int  # how many capability levels train this tier
+
+    @property
+    def parameters(self) -> int:
+        return self.entry.first.costs[self.tier].parameters
+
+    @property
+    def accuracy(self) -> Spread:
+        return self.entry.accuracy(self.tier)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
+    columns: dict[str, dict[int, Place]]  # column → row number → what is there
+
+    def column(self, entry: Compared) -> str:
+        return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
+
+    def best(self, row: int) -> float:
+        """Accuracy in percent, as precise as it is shown: equal ones are all best."""
+        means = [places[row].accuracy.mean for places in self.columns.values() if row in places]
+        return max(round(mean, 2) for mean in means) if means else math.nan
+
+
+def arrange(entries: Sequence[Compared]) -> Comparison:
+    """The entry with the most tiers gives the rows; the others' tiers stand beside those that they compete with."""
+    reference = max(entries, key=lambda entry: len(entry.tiers))
+    sizes = [reference.first.costs[tier].parameters for tier in reference.tiers]
+    columns: dict[str, dict[int, Place]] = {}
+    for entry in entries:
+        places = _places(entry, sizes)
+        family = _family(entry)
+        if places.keys() & columns.get(family, {}).keys():
+            family = entry.label
+        columns.setdefault(family, {}).update(places)
+    return Comparison(reference.tiers, columns)
+
+
+def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:
+    """By capability level where the entry has as many; otherwise by the nearest size, and in a free row."""
+    places: dict[int, Place] = {}
+    for tier in entry.tiers:
+        shares = len(sizes) if len(entry.tiers) == 1 else entry.levels.count(tier)
+        if len(entry.levels) == len(sizes):
+            row = len(sizes) - 1 - entry.levels[::-1].index(tier)
+        else:
+            size = math.log(entry.first.costs[tier].parameters)
+            free = [number for number in range(len(sizes)) if number not in places]
+            row = min(free, key=lambda number: abs(math.log(sizes[number]) - size))
+        places[row] = Place(entry, tier, shares)
+    return places
+
+
+def _family(entry: Compared) -> str:
+    """Runs of one low-rank tier, or of one width, on all clients are the rows of one column."""
+    method = entry.first.config.method
+    if isinstance(method, FedHMConfig) and len(entry.tiers) == 1 and (method.form, method.warmup) == ("spatial", 0):
+        return "lowrank"
+    return "slimmed" if isinstance(method, SlimmedConfig) else entry.label

@@ -1,0 +1,109 @@
+"""A whole comparison: the tables that are printed, and everything that it leaves on disk."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fedhm.compare.arrange import Comparison, arrange
+from fedhm.compare.compared import Compared
+from fedhm.compare.figures import save_communication, save_convergence, save_costs_to_target, save_layers
+from fedhm.compare.tables import accuracies, as_csv, spent, to_target
+from fedhm.compare.targets import Reached, common_target, costs_to_reach, full_model
+from fedhm.config.method import FedHMConfig
+from fedhm.errors import FedhmError
+from fedhm.machine.files import write_atomically
+from fedhm.measure.cost import LayerCost
+from fedhm.report.comparable import difference_of_entries
+from fedhm.report.energy import save_collapse_plot
+from fedhm.report.sheets import Sheet, markdown_table
+
+NOT_SHOWN = ("engine.", "data.folder", "seed")
+
+
+@dataclass(frozen=True)
+class ComparisonReport:
+    """Of entries that are comparable: others are refused."""
+
+    entries: Sequence[Compared]
+    command: str
+    layers: Mapping[str, Mapping[str, LayerCost]]  # tier → layer → cost; may be empty
+    given_target: float | None = None
+
+    def __post_init__(self) -> None:
+        if found := difference_of_entries(self.entries):
+            raise FedhmError(f"these runs cannot be compared: {found}")
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        return arrange(self.entries)
+
+    @cached_property
+    def target(self) -> float:
+        return self.given_target or common_target(self.entries)
+
+    @cached_property
+    def reached(self) -> list[Reached]:
+        """Nothing where the full model is not among the entries."""
+        full = full_model(self.entries)
+        return costs_to_reach(self.target, self.entries, full) if full else []
+
+    @property
+    def sheets(self) -> list[Sheet]:
+        tables = [accuracies(self.comparison, len(self.entries[0].runs)), spent(self.entries)]
+        return [*tables, to_target(self.target, self.reached)] if self.reached else tables
+
+    def save(self, folder: Path) -> list[Path]:
+        write_atomically(folder / "comparison.csv", as_csv(self.entries))
+        figures = [
+            save_convergence(self.comparison, folder / "convergence-smallest.png"),
+            save_communication(self.comparison, folder / "accuracy-by-communication.png"),
+        ]
+        costs, layers = folder / "cost-to-target.png", folder / "parameters-and-macs-by-layer.png"
+        energy = folder / "energy-beyond-rank.png"
+        for path in (costs, layers, energy):
+            path.unlink(missing_ok=True)  # of an earlier comparison, which could afford it
+        if self.reached:
+            figures.append(save_costs_to_target(self.comparison, self.target, self.reached, costs))
+        if self.layers:
+            figures.append(save_layers(self.layers, layers))
+        first = [entry.first for entry in self.entries if len(entry.tiers) > 1]
+        if save_collapse_plot([run for run in first if isinstance(run.config.method, FedHMConfig)], energy):
+            figures.append(energy)
+        pictures = "\n".join(f"![{path.stem}]({path.name})" for path in figures)
+        tables = "\n".join(markdown_table(sheet) for sheet in self.sheets)
+        write_atomically(folder / "comparison.md", f"{self._settings()}\n{tables}\n{pictures}\n")
+        return [folder / "comparison.md", folder / "comparison.csv", *figures]
+
+    def _settings(self) -> str:
+        """What was done, on top of what came of it."""
+        config = self.entries[0].first.config
+        train, federation = config.train, config.federation
+        tiers = next((e.first.config.federation.heterogeneity for e in self.entries if len(e.tiers) > 1), None)
+        data = f"{config.data.source}, {config.data.partition}; " if config.data else ""
+        model = f"{config.model.name} on " if config.model and data else ""
+        share = f"{100 * federation.participation:g} %"
+        lines = [
+            "# Comparison",
+            f"`{self.command}`",
+            f"{model}{data}{federation.clients} clients, of which {share} take part in a round"
+            f"{f', with {tiers} tiers' if tiers else ''}; {train.rounds} rounds of {train.epochs} local epochs, batch "
+            f"{train.batch}, learning rate {train.lr:g}; seeds {', '.join(map(str, self.entries[0].seeds))}.",
+        ]
+        labels = [entry.label for entry in self.entries]
+        rows = [list(row) for row in zip(labels, _own_settings(self.entries), strict=True)]
+        return "\n\n".join([*lines, markdown_table(Sheet(["entry", "settings"], [rows], left=2))])
+
+
+def _own_settings(entries: Sequence[Compared]) -> list[str]:
+    """Each entry's method, and whatever else it does not share with all others."""
+    all_settings = [{"method.name": "", **entry.first.config.dotted()} for entry in entries]  # the name comes first
+    shared = set.intersection(*({(key, str(value)) for key, value in own.items()} for own in all_settings))
+    return [
+        ", ".join(
+            f"{key.removeprefix('method.')} = {value}"
+            for key, value in own.items()
+            if key.startswith("method.") or ((key, str(value)) not in shared and not key.startswith(NOT_SHOWN))
+        )
+        for own in all_settings
+    ]

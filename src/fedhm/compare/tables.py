@@ -1,0 +1,118 @@
+"""A comparison as tables: accuracy by capability level, what each tier spent, and what a target accuracy cost."""
+
+import csv
+import io
+from collections.abc import Sequence
+
+from fedhm.compare.arrange import Comparison, Place
+from fedhm.compare.compared import Compared, Spread, computed, sent, so_far
+from fedhm.compare.targets import Reached
+from fedhm.report.sheets import Sheet
+from fedhm.report.tables import readable_bytes, readable_macs
+
+CSV = (
+    *("entry", "seed", "round", "tier", "parameters", "macs"),
+    *("federation_bytes_so_far", "federation_macs_so_far", "accuracy", "loss"),
+)
+
+
+def accuracies(comparison: Comparison, seeds: int) -> Sheet:
+    """The paper's table."""
+    rows = [
+        [level, *(_cell(comparison, places.get(number), number) for places in comparison.columns.values())]
+        for number, level in enumerate(comparison.rows)
+    ]
+    over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
+    note = (
+        f"Parameters, and test accuracy in percent after the last round{over}; the best of a row in bold. "
+        "×n: n of the capability levels train this model."
+    )
+    return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
+
+
+def spent(entries: Sequence[Compared]) -> Sheet:
+    columns = [
+        "entry",
+        "tier",
+        "parameters",
+        "MACs per sample",
+        "bytes per round",
+        "bytes in all",
+        "MACs in all",
+        "accuracy",
+    ]
+    seeds = len(entries[0].runs)
+    note = (
+        "Bytes per round: one client's training, down and up. In all: what the tier's clients sent and computed for "
+        "training in all rounds" + (f", mean over {seeds} seeds." if seeds > 1 else ".")
+    )
+    return Sheet(columns, [_spent(entry) for entry in entries], left=2, title="What each tier spent", note=note)
+
+
+def _spent(entry: Compared) -> list[list[str]]:
+    rows: list[list[str]] = []
+    for tier in entry.tiers:
+        cost = entry.first.costs[tier]
+        sizes = (f"{cost.parameters:,}", readable_macs(cost.macs), readable_bytes(entry.client_bytes(tier)))
+        totals = (readable_bytes(entry.bytes(tier)), readable_work(entry.macs(tier)))
+        rows.append([entry.label, tier, *sizes, *totals, _percent(entry.accuracy(tier))])
+    if len(entry.tiers) > 1:
+        rows.append([entry.label, "all", "", "", "", readable_bytes(entry.bytes()), readable_work(entry.macs()), ""])
+    return rows
+
+
+def to_target(target: float, reached: Sequence[Reached]) -> Sheet:
+    rows = [[r.entry.label, r.tier, _ratio(r.communication), _ratio(r.computation)] for r in reached]
+    note = (
+        "Communication and computation of all clients until the tier first reaches the target, relative to the full "
+        "model on every client."
+    )
+    title = f"Cost of {100 * target:g} % accuracy"
+    return Sheet(["entry", "tier", "communication", "computation"], [rows], left=2, title=title, note=note)
+
+
+def as_csv(entries: Sequence[Compared]) -> str:
+    """Plain numbers, a line for each entry, seed, evaluated round and tier."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(CSV)
+    for entry in entries:
+        for run in entry.runs:
+            bytes_so_far, macs_so_far = so_far(run, sent), so_far(run, computed)
+            for record in run.evaluated:
+                spent = (bytes_so_far[record.round - 1], macs_so_far[record.round - 1])
+                for tier, score in record.scores.items():
+                    cost = run.costs[tier]
+                    where = (entry.label, run.config.seed, record.round, tier)
+                    writer.writerow([*where, cost.parameters, cost.macs, *spent, *score])
+    return out.getvalue()
+
+
+def readable_count(parameters: int) -> str:
+    return f"{parameters / 1e6:.2f} M" if parameters >= 1e6 else f"{parameters / 1e3:.1f} k"
+
+
+def readable_work(macs: float) -> str:
+    """Of a whole training."""
+    for unit in ("M", "G", "T"):
+        macs /= 1000 if unit != "M" else 1e6
+        if macs < 1000:
+            break
+    return f"{macs:,.1f} {unit}"
+
+
+def _cell(comparison: Comparison, place: Place | None, row: int) -> str:
+    if place is None:
+        return ""
+    size = readable_count(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
+    accuracy = _percent(place.accuracy)
+    best = round(place.accuracy.mean, 2) == comparison.best(row)
+    return f"{size}: {f'**{accuracy}**' if best else accuracy}"
+
+
+def _percent(accuracy: Spread) -> str:
+    return f"{accuracy.mean:.2f}" + ("" if accuracy.deviation is None else f" ± {accuracy.deviation:.2f}")
+
+
+def _ratio(ratio: float | None) -> str:
+    return "not reached" if ratio is None else f"{ratio:.3f}"

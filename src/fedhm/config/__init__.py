@@ -1,0 +1,1 @@
+"""Typed settings, and reading them from presets and files."""

@@ -1,0 +1,156 @@
+"""Reading settings from presets and TOML files, and saying in sentences what is wrong with them."""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from fedhm.config.method import METHOD_CONFIGS, FedHMConfig
+from fedhm.config.settings import Config
+from fedhm.errors import FedhmError
+
+
+def presets() -> dict[str, str]:
+    """Preset name → its TOML text."""
+    folder = resources.files("fedhm.config") / "presets"
+    texts = {f.name.removesuffix(".toml"): f.read_text() for f in folder.iterdir() if f.name.endswith(".toml")}
+    return dict(sorted(texts.items()))
+
+
+def load_config(name: str, changes: Iterable[str] = ()) -> Config:
+    """The config of a preset or a TOML file, with `section.key=value` changes applied."""
+    known = presets()
+    if name in known:
+        text, where = known[name], f"preset '{name}'"
+    elif name.endswith(".toml") or os.sep in name:
+        where = name
+        try:
+            text = Path(name).read_text()
+        except OSError as error:
+            raise FedhmError(f"cannot read {name}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise FedhmError(f"{name} is not a text file") from None
+    else:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "known are " + ", ".join(known)
+        raise FedhmError(f"there is no preset '{name}': {hint} (a config file ends in .toml)")
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise FedhmError(f"{where} is not valid TOML: {error}") from None
+    changes = list(changes)
+    table = _changed(table, changes)
+    where += " with --set" if changes else ""
+    return parse({"data": {}, "model": {}, **table}, where)
+
+
+def parse_text(text: str, where: str) -> Config:
+    """Of TOML that `Config.to_toml` wrote."""
+    try:
+        return parse(tomllib.loads(text), where)
+    except tomllib.TOMLDecodeError as error:
+        raise FedhmError(f"{where} is not valid TOML: {error}") from None
+
+
+def parse_flat(values: Mapping[str, Any], where: str) -> Config:
+    """Of dotted keys with plain values, in which a list is written as text: {"method.tiers": "[1, 1/2]"}.
+
+    Keys that belong to no section are somebody else's.
+    """
+    table: dict[str, Any] = {}
+    for key, value in values.items():
+        section, dot, name = key.partition(".")
+        value = _value(value) if isinstance(value, str) and value.startswith("[") else value
+        if dot and section in Config.model_fields:
+            table.setdefault(section, {})[name] = value
+        elif key == "seed":
+            table[key] = value
+    return parse(table, where)
+
+
+def parse(table: dict[str, Any], where: str) -> Config:
+    try:
+        return Config.model_validate(table)
+    except ValidationError as error:
+        raise FedhmError("\n".join(f"{where}: {sentence}" for sentence in _sentences(error, table))) from None
+
+
+def _changed(table: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    pairs: list[tuple[list[str], Any]] = []
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals or not key.strip():
+            hint = "; put the preset before --set" if change in presets() else ""
+            raise FedhmError(f"--set takes KEY=VALUE, such as train.lr=0.05, not '{change}'{hint}")
+        pairs.append((key.strip().split("."), _value(text.strip())))
+    for path, value in pairs:
+        if path == ["method", "name"] and table.get("method", {}).get("name") != value:
+            table["method"] = {}  # another method has other settings: its section starts anew
+    for path, value in pairs:
+        section = table
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise FedhmError(f"--set {'.'.join(path)}: '{part}' is not a section")
+        section[path[-1]] = value
+    return table
+
+
+def _value(text: str) -> Any:
+    """As TOML would read it; a bare word is a string, and so is a bare fraction in a list."""
+    if text.startswith("["):
+        text = re.sub(r'(?<![\w"\'/.])(\d+/\d+)(?![\w"\'/.])', r'"\1"', text)
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
+    method = table.get("method", {}).get("name", "fedhm") if isinstance(table.get("method", {}), dict) else "fedhm"
+    known = list(_known_keys(method))
+    said: set[str] = set()
+    for problem in error.errors():
+        # pydantic puts the name of a union's branch into the path; the user never wrote it
+        path = [str(part) for part in problem["loc"]]
+        if path[:1] == ["method"] and len(path) > 1 and path[1] in METHOD_CONFIGS:
+            del path[1]
+        key = ".".join(part for part in path if not part.startswith(("constrained-", "literal[")))
+        if key in said:
+            continue  # a value that fits none of several types has a problem with each
+        said.add(key)
+        if problem["type"] == "union_tag_invalid":
+            known_methods = problem["ctx"]["expected_tags"].replace("'", "")
+            yield f"method.name: there is no method '{problem['ctx']['tag']}', known are {known_methods}"
+        elif problem["type"] == "too_short" and len(problem["input"]):
+            continue  # follows from an item that was refused, which has a sentence of its own
+        elif problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            yield f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else "")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            got = problem["input"]
+            shown = "" if isinstance(got, dict | BaseModel) else f" (got {got!r})"
+            yield f"{key}: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _known_keys(method: str) -> Iterator[str]:
+    """Every key that a config may have, in dotted form."""
+    for name, field in Config.model_fields.items():
+        yield name
+        section = METHOD_CONFIGS.get(method, FedHMConfig) if name == "method" else _section(field.annotation)
+        if section is not None:
+            yield from (f"{name}.{key}" for key in section.model_fields)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None

@@ -1,0 +1,162 @@
+"""The settings of a run: typed and validated. `config_file.py` reads them."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field, model_validator
+
+from fedhm.config.method import FedHMConfig, MethodConfig, Positive, Ratio, Section
+from fedhm.machine.cores import usable_cores
+from fedhm.machine.device import find_device
+
+
+class DataConfig(Section):
+    source: str = "digits"  # digits, fashion-mnist, cifar10, cifar100, tinyimagenet or hf:NAME
+    folder: Path | None = None  # where the files are; without it FEDHM_DATA or ./data
+    partition: Literal["iid", "dirichlet", "dirichlet-unequal"] = "iid"  # dirichlet: equal sizes
+    alpha: Annotated[float, Field(gt=0)] = 0.5
+    crop: Annotated[int, Field(ge=0)] = 0
+    flip: bool = False
+    train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all
+    public: str = ""  # unlabelled samples that everybody has, for distillation: a source, or "held-out" from this one
+    public_samples: Positive = 1000
+
+
+class ModelConfig(Section):
+    name: Literal["cnn", "resnet18", "resnet34"] = "cnn"
+    width: Annotated[float, Field(gt=0)] = 1.0
+
+
+class FederationConfig(Section):
+    clients: Positive = 20
+    participation: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of the clients sampled each round
+    heterogeneity: Literal["fixed", "dynamic"] = "fixed"  # client p has tier p mod Γ, or draws one each round
+    assignment: tuple[str, ...] = ()  # each client's tier by name, in place of p mod Γ
+    min_updates: Positive = 1  # a round that brings fewer is tried again with other clients
+    attempts: Positive = 3  # at a round, before the run ends
+
+    def per_round(self, clients: int) -> int:
+        """How many of so many clients take part in a round."""
+        return max(1, round(self.participation * clients))
+
+
+class TrainConfig(Section):
+    rounds: Positive = 20
+    epochs: Positive = 1
+    batch: Positive = 64
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
+    lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
+    decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
+    masked_loss: bool = True  # logits of labels that a client does not hold count as 0
+    clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
+    max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
+    on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
+
+    def learning_rate(self, round_number: int) -> float:
+        """Of round 1, 2, …; a milestone is the last round before a drop."""
+        return self.lr * self.lr_decay ** sum(round_number > milestone for milestone in self.milestones)
+
+
+class EvaluationConfig(Section):
+    every: Positive = 1  # rounds between evaluations; the last round is always evaluated
+    static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0  # after this round, BatchNorm statistics are
+    # gathered at the clients; up to it, their running averages are used
+    batch: Positive = 128
+
+
+class EngineConfig(Section):
+    name: Literal["local", "flower"] = "local"
+    workers: Positive | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
+    threads: Annotated[int, Field(ge=0)] = 0  # of a task; 0: as many cores as there are for each task of a round
+    server_threads: Annotated[int, Field(ge=0)] = 0  # of factorizing and evaluating; 0: all cores
+    device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda where there is one
+    compile: bool = False  # the clients' networks, by torch.compile
+    superlink: str = ""  # of Flower: a connection's name, or the folder of `fedhm flower up`; empty: a simulation here
+    patience: Annotated[float, Field(ge=0)] = 120.0  # of Flower: seconds to wait for one more client to connect
+    deadline: Annotated[float, Field(ge=0)] = 0.0  # of Flower: seconds for a round's answers; 0: no limit
+    fp16: bool = False  # of Flower: tensors travel in half precision
+
+    @model_validator(mode="after")
+    def _elsewhere_by_flower_only(self) -> "EngineConfig":
+        if self.superlink and self.name != "flower":
+            raise ValueError("a superlink is for engine.name = 'flower'")
+        return self
+
+
+class CompareConfig(Section):
+    """The tiers of the methods that FedHM is compared with; empty: matched to FedHM's by their parameters."""
+
+    widths: tuple[Ratio, ...] = ()  # of the methods that slim the model
+    bases: tuple[Positive, ...] = ()  # Split-Mix's: how many base networks
+
+
+class Config(Section):
+    """`data` and `model` are None where a run is started from Python with a user's own."""
+
+    seed: int = 0
+    data: DataConfig | None = None
+    model: ModelConfig | None = None
+    federation: FederationConfig = FederationConfig()
+    train: TrainConfig = TrainConfig()
+    method: MethodConfig = FedHMConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    engine: EngineConfig = EngineConfig()
+    compare: CompareConfig | None = None  # no part of a single run
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_method(cls, table: Any) -> Any:
+        """A [method] section without a name is FedHM's."""
+        if isinstance(table, dict) and isinstance(table.get("method"), dict) and "name" not in table["method"]:
+            return {**table, "method": {"name": "fedhm", **table["method"]}}
+        return table
+
+    def resolved(self) -> "Config":
+        """With all filled in that depends on where the run was started, so that a resumed run repeats it.
+
+        Sums depend on the number of threads in their last digits. So no number of threads depends on `workers`, which
+        is left open: it may be another one when the run is gone on with.
+        """
+        cores = usable_cores()
+        engine = {
+            "threads": self.engine.threads or max(1, cores // self.federation.per_round(self.federation.clients)),
+            "server_threads": self.engine.server_threads or cores,
+            "device": self.engine.device,
+        }
+        if self.engine.device == "auto" and self.engine.name == "local":  # others look for themselves what they have
+            engine["device"] = str(find_device("auto"))
+        if self.engine.superlink and Path(self.engine.superlink).is_dir():
+            engine["superlink"] = str(Path(self.engine.superlink).absolute())
+        changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update=engine)}
+        changes["compare"] = None
+        if self.train.on_bad_update == "auto":
+            reaction = "stop" if self.engine.name == "local" else "drop"
+            changes["train"] = self.train.model_copy(update={"on_bad_update": reaction})
+        if self.data is not None and self.data.folder is not None:
+            changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
+        return self.model_copy(update=changes)
+
+    def with_workers(self, workers: int | Literal["auto"]) -> "Config":
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"workers": workers})})
+
+    def without_place(self) -> "Config":
+        """All that makes a run the run that it is, wherever it is gone on with."""
+        place = {
+            key: EngineConfig.model_fields[key].default for key in ("workers", "superlink", "patience", "deadline")
+        }
+        return self.model_copy(update={"engine": self.engine.model_copy(update=place)})
+
+    def dotted(self) -> dict[str, Any]:
+        """Every setting by its dotted key, as --set would change it."""
+        found: dict[str, Any] = {}
+        for name, value in self.model_dump(mode="json", exclude_none=True).items():
+            found |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
+        return found
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

@@ -1,0 +1,77 @@
+"""Flower's apps: what a node does with a message, and what runs beside the SuperLink."""
+
+from collections.abc import Callable
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedhm.config.reading import parse_text
+from fedhm.config.settings import Config
+from fedhm.errors import FedhmError
+from fedhm.flower.nodes import Node
+from fedhm.flower.wire import Terms, read_tasks, reply_parcel
+from fedhm.work.client import Client
+from fedhm.work.messages import Failure, Reply, Task
+
+__all__ = ["ClientApp", "Context", "Grid", "ServerApp", "client_number", "make_client_app", "make_server_app"]
+
+MakeClient = Callable[[Context, Config, Terms], Client]
+
+
+def make_client_app(make_client: MakeClient) -> ClientApp:
+    """An app that introduces its node, and does tasks by the client that `make_client` makes of it."""
+    app = ClientApp()
+
+    @app.query()
+    def introduce(message: Message, context: Context) -> Message:
+        terms = Terms.read(message.content)
+        number, tier = client_number(context), str(context.node_config.get("tier", ""))
+        memory = context.node_config.get("memory", 0)
+        try:
+            if type(memory) is not int or memory < 0:
+                raise FedhmError(f"the node config's memory must be a whole number of MiB, not {memory!r}")
+            samples = len(make_client(context, _config(terms), terms).samples)
+            node = Node(number, samples, tier, memory << 20)
+        except Exception as error:  # of a user's model and data: the server shall know whose they are
+            node = Node(number, 0, problem=f"{type(error).__name__}: {error}".splitlines()[0])
+        return Message(node.introduction(), reply_to=message)
+
+    @app.train()
+    def work(message: Message, context: Context) -> Message:
+        terms = Terms.read(message.content)
+        config, number = _config(terms), client_number(context)
+        torch.set_num_threads(config.engine.threads)
+        client = make_client(context, config, terms)
+        replies = [_answer(client, number, task) for task in read_tasks(message.content)]
+        return Message(reply_parcel(replies, config.engine.fp16), reply_to=message)
+
+    return app
+
+
+def make_server_app(serve: Callable[[Grid, Context], None]) -> ServerApp:
+    app = ServerApp()
+    app.main()(serve)
+    return app
+
+
+def client_number(context: Context) -> int:
+    """A node's config says which client it is; in a simulation Flower writes it."""
+    number = context.node_config.get("partition-id")
+    if type(number) is not int:
+        raise FedhmError("the node config must say which client this is: partition-id=0, 1, …")
+    return number
+
+
+def _answer(client: Client, number: int, task: Task) -> Reply:
+    if task.client != number:
+        return Failure(task.client, f"its task came to client {number}")
+    try:
+        return client.run(task)
+    except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
+        return Failure(task.client, str(error))
+
+
+def _config(terms: Terms) -> Config:
+    return parse_text(terms.config, "the server's config")

@@ -1,0 +1,1 @@
+"""Flower's processes on this machine: starting, watching and ending them."""

@@ -1,0 +1,123 @@
+"""A connection to a SuperLink, and what is asked of it with Flower's own command."""
+
+import json
+import os
+import subprocess
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tomli_w
+
+from fedhm.errors import FedhmError
+from fedhm.flower.processes.process import check_installed, environment, executable
+from fedhm.machine.files import write_atomically
+
+ANSWER = 300.0  # seconds that a command may take; one that ships an app to a busy machine can be slow
+
+
+@dataclass(frozen=True)
+class Connection:
+    """`[superlink.NAME]` in the `config.toml` of `home`, which is FLWR_HOME."""
+
+    home: Path
+    name: str
+
+
+def write_connection(connection: Connection, port: int, authority: Path | None) -> None:
+    """To a SuperLink on this machine; without the authority of its certificate, in plain text."""
+    trust = {"insecure": True} if authority is None else {"root-certificates": str(authority.absolute())}
+    table = {"default": connection.name, connection.name: {"address": f"127.0.0.1:{port}", **trust}}
+    write_atomically(connection.home / "config.toml", tomli_w.dumps({"superlink": table}))
+
+
+def named_connection(name: str) -> Connection:
+    """One that the user has in a Flower configuration."""
+    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
+    try:
+        table = tomllib.loads((home / "config.toml").read_text())
+    except FileNotFoundError:
+        table = {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FedhmError(f"Flower's configuration {home / 'config.toml'} is damaged: {error}") from None
+    known = [key for key, value in table.get("superlink", {}).items() if isinstance(value, dict)]
+    if name not in known:
+        others = f"; it has {', '.join(known)}" if known else ""
+        raise FedhmError(
+            f"'{name}' is neither the folder of a 'fedhm flower up' nor a SuperLink in {home / 'config.toml'}{others}"
+        )
+    return Connection(home, name)
+
+
+def flwr(connection: Connection, *arguments: str) -> str:
+    """What `flwr ARGUMENTS NAME` prints; a connection's name comes last in all of Flower's subcommands."""
+    check_installed()
+    command = [executable("flwr", connection.home), *arguments, connection.name]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment(connection.home) | {"COLUMNS": "1000", "NO_COLOR": "1"},
+            timeout=ANSWER,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise FedhmError(f"'flwr {arguments[0]}' did not answer within {ANSWER:.0f} seconds") from None
+    if done.returncode != 0:
+        raise FedhmError(f"'flwr {arguments[0]}' failed: {_sentence(done.stderr or done.stdout)}")
+    return done.stdout
+
+
+def ask(connection: Connection, *arguments: str) -> dict[str, Any]:
+    """The same with an answer in JSON, which tells of failures that the exit code does not."""
+    shown = flwr(connection, *arguments, "--format", "json")
+    try:
+        answer: dict[str, Any] = json.loads(shown)
+    except ValueError:
+        raise FedhmError(f"'flwr {arguments[0]}' failed: {_sentence(shown)}") from None
+    if not answer.get("success"):
+        raise FedhmError(f"'flwr {arguments[0]}' failed: {_sentence(str(answer.get('error-message', '')))}")
+    return answer
+
+
+def submit(
+    connection: Connection,
+    app: Path,
+    run_config: Mapping[str, str | int | float | bool],
+    federation_config: str = "",
+) -> int:
+    """Starts a run of the app; its id. Keys of the run config must be in the app's own."""
+    with TemporaryDirectory() as folder:
+        changes = Path(folder) / "run.toml"  # Flower reads the quotes of values on its command line wrongly
+        changes.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
+        arguments = ["run", str(app), "--run-config", str(changes)]
+        if federation_config:
+            arguments += ["--federation-config", federation_config]
+        return int(ask(connection, *arguments)["run-id"])
+
+
+def stop(connection: Connection, run_id: int) -> None:
+    """Nothing happens where it has ended by itself."""
+    try:
+        ask(connection, "stop", str(run_id))
+    except FedhmError:
+        if not status(connection, run_id).startswith("finished"):
+            raise
+
+
+def status(connection: Connection, run_id: int) -> str:
+    """pending, starting, running, finished:completed, finished:failed, finished:stopped."""
+    (run,) = ask(connection, "list", "--run-id", str(run_id))["runs"]
+    return str(run["status"])
+
+
+def _sentence(text: str) -> str:
+    """Flower says what it does, then leaves a line empty and says what is wrong; its boxes are left out."""
+    last = text.strip().split("\n\n")[-1]
+    words = (line.strip("│╭╮╰╯─ ") for line in last.splitlines())
+    return " ".join(word for word in words if word and word != "Error") or "it does not say why"

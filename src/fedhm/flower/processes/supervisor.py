@@ -1,0 +1,129 @@
+"""Runs a command and ends it, with all that it started, when it is told to or when its parent is gone.
+
+Flower's processes start others, some in sessions of their own, so that ending a process or its group leaves some
+behind. This file is run by its path, `python supervisor.py PARENT_PID LINGER -- COMMAND …`: importing the package would
+cost each of Flower's processes seconds. LINGER is how many seconds a command outlives a parent that vanished: a SuperLink
+has to hear its SuperNodes say goodbye, or else it refuses them for a minute when they come again.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+LINUX = sys.platform == "linux"
+SET_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+PAUSE, GRACE = 0.1, 5.0  # seconds between looks; between asking to end and killing
+
+
+class Supervisor:
+    def __init__(self, parent: int, linger: float, command: list[str]) -> None:
+        self.parent, self.linger, self.command = parent, linger, command
+        self.told = False
+        self.status: int | None = None  # of the command, once it has ended
+
+    def run(self) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._tell)
+        if LINUX:
+            _prctl(SET_CHILD_SUBREAPER, 1)  # orphans become ours, so that none is lost
+        self.child = subprocess.Popen(self.command, start_new_session=True, preexec_fn=_die_with_supervisor)  # noqa: PLW1509
+        while not self.told and os.getppid() == self.parent and self._alive():
+            time.sleep(PAUSE)
+        if not self.told:
+            self._linger()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal(number)
+            if self._all_end(number):
+                break
+        return 0 if self.told or self.status is None else self.status
+
+    def _tell(self, *_: object) -> None:
+        self.told = True
+
+    def _alive(self) -> bool:
+        """Is the command?"""
+        self._reap()
+        return self.status is None
+
+    def _reap(self) -> bool:
+        """Whoever has ended; is anyone left?"""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self.child.pid:
+                self.status = self.child.returncode = os.waitstatus_to_exitcode(status)
+
+    def _linger(self) -> None:
+        until = time.monotonic() + self.linger
+        while not self.told and self._alive() and time.monotonic() < until:
+            time.sleep(PAUSE)
+
+    def _all_end(self, number: int) -> bool:
+        until = time.monotonic() + GRACE
+        while self._reap():
+            if time.monotonic() > until:
+                return False
+            time.sleep(PAUSE)
+            if number == signal.SIGKILL:
+                self._signal(number)  # also those that were born meanwhile
+        return True
+
+    def _signal(self, number: int) -> None:
+        pids = list(descendants(os.getpid()))
+        if self.status is None:
+            pids.append(self.child.pid)
+        for pid in dict.fromkeys(pids):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+
+def descendants(pid: int) -> Iterator[int]:
+    children: dict[int, list[int]] = {}
+    for own, parent in _parents():
+        children.setdefault(parent, []).append(own)
+    known = children.get(pid, [])
+    for found in known:
+        yield found
+        known.extend(children.get(found, []))
+
+
+def _parents() -> Iterator[tuple[int, int]]:
+    if not LINUX:
+        shown = subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,comm="], stdout=subprocess.PIPE, text=True)
+        for line in shown.communicate()[0].splitlines():
+            pid, parent = line.split()[:2]
+            if int(pid) != shown.pid:
+                yield int(pid), int(parent)
+        return
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = path.read_text(errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if after_name[0] != "Z":
+            yield int(path.parent.name), int(after_name[1])
+
+
+def _die_with_supervisor() -> None:
+    if LINUX:
+        _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    parent, linger, separator, *command = sys.argv[1:]
+    sys.exit(Supervisor(int(parent), float(linger), command).run())

@@ -1,0 +1,195 @@
+"""Tasks and replies as Flower's records: one array for each tensor, the rest as JSON beside them. Nothing is pickled.
+
+A message holds all of a client's tasks of one exchange, since an exchange takes seconds however little it carries.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from fedhm.data.batches import Preprocessing
+from fedhm.errors import FedhmError
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Failure, Reply, Task, Update
+
+NOTE = "fedhm"  # the record with all that is not a tensor
+PARTS = ("tensors", "kept")
+ELSEWHERE = {*PARTS, "position", "down", "up"}  # fields of a message that are no part of its values
+
+UPDATE_VALUES = {field.name for field in fields(Update)} - ELSEWHERE
+
+Records = dict[str, ArrayRecord | ConfigRecord]
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the server tells every client of the run; it comes with each message, since no process lives for two."""
+
+    config: str  # as TOML
+    classes: int
+    preprocessing: Preprocessing
+
+    def note(self) -> dict[str, str]:
+        return {"terms": json.dumps(asdict(self))}
+
+    @classmethod
+    def read(cls, content: RecordDict) -> "Terms":
+        values = json.loads(str(content.config_records[NOTE]["terms"]))
+        pixels = values["preprocessing"]
+        pixels |= {"mean": tuple(pixels["mean"]), "std": tuple(pixels["std"])}
+        return cls(values["config"], values["classes"], Preprocessing(**pixels))
+
+
+def greeting(terms: Terms) -> RecordDict:
+    """Asks a node who it is."""
+    return RecordDict({NOTE: ConfigRecord({**terms.note()})})
+
+
+class Outbox:
+    """What goes to the clients in one exchange. A record that several get is made once, and Flower uploads it once."""
+
+    def __init__(self, terms: Terms, fp16: bool) -> None:
+        self._terms, self._fp16 = terms, fp16
+        self._made: dict[tuple[tuple[str, int], ...], tuple[Tensors, ArrayRecord]] = {}
+
+    def parcel(self, tasks: Iterable[Task]) -> RecordDict:
+        records: Records = {}
+        listed: list[Values] = []
+        for number, task in enumerate(tasks):
+            values = _values(task) | {"options": dict(task.options)}
+            if task.tensors:
+                records[f"tensors.{number}"] = self._shared(task.tensors)
+            if task.kept:
+                records[f"kept.{number}"] = _record(task.kept)
+            listed.append(values | {part: _types(getattr(task, part)) for part in PARTS})
+        records[NOTE] = ConfigRecord({**self._terms.note(), "tasks": json.dumps(listed)})
+        return RecordDict(records)  # type: ignore[arg-type]
+
+    def _shared(self, tensors: Tensors) -> ArrayRecord:
+        key = tuple((name, id(tensor)) for name, tensor in tensors.items())
+        if key not in self._made:
+            self._made[key] = tensors, _record(tensors, self._fp16)  # they are held, so that no other takes their id
+        return self._made[key][1]
+
+
+def read_tasks(content: RecordDict) -> list[Task]:
+    """On a client, which trusts its server."""
+    tasks = []
+    for number, values in enumerate(json.loads(str(content.config_records[NOTE]["tasks"]))):
+        for part in PARTS:
+            types: dict[str, str] = values[part]
+            arrays = content.array_records[f"{part}.{number}"] if types else {}
+            values[part] = {name: _tensor(arrays[name]).to(getattr(torch, types[name])) for name in types}
+        tasks.append(Task(**values))
+    return tasks
+
+
+def reply_parcel(replies: Iterable[Reply], fp16: bool) -> RecordDict:
+    records: Records = {}
+    listed: list[Values] = []
+    for number, reply in enumerate(replies):
+        if isinstance(reply, Failure):
+            listed.append({"failure": reply.reason})
+            continue
+        listed.append(_values(reply))
+        if reply.tensors:
+            records[f"tensors.{number}"] = _record(reply.tensors, fp16 and reply.kind == "train")
+        if reply.kept:
+            records[f"kept.{number}"] = _record(reply.kept)
+    records[NOTE] = ConfigRecord({"replies": json.dumps(listed)})
+    return RecordDict(records)  # type: ignore[arg-type]
+
+
+def read_replies(content: RecordDict, tasks: Sequence[Task], fp16: bool) -> list[Reply]:
+    """On the server, which trusts no client: whatever was sent, each task gets one reply.
+
+    Here an update need only be readable. Whether it may be merged is for admission to say.
+    """
+    try:
+        listed = json.loads(str(content.config_records[NOTE]["replies"]))
+        if not isinstance(listed, list) or len(listed) != len(tasks):
+            raise ValueError(f"its message does not hold {len(tasks)} replies")
+        if more := set(content) - {NOTE, *_places(len(tasks))}:
+            raise ValueError(f"its message has a record {min(more)[:80]!r}")
+    except Exception as error:
+        return [Failure(task.client, _unreadable(error)) for task in tasks]
+    return [_read_reply(content, number, listed[number], task, fp16) for number, task in enumerate(tasks)]
+
+
+def _read_reply(content: RecordDict, number: int, values: Any, task: Task, fp16: bool) -> Reply:
+    try:
+        if set(values) == {"failure"}:
+            return Failure(task.client, str(values["failure"])[:1000])
+        if set(values) != UPDATE_VALUES:
+            raise ValueError("its values are not those of an update")
+        labels = values["labels"]
+        values["labels"] = tuple(labels) if isinstance(labels, list) else labels
+        for part in PARTS:
+            arrays = content.array_records.get(f"{part}.{number}") or ArrayRecord()
+            values[part] = {name: _tensor(arrays[name]) for name in arrays}
+        if fp16 and task.kind == "train":
+            values["tensors"] = {name: _as_sent(t, task.tensors.get(name)) for name, t in values["tensors"].items()}
+        return Update(**values)
+    except Exception as error:  # whatever a client may have put into its bytes
+        return Failure(task.client, _unreadable(error))
+
+
+def travelled(content: RecordDict, count: int) -> list[int]:
+    """Bytes of a message's records, by task; what belongs to none is the first one's, as is what several share."""
+    places = _places(count)
+    seen: set[int] = set()
+    counted = [0] * count
+    for key, record in content.items():
+        if id(record) not in seen:
+            counted[places.get(key, 0)] += record.count_bytes()
+            seen.add(id(record))
+    return counted
+
+
+def _places(count: int) -> dict[str, int]:
+    """Under which names the records of so many tasks or replies go, and whose they are."""
+    return {f"{part}.{number}": number for part in PARTS for number in range(count)}
+
+
+def _values(message: Task | Update) -> Values:
+    return {field.name: getattr(message, field.name) for field in fields(message) if field.name not in ELSEWHERE}
+
+
+def _types(tensors: Tensors) -> dict[str, str]:
+    return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+
+
+def _record(tensors: Tensors, fp16: bool = False) -> ArrayRecord:
+    return ArrayRecord({name: _array(name, tensor, fp16) for name, tensor in tensors.items()})
+
+
+def _array(name: str, tensor: Tensor, fp16: bool) -> Array:
+    """Matrices and convolutions are halved; vectors are few numbers, and some of them need their range."""
+    if fp16 and tensor.ndim > 1 and tensor.is_floating_point():
+        tensor = tensor.half()
+    try:
+        return Array(tensor.contiguous().numpy())
+    except TypeError:  # of bfloat16, which numpy has not
+        raise FedhmError(f"'{name}' is of {tensor.dtype}, which cannot travel by Flower: use float32") from None
+
+
+def _tensor(array: Array) -> Tensor:
+    return torch.from_numpy(np.lib.format.read_array(BytesIO(array.data), allow_pickle=False))
+
+
+def _as_sent(tensor: Tensor, sent: Tensor | None) -> Tensor:
+    """What was halved for the way, in its own type again."""
+    halved = sent is not None and sent.ndim > 1 and tensor.dtype == torch.float16
+    return tensor.to(sent.dtype) if sent is not None and halved else tensor
+
+
+def _unreadable(error: Exception) -> str:
+    return f"it cannot be read ({str(error).partition(chr(10))[0][:200] or type(error).__name__})"

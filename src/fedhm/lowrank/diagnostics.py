@@ -1,0 +1,63 @@
+"""The measurable constants of the paper's convergence bound (appendix, assumptions on the factorized layers).
+
+With r(p) the rank of participant p in a layer, √Σ_r(p) that layer's leading square-rooted singular values padded
+with zeros, and a mean over the round's participants:
+
+    κ_σ1 = max over layers of  ‖ (mean_p √Σ_r(p))² − Σ ‖²_F
+    κ_σ2 = max over layers and participants of  ‖ mean_i √Σ_r(i) − √Σ_r(p) ‖²_F
+    κ_UV = max over layers and participants of  ‖U‖_F, ‖V‖_F
+
+Of a layer that was decomposed only in part, what is beyond the known singular values is known by its energy Σσ² alone.
+That is all κ_σ1 needs of them; κ_σ2 needs Σσ, for which √(how many · Σσ²) stands, which is at least as large.
+
+They are 0 when everybody trains the full network, and tell how far truncation pulls the participants apart.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tail(NamedTuple):
+    """The singular values of a layer beyond those that are known."""
+
+    values: int  # how many
+    energy: float  # Σσ²
+
+
+def spectral_constants(
+    spectra: Mapping[str, Tensor], ranks: Sequence[Mapping[str, int]], tails: Mapping[str, Tail] = {}
+) -> tuple[float, float]:
+    """κ_σ1 and κ_σ2 from each layer's singular values and each participant's ranks; no rank means full rank."""
+    first = second = 0.0
+    for layer, spectrum in spectra.items():
+        tail = tails.get(layer, Tail(0, 0.0))
+        chosen = torch.tensor([plan.get(layer, len(spectrum) + tail.values) for plan in ranks])
+        # participants of one rank hold the same values: one row for each distinct rank
+        distinct, counts = chosen.unique(return_counts=True)
+        shares = counts.double() / counts.sum()
+        kept = torch.arange(len(spectrum)) < distinct[:, None]
+        roots = spectrum.double().clamp(min=0).sqrt() * kept
+        mean = (roots * shares[:, None]).sum(0)
+        whole = (distinct > len(spectrum)).double()  # those who hold the tail, all of it
+        share = float((whole * shares).sum())
+        beyond = (1 - share**2) ** 2 * tail.energy
+        first = max(first, (mean**2 - spectrum.double()).square().sum().item() + beyond)
+        apart = (mean - roots).square().sum(1) + (share - whole) ** 2 * math.sqrt(tail.values * tail.energy)
+        second = max(second, apart.max().item())
+    return first, second
+
+
+def largest_norm(factors: Iterable[Tensor]) -> float:
+    """κ_UV over the factors of one update."""
+    return max((factor.norm().item() for factor in factors), default=0.0)
+
+
+def energy_beyond(energies: Mapping[str, float], spectra: Mapping[str, Tensor], ranks: Mapping[str, int]) -> float:
+    """From each layer's ‖W‖²_F and its leading singular values, of which at least as many as its rank are known."""
+    total = sum(energies[layer] for layer in ranks)
+    within = sum(spectra[layer][:rank].double().square().sum().item() for layer, rank in ranks.items())
+    return max(0.0, 1 - within / total) if total else 0.0

@@ -1,0 +1,1 @@
+"""What this computer has: cores, devices, threads, files."""

@@ -1,0 +1,73 @@
+"""Which tensors of a network travel, in which form, and how they are put back into one."""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from fedhm.errors import FedhmError
+
+Tensors = dict[str, Tensor]
+
+
+class WireForm(Protocol):
+    """How tensors travel that a network holds in another form. Those that it does not concern pass as they are."""
+
+    def pack(self, tensors: Tensors) -> Tensors:
+        """What travels for the tensors that a network holds."""
+        ...
+
+    def unpack(self, tensors: Tensors) -> Tensors:
+        """What a network holds for tensors that travelled: all of them, or only some."""
+        ...
+
+
+def travels_as(network: nn.Module, form: WireForm | None) -> nn.Module:
+    """From now on `network` is exchanged in this form; with None, as it is."""
+    vars(network)["fedhm_wire_form"] = form
+    return network
+
+
+def exchanged(network: nn.Module) -> Tensors:
+    """What travels of `network`: its floating-point state, each tensor once, in its wire form if it has one.
+
+    Integers (counters, position tables) are not averaged. A tensor that the network holds under several names,
+    because weights are tied or a submodule is shared, travels under its first name.
+    """
+    seen: set[int] = set()
+    tensors: Tensors = {}
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach()
+    form = _wire_form(network)
+    return form.pack(tensors) if form else tensors
+
+
+def load(network: nn.Module, tensors: Tensors) -> nn.Module:
+    """Puts travelled tensors into `network`. What did not travel keeps its value; an unknown name is an error."""
+    return fill(network, unpacked(network, tensors))
+
+
+def unpacked(network: nn.Module, tensors: Tensors) -> Tensors:
+    """What `network` holds for travelled tensors."""
+    form = _wire_form(network)
+    return form.unpack(tensors) if form else tensors
+
+
+def fill(network: nn.Module, tensors: Tensors) -> nn.Module:
+    """As `load`, of tensors in the form in which the network holds them."""
+    own = network.state_dict()
+    for name, tensor in tensors.items():
+        if name not in own or own[name].shape != tensor.shape:
+            found = f"shape {tuple(own[name].shape)}" if name in own else "no such tensor"
+            raise FedhmError(f"'{name}' of shape {tuple(tensor.shape)} does not fit the network, which has {found}")
+    network.load_state_dict(tensors, strict=False)
+    return network
+
+
+def _wire_form(network: nn.Module) -> WireForm | None:
+    return vars(network).get("fedhm_wire_form")
+
+
+def size_in_bytes(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,1 @@
+"""What is learned: the loss, the metrics, and which of them is the headline."""

@@ -1,0 +1,55 @@
+"""What makes a run that very run: its settings, its data and the model that it starts from."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedhm.config.settings import Config
+from fedhm.data.federation import Federation
+from fedhm.networks.exchange import Tensors
+
+
+def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str:
+    """A checkpoint carries it, so that it is not gone on with under other circumstances.
+
+    How many samples remote clients have is no part of it: by the time a run is gone on with they may have more.
+    """
+    digest = hashlib.sha256(f"{config.without_place().to_toml()}{federation.preprocessing}".encode())
+    for name in sorted(weights):
+        _add(digest, name, weights[name])
+    _add_data(digest, federation)
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """A federation's data in brief: what a comparison of runs needs to know of it."""
+
+    classes: int
+    input_shape: tuple[int, ...]
+    clients: int
+    samples: int  # of all clients
+    digest: str  # of every client's samples if they are here, the test set, public samples and the preprocessing
+
+
+def data_facts(federation: Federation) -> DataFacts:
+    digest = hashlib.sha256(str(federation.preprocessing).encode())
+    _add_data(digest, federation)
+    samples = sum(federation.samples_of(client) for client in range(federation.size))
+    parts = (federation.classes, federation.input_shape, federation.size, samples)
+    return DataFacts(*parts, digest.hexdigest()[:32])
+
+
+def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:
+    for samples in [*federation.clients, federation.test]:
+        _add(digest, "inputs", samples.inputs)
+        _add(digest, "labels", samples.labels)
+    if federation.public is not None:
+        _add(digest, "public", federation.public.inputs)
+
+
+def _add(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:
+    digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+    digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

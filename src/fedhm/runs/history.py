@@ -1,0 +1,58 @@
+"""A finished or unfinished run, as read back from its folder."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedhm.config.settings import Config
+from fedhm.errors import FedhmError
+from fedhm.measure.cost import Cost
+from fedhm.runs.fingerprint import DataFacts
+from fedhm.runs.folder import read_config, read_costs, read_data_facts
+from fedhm.runs.records import read_records
+from fedhm.server.record import Record
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    config: Config
+    records: list[Record]
+    costs: dict[str, Cost]
+    data: DataFacts | None = None  # None for a run from before they were written
+
+    @property
+    def tiers(self) -> list[str]:
+        return list(self.costs)
+
+    @property
+    def evaluated(self) -> list[Record]:
+        return [record for record in self.records if record.scores]
+
+    def bytes_per_client(self, tier: str) -> float | None:
+        """Measured bytes, both ways, that training cost one participant of a tier in one round; None if it had none."""
+        # Of a round that took several attempts, the record names only the last one's participants.
+        records = [record for record in self.records if record.attempts == 1] or self.records
+        traffic = [record.traffic[tier] for record in records if tier in record.traffic]
+        clients = sum(p.tier == tier for record in records for p in record.participants)
+        return sum(t.down + t.up for t in traffic) / clients if clients else None
+
+    def statistics_bytes(self) -> float:
+        """Measured bytes, both ways, that gathering BatchNorm statistics cost one participant in an evaluated round."""
+        gathered = sum(record.statistics.down + record.statistics.up for record in self.records)
+        return gathered / sum(len(record.participants) for record in self.evaluated)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Each folder once, named by its last part, or by its whole path where two are called alike."""
+    paths = list({path.resolve(): path for path in paths}.values())
+    runs = [_read(path) for path in paths]
+    names = [run.name for run in runs]
+    return [replace(r, name=str(p)) if names.count(r.name) > 1 else r for r, p in zip(runs, paths, strict=True)]
+
+
+def _read(path: Path) -> Run:
+    if not path.is_dir():
+        raise FedhmError(f"there is no folder {path}")
+    records = read_records(path / "records.jsonl")
+    return Run(path.resolve().name, read_config(path), records, read_costs(path), read_data_facts(path))

@@ -1,0 +1,55 @@
+"""A tier's model as a file: safetensors, with all in the header that tells its network from the full one."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fedhm.errors import FedhmError
+from fedhm.lowrank.hadamard import Hadamard
+from fedhm.lowrank.hybrid import plan_of, to_hadamard, to_hybrid
+from fedhm.lowrank.plan import RankPlan
+from fedhm.machine.files import read_tensors, write_tensors
+from fedhm.networks.copied import copied
+from fedhm.networks.exchange import exchanged, load
+from fedhm.widths.ensemble import Ensemble
+from fedhm.widths.resize import resize, sizes_of
+
+FORMAT = "fedhm-tier-1"
+
+
+def save_tier(path: Path, network: nn.Module, tier: str) -> None:
+    write_tensors(path, exchanged(network), {"format": FORMAT, "tier": tier, **_description(network)})
+
+
+def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
+    """The network of a tier that a run saved, rebuilt from the full `model`'s architecture; ready for evaluation."""
+    try:
+        tensors, header = read_tensors(Path(path))
+    except (OSError, ValueError) as error:
+        raise FedhmError(f"cannot read {path}: {error}") from None
+    if header.get("format") != FORMAT:
+        raise FedhmError(f"{path} is not a tier's model saved by this library")
+    network = _rebuilt(model, header)
+    if missing := set(exchanged(network)) - set(tensors):
+        raise FedhmError(f"{path} is of another model: it has no '{min(missing)}'")
+    return load(network, tensors).eval()
+
+
+def _description(network: nn.Module) -> dict[str, Any]:
+    if isinstance(network, Ensemble):
+        return {**_description(network.members[0]), "members": len(network.members)}
+    plan, composed = plan_of(network), plan_of(network, Hadamard)
+    return {"ranks": plan.ranks, "form": plan.form, "hadamard": composed.ranks, "sizes": sizes_of(network)}
+
+
+def _rebuilt(model: nn.Module, header: dict[str, Any]) -> nn.Module:
+    narrow = copied(model)
+    layers, full = dict(narrow.named_modules()), sizes_of(model)
+    for name, (outputs, inputs) in header.get("sizes", {}).items():
+        if name in full and full[name] != [outputs, inputs]:
+            resize(layers[name], outputs, inputs)
+    plan = RankPlan(header["ranks"], header.get("form", "spatial"))  # files of version 0.1 do not name a form
+    network = to_hadamard(to_hybrid(narrow, plan, spectral=False), header.get("hadamard", {}))
+    members = header.get("members")
+    return Ensemble(copied(network) for _ in range(members)) if members else network

@@ -1,0 +1,1 @@
+"""What happens to a round's tasks and updates at the server."""

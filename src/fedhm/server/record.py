@@ -1,0 +1,93 @@
+"""What a round left behind, one line of JSON each."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from fedhm.networks.exchange import size_in_bytes
+from fedhm.work.evaluate import Score
+from fedhm.work.messages import Participant, Reply, Task, Update
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Traffic:
+    """What one tier's participants exchanged and computed in a round."""
+
+    clients: int = 0  # tasks: a client that got several is counted as often
+    answers: int = 0  # of these, those whose update could be used
+    down: int = 0  # bytes, server → clients: as they travelled, or those of the tensors where nobody counted
+    up: int = 0
+    macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
+    loss: float = 0.0  # of training, mean over those
+
+
+@dataclass
+class Record:
+    round: int
+    participants: list[Participant] = field(default_factory=list)  # of the attempt that counted
+    scores: dict[str, Score] = field(default_factory=dict)  # by tier; empty where the round was not evaluated
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier
+    statistics: Traffic = field(default_factory=Traffic)  # of gathering BatchNorm statistics
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
+
+    def count(self, task: Task, reply: Reply, macs: int) -> None:
+        """Books one task and what came of it: an update that may be used, or in its place a failure."""
+        trained = task.kind != "statistics"
+        traffic = self.traffic.setdefault(task.tier, Traffic()) if trained else self.statistics
+        traffic.clients += 1
+        traffic.down += size_in_bytes(task.tensors) if reply.down is None else reply.down
+        traffic.up += reply.up or 0
+        traffic.macs += macs
+        if isinstance(reply, Update):
+            traffic.up += size_in_bytes(reply.tensors) if reply.up is None else 0
+            traffic.answers += 1
+            traffic.loss += (reply.loss - traffic.loss) / traffic.answers
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def timed(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
+        """Passes `items` on; the time spent waiting for them belongs to phase `name`."""
+        iterator = iter(items)
+        while True:
+            with self.phase(name):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
+
+    def to_json(self) -> str:
+        table = asdict(self)
+        table["scores"] = {tier: score._asdict() for tier, score in self.scores.items()}
+        table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
+        return json.dumps(table)
+
+    @classmethod
+    def from_json(cls, line: str) -> "Record":
+        table = json.loads(line)
+        table["participants"] = [Participant(**p) for p in table["participants"]]
+        table["scores"] = {tier: Score(**score) for tier, score in table["scores"].items()}
+        table["traffic"] = {tier: Traffic(**traffic) for tier, traffic in table["traffic"].items()}
+        table["statistics"] = Traffic(**table["statistics"])
+        return cls(**table)
+
+
+class Watcher(Protocol):
+    """Is told how a run goes."""
+
+    def started(self, done: int, rounds: int) -> None: ...
+    def task_done(self, round_number: int, what: str, done: int, of: int) -> None: ...
+    def round_done(self, record: Record) -> None: ...

@@ -1,0 +1,62 @@
+"""Who takes part in a round, and at which tier."""
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from fedhm.config.settings import FederationConfig
+from fedhm.errors import FedhmError
+from fedhm.seeds import numpy_generator
+from fedhm.work.messages import Participant
+
+
+def drawings(
+    config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
+) -> Iterator[list[Participant]]:
+    """Who takes part in a round; then who does in its second attempt, its third, and so on without end.
+
+    A random share of the clients, in the order of their numbers. Those who were not asked in an earlier attempt come
+    first, and others only if there are too few of them.
+    """
+    number = config.per_round(clients)
+    chosen = numpy_generator(seed, "participants", round_number).choice(clients, number, replace=False).tolist()
+    asked: set[int] = set()
+    for attempt in count(2):
+        yield _at_their_tiers(sorted(chosen), config, clients, levels, seed, round_number)
+        asked.update(chosen)
+        order = numpy_generator(seed, "participants", round_number, "attempt", attempt).permutation(clients).tolist()
+        chosen = sorted(order, key=asked.__contains__)[:number]  # a stable order: each part of it stays random
+
+
+def participants(
+    config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
+) -> list[Participant]:
+    """Those of a round's first attempt."""
+    return next(drawings(config, clients, levels, seed, round_number))
+
+
+def _at_their_tiers(
+    chosen: Sequence[int], config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
+) -> list[Participant]:
+    """Each with the tier of its capability level."""
+    if config.heterogeneity == "dynamic":
+        drawn = numpy_generator(seed, "tiers", round_number).integers(len(levels), size=clients)
+        return [Participant(client, levels[drawn[client]]) for client in chosen]
+    if config.assignment:
+        return [Participant(client, config.assignment[client]) for client in chosen]
+    return [Participant(client, levels[client % len(levels)]) for client in chosen]
+
+
+def check_minimum(config: FederationConfig, clients: int) -> None:
+    if config.min_updates > (number := config.per_round(clients)):
+        raise FedhmError(f"federation.min_updates = {config.min_updates}, but {number} clients take part in a round")
+
+
+def check_assignment(config: FederationConfig, clients: int, tiers: Sequence[str]) -> None:
+    if not config.assignment:
+        return
+    if config.heterogeneity == "dynamic":
+        raise FedhmError("federation.assignment fixes the clients' tiers, but federation.heterogeneity is 'dynamic'")
+    if len(config.assignment) != clients:
+        raise FedhmError(f"federation.assignment names {len(config.assignment)} tiers for {clients} clients")
+    if unknown := set(config.assignment) - set(tiers):
+        raise FedhmError(f"federation.assignment: there is no tier '{min(unknown)}', known are {', '.join(tiers)}")

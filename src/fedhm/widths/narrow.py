@@ -1,0 +1,117 @@
+"""Network + width plan → narrower network, and which of the full network's numbers are its own."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.errors import FedhmError
+from fedhm.networks.copied import copied
+from fedhm.widths.resize import NORMS, resize
+from fedhm.widths.width_plan import WidthPlan, attempt
+
+Where = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indices, None for all
+
+
+def narrowed(model: nn.Module, plan: WidthPlan, scaler: float = 1.0) -> nn.Module:
+    """A copy of `model` with the leading channels that `plan` leaves in every layer.
+
+    With a `scaler`, HeteroFL's, what comes out of a narrowed layer is divided by it in training, unless a normalisation
+    follows, which would undo that: fewer channels then add up to as much as all of them did.
+    """
+    network = copied(model)
+    layers = dict(network.named_modules())
+    for name, cut in plan.items():
+        inputs = cut.inputs.kept if cut.inputs else cut.outputs.kept // cut.outputs.unit
+        resize(layers[name], cut.outputs.kept, inputs)
+        if scaler != 1 and cut.inputs and cut.outputs.kept < cut.outputs.full and not cut.normalised:
+            layers[name].register_forward_hook(Scaler(scaler))
+    return network
+
+
+@dataclass(frozen=True)
+class Scaler:
+    """A forward hook; a class of its own, so that the network can be copied and pickled."""
+
+    width: float
+
+    def __call__(self, layer: nn.Module, _: object, output: Tensor) -> Tensor:
+        return output / self.width if layer.training else output
+
+
+def where(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> Where:
+    """Which part of the full network's tensor `name`, of `ndim` axes, belongs to the narrower one.
+
+    The window starts at channel `offset` of every layer.
+    """
+    layer = name.rpartition(".")[0]
+    if layer not in plan or ndim == 0:
+        return ()
+    cut = plan[layer]
+    first = cut.outputs.window(offset)
+    if ndim == 1 or cut.inputs is None:
+        return (first,)
+    return first, cut.inputs.window(offset)
+
+
+def take(tensor: Tensor, indices: Where) -> Tensor:
+    for axis, chosen in enumerate(indices):
+        if chosen is not None:
+            tensor = tensor.index_select(axis, chosen)
+    return tensor
+
+
+def spots(indices: Where, shape: torch.Size) -> tuple[Tensor, ...]:
+    """`tensor[spots(...)]` is what `take` gives, and can be assigned to."""
+    chosen = [torch.arange(size) if i is None else i for i, size in zip(indices, shape, strict=False)]
+    if len(chosen) == 2:
+        return chosen[0][:, None], chosen[1]
+    return tuple(chosen)
+
+
+def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
+    """Refuses a plan whose narrower network is not a part of the full one.
+
+    It is one if the full network gives the same scores with all other weights at zero, for any window. Where channels
+    of several layers are concatenated it is not: the plan takes the leading ones of all together. Weights and inputs
+    are positive here, so that no activation is switched off and no two differences cancel.
+    """
+    generator = torch.Generator().manual_seed(0)
+    full, narrow = (_without_mixing_norms(each).eval() for each in (copied(model), narrowed(model, plan)))
+    inputs = torch.rand(sample.shape, generator=generator).to(sample) if sample.is_floating_point() else sample
+    own = {name: tensor.detach() for name, tensor in _tensors(narrow)}
+    for name, tensor in _tensors(full):
+        if not tensor.is_floating_point() or name not in own:
+            continue
+        part, values = own[name], tensor.detach()
+        indices = where(plan, name, values.ndim, offset=1)
+        fan_in = max(1, part.numel() // part.shape[0]) if part.ndim else 1
+        if name.endswith("running_var"):
+            values.fill_(1.0)  # of no channel is the variance 0
+        elif part.ndim:
+            values.zero_()
+            drawn = torch.rand(part.shape, generator=generator, dtype=torch.float64) / fan_in
+            values[spots(indices, values.shape)] = drawn.to(values)
+        part.copy_(take(values, indices))
+    expected, got = attempt(lambda: full(inputs)), attempt(lambda: narrow(inputs))
+    if not torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
+        raise FedhmError(
+            "the model cannot be made narrower: channels of its layers do not line up, as where several are "
+            "concatenated, so the narrow network is no part of the full one"
+        )
+
+
+def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each once, also of a layer that is registered under two names."""
+    yield from network.named_parameters()
+    yield from network.named_buffers()
+
+
+def _without_mixing_norms(network: nn.Module) -> nn.Module:
+    """Norms over several channels see that channels are missing; that is no fault of the plan."""
+    for parent in network.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, NORMS) and not isinstance(child, nn.modules.batchnorm._BatchNorm):
+                setattr(parent, name, nn.Identity())
+    return network

@@ -1,0 +1,141 @@
+"""Width plans: how many channels of every layer a narrower network keeps, for any network that runs.
+
+A layer with C output channels keeps round(C · width) of them; the classifier keeps all. How many inputs are left for
+a layer follows from the layers before it, and is found by running the network once while it is being narrowed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.errors import FedhmError
+from fedhm.lowrank.plan import weight_owners
+from fedhm.networks.copied import copied
+from fedhm.widths.resize import LAYERS, NORMS, depthwise, inputs_of, outputs_of, resize
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`kept` of `full` indices along one axis of a weight; they come in blocks of `unit` for each channel."""
+
+    full: int
+    kept: int
+    unit: int = 1
+
+    def window(self, offset: int) -> Tensor | None:
+        """The indices of the channels offset, offset + 1, …, around the end; None for all of them, in order."""
+        if self.kept == self.full:
+            return None
+        channels = (torch.arange(self.kept // self.unit) + offset) % (self.full // self.unit)
+        return (channels[:, None] * self.unit + torch.arange(self.unit)).flatten()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of one layer."""
+
+    outputs: Axis
+    inputs: Axis | None  # None where a layer has one weight for each of its outputs: norms, depthwise convolutions
+    normalised: bool = False  # a normalisation follows
+
+
+WidthPlan = dict[str, Cut]  # by layer name
+
+
+def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str | None) -> WidthPlan:
+    """Plans the network of `width`, a share of the channels in 0…1; `sample` is a batch of inputs.
+
+    The classifier keeps its outputs; where none is known, the layer does that runs last.
+    """
+    network = copied(model).eval()
+    names = {layer: name for name, layer in _layers(network)}
+    scores, order = _running(network, names, sample)
+    last = order[-1] if classifier is None and order else classifier
+    cuts: WidthPlan = {}
+    made: list[tuple[Tensor, str]] = []  # outputs of the layers that are no norms, in the order in which they ran
+
+    def narrow(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        name = names[layer]
+        if name in cuts:  # a layer that the network uses twice
+            return
+        found = arguments[0].shape[-1 if isinstance(layer, nn.Linear | nn.LayerNorm) else 1]
+        inputs = _inputs(name, inputs_of(layer), found, cuts[made[-1][1]].outputs if made else None)
+        full = outputs_of(layer)
+        if isinstance(layer, NORMS) or depthwise(layer):
+            share = full // inputs.full
+            cuts[name] = Cut(Axis(full, inputs.kept * share, inputs.unit * share), None)
+        else:
+            kept = full if name == last else max(1, round(full * width))
+            cuts[name] = Cut(Axis(full, kept), inputs)
+        resize(layer, cuts[name].outputs.kept, inputs.kept)
+        for output, source in made:
+            if isinstance(layer, NORMS) and output is arguments[0]:
+                cuts[source] = replace(cuts[source], normalised=True)
+
+    def note(layer: nn.Module, _: Any, output: Tensor) -> None:
+        if not isinstance(layer, NORMS):
+            made.append((output, names[layer]))
+
+    for layer in names:
+        layer.register_forward_pre_hook(narrow)
+        layer.register_forward_hook(note)
+    narrow_scores = attempt(lambda: network(sample))
+    if narrow_scores.shape != scores.shape:  # a hard-coded reshape took channels for samples, or the like
+        found, wanted = tuple(narrow_scores.shape), tuple(scores.shape)
+        raise FedhmError(f"the model cannot be made narrower: its scores would be {found} instead of {wanted}")
+    return cuts
+
+
+def attempt(forward: Callable[[], Tensor]) -> Tensor:
+    try:
+        with torch.no_grad():
+            return forward()
+    except FedhmError:
+        raise
+    except Exception as error:  # whatever a foreign model raises
+        raise FedhmError(f"the model cannot be made narrower: {error}") from error
+
+
+def _running(network: nn.Module, names: dict[nn.Module, str], sample: Tensor) -> tuple[Tensor, list[str]]:
+    """The full network's scores, and its layers that are no norms in the order in which they run."""
+    order: list[str] = []
+    hooks = [
+        layer.register_forward_hook(lambda layer, *_: order.append(names[layer]))
+        for layer in names
+        if not isinstance(layer, NORMS)
+    ]
+    scores = attempt(lambda: network(sample))
+    for hook in hooks:
+        hook.remove()
+    return scores, order
+
+
+def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers to narrow; refuses a network that has others with weights."""
+    owners = weight_owners(network)
+    for name, layer in network.named_modules():
+        own = list(layer.parameters(recurse=False))
+        if not own and not isinstance(layer, NORMS):
+            continue
+        if type(layer) not in LAYERS:
+            raise FedhmError(
+                f"the model cannot be made narrower: '{name or 'the model itself'}' is a {type(layer).__name__}, "
+                "and only convolutions, Linear and normalisation layers are"
+            )
+        if any(owners[id(p)] > 1 for p in own):
+            raise FedhmError(f"the model cannot be made narrower: the weights of '{name}' are tied to another layer's")
+        yield name, layer
+
+
+def _inputs(name: str, full: int, found: int, previous: Axis | None) -> Axis:
+    """The input axis of a layer that gets `found` values where the full network gives it `full`."""
+    if found == full:
+        return Axis(full, full)
+    if previous is not None and full % previous.full == 0 and found == full // previous.full * previous.kept:
+        return Axis(full, found, full // previous.full * previous.unit)  # a flattened image has many for each channel
+    if found > full:
+        raise FedhmError(f"the model cannot be made narrower: '{name}' would get {found} inputs instead of {full}")
+    return Axis(full, found)

@@ -1,0 +1,201 @@
+"""The tables of a comparison, against numbers computed by hand."""
+
+import csv
+import io
+import math
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from fedhm.compare.arrange import arrange
+from fedhm.compare.compared import Compared
+from fedhm.compare.page import ComparisonReport
+from fedhm.compare.tables import accuracies, as_csv, readable_work, spent
+from fedhm.compare.targets import common_target, costs_to_reach, full_model
+from fedhm.errors import FedhmError
+from fedhm.measure.cost import LayerCost
+from fedhm.report.sheets import Sheet, markdown_table, rich_table
+from made_runs import made_run
+
+LAYERS = {tier: {"conv": LayerCost(10, 100), "fc": LayerCost(5, 50)} for tier in ("full", "1/4")}
+
+
+def fedhm() -> Compared:
+    """Final accuracies 0.80 and 0.90 with two seeds, the small tier a tenth below."""
+    sizes = {"full": 1000, "1/4": 300}
+    return Compared(
+        "fedhm",
+        [
+            made_run(f"fedhm-seed{seed}", sizes, [{"full": a, "1/4": a - 0.1} for a in curve], seed=seed)
+            for seed, curve in ((0, (0.5, 0.7, 0.8)), (1, (0.6, 0.85, 0.9)))
+        ],
+    )
+
+
+def one_tier(label: str, method: dict[str, object], size: int, tier: str, *curves: tuple[float, ...]) -> Compared:
+    return Compared(
+        label,
+        [
+            made_run(f"{label}-seed{seed}", {tier: size}, [{tier: a} for a in curve], method, seed)
+            for seed, curve in enumerate(curves)
+        ],
+    )
+
+
+def fedavg() -> Compared:
+    return one_tier("fedavg", {"name": "fedavg"}, 1000, "full", (0.7, 0.9, 0.95), (0.7, 0.75, 0.95))
+
+
+def lowrank() -> Compared:
+    return one_tier("lowrank:1/4", {"name": "fedhm", "tiers": ["1/4"]}, 300, "1/4", (0.6, 0.7, 0.8), (0.6, 0.7, 0.82))
+
+
+def test_accuracy_is_mean_and_sample_deviation_over_the_seeds() -> None:
+    mean, deviation = fedhm().accuracy("full")
+    assert mean == pytest.approx(85.0)
+    assert deviation == pytest.approx(math.sqrt((5.0**2 + 5.0**2) / 1))
+    assert Compared("one", fedhm().runs[:1]).accuracy("full").deviation is None
+
+
+def test_the_table_has_sizes_accuracies_shares_and_the_best_in_bold() -> None:
+    sheet = accuracies(arrange([fedhm(), fedavg(), lowrank()]), seeds=2)
+    assert sheet.columns == ["tier", "fedhm", "fedavg", "lowrank"]
+    assert list(sheet.rows) == [
+        ["full", "1.0 k: 85.00 ± 7.07", "1.0 k ×2: **95.00 ± 0.00**", ""],
+        ["1/4", "0.3 k: 75.00 ± 7.07", "", "0.3 k ×2: **81.00 ± 1.41**"],
+    ]
+    assert "mean ± deviation over 2 seeds" in sheet.note
+
+
+def test_equal_ones_are_all_best_and_one_seed_has_no_deviation() -> None:
+    a = one_tier("a", {"name": "fedavg"}, 1000, "full", (0.5,))
+    b = one_tier("b", {"name": "fedavg"}, 1000, "full", (0.5,))
+    (row,) = accuracies(arrange([a, b]), seeds=1).rows
+    assert row[1:] == ["1.0 k: **50.00**", "1.0 k: **50.00**"]
+
+
+def test_a_tier_with_several_shares_sits_in_the_last_of_its_levels() -> None:
+    reference = Compared(
+        "fedhm", [made_run("a", dict(zip("wxyz", (90, 60, 30, 10), strict=True)), [dict.fromkeys("wxyz", 0.5)])]
+    )
+    method = {"name": "fedhm", "tiers": ["1/2", "1/2", "1/4", "1/8"]}
+    tiers = ("1/2", "1/4", "1/8")
+    v2 = Compared(
+        "fedhm-v2", [made_run("b", dict(zip(tiers, (60, 30, 10), strict=True)), [dict.fromkeys(tiers, 0.5)], method)]
+    )
+    assert v2.levels == ["1/2", "1/2", "1/4", "1/8"]
+    column = arrange([reference, v2]).columns["fedhm-v2"]
+    assert {row: (place.tier, place.shares) for row, place in column.items()} == {
+        1: ("1/2", 2), 2: ("1/4", 1), 3: ("1/8", 1),
+    }  # fmt: skip
+
+
+def test_one_tier_entries_stand_beside_the_nearest_size_and_never_on_each_other() -> None:
+    large = one_tier("other:0.9", {"name": "slimmed", "width": 0.9}, 900, "w0.9", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    small = one_tier("other:0.3", {"name": "slimmed", "width": 0.3}, 200, "w0.3", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    again = one_tier("other:0.31", {"name": "slimmed", "width": 0.31}, 210, "w0.31", (0.5,) * 3, (0.5,) * 3)
+    columns = arrange([fedhm(), large, small, again]).columns
+    assert {row: place.tier for row, place in columns["slimmed"].items()} == {0: "w0.9", 1: "w0.3"}
+    assert {row: place.tier for row, place in columns["other:0.31"].items()} == {1: "w0.31"}
+
+
+def test_what_each_tier_spent() -> None:
+    rows = list(spent([fedhm(), fedavg()]).rows)
+    # three rounds of one participant: 20 bytes and 100 MACs for each parameter
+    assert rows[0] == ["fedhm", "full", "1,000", "7.0 k", "20.00 kB", "60.00 kB", "0.3 M", "85.00 ± 7.07"]
+    assert rows[1] == ["fedhm", "1/4", "300", "2.1 k", "6.00 kB", "18.00 kB", "0.1 M", "75.00 ± 7.07"]
+    assert rows[2] == ["fedhm", "all", "", "", "", "78.00 kB", "0.4 M", ""]
+    assert [row[1] for row in rows[3:]] == ["full"]
+    assert readable_work(2.5e15) == "2,500.0 T"
+
+
+def test_bytes_are_counted_per_client_and_not_per_task() -> None:
+    run = made_run("splitmix", {"4x0.5": 100}, [{"4x0.5": 0.5}] * 2, {"name": "splitmix", "base": 0.5, "tiers": [4]})
+    for record in run.records:
+        record.traffic["4x0.5"].clients = 4  # one client, four base networks
+    assert run.bytes_per_client("4x0.5") == 2000
+
+
+def test_bytes_of_attempts_that_failed_are_nobodys_share() -> None:
+    run = made_run("twice", {"full": 100}, [{"full": 0.5}] * 2)
+    run.records[1].attempts = 2
+    run.records[1].traffic["full"].down *= 2
+    assert run.bytes_per_client("full") == 2000
+
+
+def test_costs_to_reach_a_target_are_relative_to_the_full_model() -> None:
+    entries = [fedhm(), fedavg(), lowrank()]
+    reference = full_model(entries)
+    assert reference is not None
+    assert reference.label == "fedavg"
+    assert full_model([lowrank()]) is None
+    assert common_target(entries) == 0.7  # what the small tier of fedhm reaches with its worse seed
+    reached = {(r.entry.label, r.tier): r for r in costs_to_reach(0.7, entries, reference)}
+    of_fedavg = 20 * 1000  # one round with either seed
+    assert reached["fedavg", "full"].communication == 1
+    assert reached["fedhm", "full"].communication == pytest.approx(20 * 1300 * 2 / of_fedavg)
+    assert reached["fedhm", "1/4"].communication == pytest.approx(20 * 1300 * (3 + 2) / 2 / of_fedavg)
+    assert reached["lowrank:1/4", "1/4"].computation == pytest.approx(2 * 300 / 1000)
+    assert {r.tier: r.communication for r in costs_to_reach(0.85, [lowrank()], reference)} == {"1/4": None}
+
+
+def test_the_csv_has_plain_numbers() -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv([fedhm()]))))
+    assert list(rows[0]) == [
+        "entry", "seed", "round", "tier", "parameters", "macs",
+        "federation_bytes_so_far", "federation_macs_so_far", "accuracy", "loss",
+    ]  # fmt: skip
+    assert len(rows) == 2 * 3 * 2
+    last = rows[-1]
+    assert (last["entry"], last["seed"], last["round"], last["tier"]) == ("fedhm", "1", "3", "1/4")
+    assert (last["parameters"], last["macs"]) == ("300", "2100")
+    assert (last["federation_bytes_so_far"], last["federation_macs_so_far"]) == ("78000", "390000")
+    assert float(last["accuracy"]) == pytest.approx(0.8)
+
+
+def test_everything_is_written_and_the_figures_show_something(tmp_path: Path) -> None:
+    report = ComparisonReport([fedhm(), fedavg(), lowrank()], "fedhm compare digits", LAYERS)
+    written = report.save(tmp_path)
+    assert {path.name for path in written} == {
+        "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
+        "cost-to-target.png", "parameters-and-macs-by-layer.png",
+    }  # fmt: skip
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in written}
+    for path in written[2:]:
+        with Image.open(path) as picture:
+            assert picture.width > 1000
+            assert len(picture.convert("RGB").getcolors(2**24) or []) > 50
+    text = (tmp_path / "comparison.md").read_text()
+    for part in ("`fedhm compare digits`", "**95.00 ± 0.00**", "### What each tier spent", "### Cost of 70 % accuracy"):
+        assert part in text
+    assert "| lowrank:1/4 | name = fedhm, tiers = [0.25]" in text
+
+
+def test_without_the_full_model_there_is_no_cost_to_a_target(tmp_path: Path) -> None:
+    (tmp_path / "cost-to-target.png").write_text("of an earlier comparison")
+    ComparisonReport([fedhm(), lowrank()], "…", {}).save(tmp_path)
+    assert not (tmp_path / "cost-to-target.png").exists()
+    assert not (tmp_path / "parameters-and-macs-by-layer.png").exists()
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    short = one_tier("fedavg", {"name": "fedavg"}, 1000, "full", (0.7, 0.9), (0.7, 0.75))
+    with pytest.raises(FedhmError, match=r"cannot be compared: fedhm-seed0 has train\.rounds = 3, fedavg-seed0 has 2"):
+        ComparisonReport([fedhm(), short], "…", {})
+
+
+def test_sheets_are_split_where_the_terminal_is_narrow() -> None:
+    sheet = Sheet(["tier", "a", "b", "c c c"], [[["x", "1" * 20, "2" * 20, "**333**"]]], left=1)
+    assert [part.columns for part in sheet.split(80)] == [["tier", "a", "b", "c c c"]]
+    parts = sheet.split(40)
+    assert [part.columns for part in parts] == [["tier", "a"], ["tier", "b", "c c c"]]
+    for part in parts:
+        console = Console(width=40, record=True, file=io.StringIO())
+        console.print(rich_table(part))
+        assert "…" not in console.export_text()
+    assert [part.columns for part in sheet.without("b").split(80)] == [["tier", "a", "c c c"]]
+    assert markdown_table(sheet).splitlines()[:3] == [
+        "| tier | a | b | c c c |", "|---|--:|--:|--:|", f"| x | {'1' * 20} | {'2' * 20} | **333** |",
+    ]  # fmt: skip

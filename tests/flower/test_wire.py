@@ -1,0 +1,130 @@
+"""Tasks and replies survive Flower's records unchanged, cost what is counted, and hold no pickles."""
+
+from dataclasses import replace
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, RecordDict
+
+from fedhm.data.batches import Preprocessing
+from fedhm.errors import FedhmError
+from fedhm.flower.wire import Outbox, Terms, read_replies, read_tasks, reply_parcel, travelled
+from fedhm.work.messages import Failure, Task, Update
+
+TERMS = Terms("seed = 1\n", 10, Preprocessing((0.5,), (0.25,), 2, True))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "conv.u": torch.randn(8, 3, 3, 1, generator=generator),
+        "conv.v": torch.randn(16, 8, 1, 3, generator=generator),
+        "norm.weight": torch.randn(16, generator=generator),
+        "scale": torch.tensor(2.5, dtype=torch.float64),
+    }
+
+
+def task(client: int = 3) -> Task:
+    return Task("train", 2, client, "1/2", "1/2", tensors(), {"kept.weight": torch.ones(2, 2)}, {"digest_lr": 0.1})
+
+
+def update(of: Task) -> Update:
+    changed = {name: tensor + 1 for name, tensor in of.tensors.items()}
+    return Update(of.kind, of.round, of.client, of.tier, of.network, changed, 57, (0, 3, 7), 0.75, 0, dict(of.kept))
+
+
+def test_tasks_arrive_as_they_were_sent() -> None:
+    sent = [task(), replace(task(), kind="statistics", kept={}, options={})]
+    content = Outbox(TERMS, fp16=False).parcel(sent)
+    assert Terms.read(content) == TERMS
+    for before, after in zip(sent, read_tasks(content), strict=True):
+        assert_same(before, after)
+
+
+def test_replies_arrive_as_they_were_sent() -> None:
+    sent = [update(task()), Failure(3, "no memory"), replace(update(task()), labels=None, loss=float("nan"))]
+    found = read_replies(reply_parcel(sent, fp16=False), [task()] * 3, fp16=False)
+    assert isinstance(found[0], Update)
+    assert_same(sent[0], found[0])
+    assert found[1] == Failure(3, "no memory")
+    assert isinstance(found[2], Update)
+    assert found[2].labels is None
+    assert np.isnan(found[2].loss)
+
+
+def test_fp16_halves_matrices_and_comes_back_in_the_type_that_was_sent() -> None:
+    whole, halved = (Outbox(TERMS, fp16).parcel([replace(task(), kept={})]) for fp16 in (False, True))
+    sizes = {name: len(array.data) for name, array in halved.array_records["tensors.0"].items()}
+    for name, array in whole.array_records["tensors.0"].items():
+        payload = np.prod(array.shape) * np.dtype(array.dtype).itemsize
+        saved = payload // 2 if len(array.shape) > 1 else 0
+        assert sizes[name] == len(array.data) - saved
+    arrived = read_tasks(halved)[0].tensors
+    for name, tensor in tensors().items():
+        assert arrived[name].dtype == tensor.dtype
+        torch.testing.assert_close(arrived[name], tensor, rtol=1e-3, atol=1e-3)
+    (reply,) = read_replies(reply_parcel([update(task())], fp16=True), [task()], fp16=True)
+    assert isinstance(reply, Update)
+    assert {name: t.dtype for name, t in reply.tensors.items()} == {n: t.dtype for n, t in tensors().items()}
+
+
+def test_counts_that_halves_cannot_hold_stay_whole() -> None:
+    counts = replace(update(task()), kind="statistics", tensors={"norm/values": torch.full((1, 1), 1e6)}, kept={})
+    (reply,) = read_replies(reply_parcel([counts], fp16=True), [replace(task(), kind="statistics", kept={})], fp16=True)
+    assert isinstance(reply, Update)
+    assert reply.tensors["norm/values"].item() == 1e6
+
+
+def test_clients_that_get_the_same_share_one_record() -> None:
+    outbox, shared = Outbox(TERMS, fp16=False), tensors()
+    first, second = (outbox.parcel([replace(task(c), tensors=dict(shared), kept={})]) for c in (0, 1))
+    other = outbox.parcel([replace(task(2), tensors=tensors(), kept={})])
+    assert first["tensors.0"] is second["tensors.0"]
+    assert other["tensors.0"] is not first["tensors.0"]
+
+
+def test_bytes_are_those_of_the_records() -> None:
+    content = Outbox(TERMS, fp16=False).parcel([task(), replace(task(), kept={})])
+    first, second = travelled(content, 2)
+    arrays = sum(len(array.data) for array in content.array_records["tensors.0"].values())
+    kept = sum(len(array.data) for array in content.array_records["kept.0"].values())
+    note = content.config_records["fedhm"].count_bytes()
+    names = sum(len(name) for name in (*tensors(), "kept.weight"))
+    assert arrays + kept + note <= first <= arrays + kept + note + names + 64 * 5
+    assert travelled(content, 2)[1] == second
+    assert sum(travelled(content, 2)) == first + second
+
+
+def test_a_type_that_numpy_lacks_is_said_in_a_sentence() -> None:
+    with pytest.raises(FedhmError, match=r"'w' is of torch\.bfloat16, which cannot travel by Flower: use float32"):
+        Outbox(TERMS, fp16=False).parcel([replace(task(), tensors={"w": torch.ones(2, dtype=torch.bfloat16)})])
+
+
+def test_pickled_arrays_are_refused() -> None:
+    content = reply_parcel([update(task())], fp16=False)
+    buffer = np.array([{"a": 1}], dtype=object)
+    hostile = Array("object", (1,), "numpy.ndarray", _saved_with_pickle(buffer))
+    record = ArrayRecord({**dict(content.array_records["tensors.0"]), "scale": hostile})
+    (reply,) = read_replies(RecordDict({**content, "tensors.0": record}), [task()], fp16=False)
+    assert isinstance(reply, Failure)
+    assert "pickle" in reply.reason.lower() or "allow_pickle" in reply.reason
+
+
+def _saved_with_pickle(array: "np.ndarray[tuple[int], np.dtype[np.object_]]") -> bytes:
+    file = BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def assert_same(before: Task | Update, after: Task | Update) -> None:
+    for name, value in vars(before).items():
+        found = getattr(after, name)
+        if isinstance(value, dict) and name in ("tensors", "kept"):
+            assert list(found) == list(value)
+            for key, tensor in value.items():
+                assert found[key].dtype == tensor.dtype
+                assert torch.equal(found[key], tensor)
+        else:
+            assert found == value, name

@@ -1,0 +1,200 @@
+"""A broken update is told apart, whatever is broken."""
+
+import re
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedhm.networks.batchnorm import blank, gather
+from fedhm.server.admission import Expected, objection
+from fedhm.work.messages import Task, Update
+
+OWN = {"own": torch.zeros(3)}
+TASK = Task("train", 3, 5, "1/2", "1/2", {"a": torch.ones(2, 3), "b": torch.ones(2)}, OWN)
+UPDATE = Update("train", 3, 5, "1/2", "1/2", {"a": torch.zeros(2, 3), "b": torch.zeros(2)}, 10, (0, 2), 0.5, kept=OWN)
+KNOWN = Expected(TASK.tensors, samples=10, classes=4, labelled=True, max_change=10.0)
+
+
+def test_a_good_update_is_let_in() -> None:
+    assert objection(UPDATE, TASK, KNOWN) is None
+    assert objection(replace(UPDATE, labels=(3, 0)), TASK, KNOWN) is None
+
+
+def test_only_who_masks_its_loss_says_which_labels_it_holds() -> None:
+    silent = replace(KNOWN, labelled=False)
+    assert objection(replace(UPDATE, labels=None), TASK, silent) is None
+    assert objection(UPDATE, TASK, silent) == "it says which labels it holds"
+
+
+def test_large_numbers_whose_sum_overflows_are_let_in_without_a_limit() -> None:
+    large = replace(UPDATE, tensors={**UPDATE.tensors, "b": torch.full((2,), 3e38)})
+    assert objection(large, TASK, replace(KNOWN, max_change=0.0)) is None
+    assert objection(large, TASK, KNOWN) == "its change has norm 4.2e+38, over 10 × that of what was sent"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"round": 2}, "it answers another task, of round 2 instead of 3"),
+        ({"round": 3.0}, "it answers another task"),
+        ({"client": 4}, "it answers another task"),
+        ({"client": None}, "it answers another task"),
+        ({"tier": "full"}, "it answers another task, of tier 'full' instead of '1/2'"),
+        ({"tier": "x" * 10**6}, r"^.{,200}$"),
+        ({"network": torch.ones(2)}, "it answers another task"),
+        ({"kind": "statistics"}, "it answers another task"),
+        ({"samples": 0}, "it claims 0 samples instead of 10"),
+        ({"samples": 11}, "it claims 11 samples instead of 10"),
+        ({"samples": 10.0}, "it claims 10.0 samples"),
+        ({"samples": "10"}, "it claims '10' samples"),
+        ({"samples": True}, "it claims True samples"),
+        ({"labels": None}, "it does not say which labels it holds"),
+        ({"labels": (0, 4)}, "labels outside 0…3"),
+        ({"labels": (-1,)}, "labels outside 0…3"),
+        ({"labels": ()}, "it claims to hold no label"),
+        ({"labels": (1, 1)}, "it claims a label twice"),
+        ({"labels": "01"}, "its labels are '01', not class numbers"),
+        ({"labels": ("0", "1")}, "not class numbers"),
+        ({"labels": ((0,), (1,))}, "not class numbers"),
+        ({"labels": (True,)}, "not class numbers"),
+        ({"labels": {0: 1}}, "not class numbers"),
+        ({"loss": float("nan")}, "its loss became NaN"),
+        ({"loss": float("inf")}, "its loss became infinite"),
+        ({"loss": "0.5"}, "its loss is '0.5', not a number"),
+        ({"loss": 10**400}, "not a number"),
+        ({"loss": torch.tensor(0.5)}, "not a number"),
+        ({"tensors": {"a": torch.zeros(2, 3)}}, "it lacks the tensor 'b'"),
+        ({"tensors": {**UPDATE.tensors, "c": torch.zeros(1)}}, "it adds the tensor 'c'"),
+        ({"tensors": {**UPDATE.tensors, 7: torch.zeros(1), "c": torch.zeros(1)}}, "it adds the tensor"),
+        ({"tensors": {**UPDATE.tensors, "y" * 10**6: torch.zeros(1)}}, r"^.{,200}$"),
+        ({"tensors": [torch.zeros(2, 3), torch.zeros(2)]}, "in place of tensors"),
+        ({"tensors": None}, "it has None in place of tensors"),
+        ({"tensors": {**UPDATE.tensors, "a": torch.zeros(1, 3)}}, r"'a' has shape \(1, 3\) instead of \(2, 3\)"),
+        ({"tensors": {**UPDATE.tensors, "a": torch.zeros(2, 3).double()}}, "'a' has type torch.float64"),
+        ({"tensors": {**UPDATE.tensors, "a": torch.zeros(2, 3).cfloat()}}, "'a' has type torch.complex64"),
+        ({"tensors": {**UPDATE.tensors, "b": torch.tensor([0, float("inf")])}}, "'b' holds NaN or infinite"),
+        (
+            {"tensors": {**UPDATE.tensors, "b": torch.tensor([float("-inf"), float("inf")])}},
+            "'b' holds NaN or infinite",
+        ),
+        ({"tensors": {**UPDATE.tensors, "b": torch.tensor([30.0, 30.0])}}, r"its change has norm 4\.1e\+01, over 10 ×"),
+        ({"kept": {}}, "it lacks the tensor 'own'"),
+        ({"kept": {"own": torch.zeros(2)}}, r"'own' has shape \(2,\) instead of \(3,\)"),
+        ({"kept": {"own": torch.full((3,), float("nan"))}}, "'own' holds NaN or infinite"),
+        ({"kept": {"own": torch.full((3,), 6.0)}}, r"its change has norm 1\.0e\+01, over 10 ×"),
+    ],
+)
+def test_a_bad_update_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    found = objection(replace(UPDATE, **changes), TASK, KNOWN)
+    assert found is not None
+    assert re.search(reason, found)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2).to_sparse(),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, requires_grad=True),
+        torch.zeros(1).expand(2),
+        torch.zeros(4)[::2],
+        nn.Parameter(torch.zeros(2)),
+        torch._neg_view(torch.zeros(2)),
+        torch.zeros(2).numpy(),
+        [0.0, 0.0],
+        0.0,
+        None,
+    ],
+    ids=lambda tensor: str(getattr(tensor, "layout", type(tensor).__name__)),
+)
+def test_only_a_plain_dense_tensor_is_one(tensor: object) -> None:
+    found = objection(replace(UPDATE, tensors={**UPDATE.tensors, "b": tensor}), TASK, KNOWN)  # type: ignore[dict-item]
+    assert found == "'b' is not a plain dense tensor"
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_a_nested_tensor_is_not_one() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
+    found = objection(replace(UPDATE, tensors={**UPDATE.tensors, "b": nested}), TASK, KNOWN)
+    assert found == "'b' is not a plain dense tensor"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 6e3])
+def test_the_change_is_bounded_by_what_was_sent_whatever_the_type(dtype: torch.dtype, scale: float) -> None:
+    sent = torch.full((10_000,), scale, dtype=dtype)  # of norm 100 scale
+    task = replace(TASK, tensors={"a": sent}, kept={})
+    most = 10 * max(1.0, 100 * scale) / 100  # by which each number may move
+    for moved, admitted in ((0.9 * most, True), (1.1 * most, False)):
+        update = replace(UPDATE, tensors={"a": (sent.double() + moved).to(dtype)}, kept={})
+        if update.tensors["a"].isfinite().all():
+            assert (objection(update, task, replace(KNOWN, tensors=task.tensors)) is None) == admitted
+
+
+def test_a_change_beyond_float64_is_refused() -> None:
+    task = replace(TASK, tensors={"a": torch.zeros(3).double()}, kept={})
+    update = replace(UPDATE, tensors={"a": torch.full((3,), 1.7e308, dtype=torch.float64)}, kept={})
+    found = objection(update, task, replace(KNOWN, tensors=task.tensors))
+    assert found == "its change has norm inf, over 10 × that of what was sent"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("bn.running_mean", 1e4, None),  # far from 0, where it starts
+        ("bn.running_mean", -2e10, "'bn.running_mean' has the value -2e+10, not in -1e+10…1e+10"),
+        ("bn.running_var", 1e9, None),
+        ("bn.running_var", 0.0, None),
+        ("bn.running_var", -1e-3, "'bn.running_var' has the value -0.001, not in 0…1e+20"),
+        ("bn.running_var", 3e38, "'bn.running_var' has the value 3e+38, not in 0…1e+20"),
+        ("bn.running_var", float("nan"), "'bn.running_var' holds NaN or infinite values"),
+        ("bn.weight", 1e4, "its change has norm 1.4e+04, over 10 × that of what was sent"),
+    ],
+)
+def test_running_averages_have_bounds_of_their_own(name: str, value: float, reason: str | None) -> None:
+    sent = {"bn.weight": torch.ones(2), "bn.running_mean": torch.zeros(2), "bn.running_var": torch.ones(2)}
+    task = replace(TASK, tensors=sent, kept={})
+    update = replace(UPDATE, tensors={**sent, name: torch.full((2,), value)}, kept={})
+    known = replace(KNOWN, tensors=sent, running={"bn.running_mean", "bn.running_var"})
+    assert objection(update, task, known) == reason
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (-500.0, None),
+        (3e38, "'scores' has the value 3e+38, not in -1e+06…1e+06"),
+        (float("inf"), "'scores' holds NaN or infinite values"),
+    ],
+)
+def test_scores_are_bounded(value: float, reason: str | None) -> None:
+    task = replace(TASK, kind="distil", tensors={})
+    update = replace(UPDATE, kind="distil", tensors={"scores": torch.full((7, 4), value)})
+    assert objection(update, task, replace(KNOWN, tensors={"scores": torch.zeros(7, 4)})) == reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"bn/values": torch.tensor(0.0).double()}, "'bn/values' has the value 0, not in 1…90"),
+        ({"bn/values": torch.tensor(91.0).double()}, "'bn/values' has the value 91, not in 1…90"),
+        ({"bn/variance": torch.tensor([1.0, -1.0]).double()}, "'bn/variance' has the value -1, not in 0…1e+20"),
+        ({"bn/variance": torch.tensor([1.0, 1e38]).double()}, "'bn/variance' has the value 1e+38, not in 0…1e+20"),
+        ({"bn/mean": torch.tensor([0.0, 1e38]).double()}, "'bn/mean' has the value 1e+38, not in -1e+10…1e+10"),
+        ({"bn/mean": torch.tensor([1.0]).double()}, "'bn/mean' has shape (1,) instead of (2,)"),
+        ({"other/mean": torch.ones(2).double()}, "it adds the tensor 'other/mean'"),
+    ],
+)
+def test_statistics_are_checked_as_well(changes: dict[str, torch.Tensor], reason: str | None) -> None:
+    network = nn.Sequential(OrderedDict(bn=nn.BatchNorm2d(2)))
+    expected = blank(network, torch.zeros(1, 2, 3, 3))  # nine values of one sample
+    good = gather(network, [torch.randn(7, 2, 3, 3), torch.randn(3, 2, 3, 3)])
+    assert good["bn/values"] == 90
+    task = replace(TASK, kind="statistics")
+    update = replace(UPDATE, kind="statistics", tensors={**good, **changes})
+    assert objection(update, task, replace(KNOWN, tensors=expected)) == reason

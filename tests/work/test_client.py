@@ -1,0 +1,178 @@
+"""Local training is plain SGD on the client's own samples, and depends on nothing but its task."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedhm.config.settings import TrainConfig
+from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.samples import Samples
+from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.seeds import torch_generator
+from fedhm.work.client import Client, masked_cross_entropy
+from fedhm.work.messages import Task
+from fedhm.work.reuse import Networks
+
+
+def samples() -> Samples:
+    generator = torch.Generator().manual_seed(0)
+    return Samples(torch.randn(22, 6, generator=generator), torch.arange(22) % 3)
+
+
+def model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 4))
+
+
+def client(network: nn.Module, **train: object) -> Client:
+    config = TrainConfig.model_validate({"batch": 5, "epochs": 2, "lr": 0.1, **train})
+    return Client(samples(), Preprocessing(), Networks(lambda _: copy.deepcopy(network)), config, seed=3)
+
+
+def task(network: nn.Module, **changes: object) -> Task:
+    base = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged(network).items()})
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_masked_logits_count_as_zero_and_learn_nothing() -> None:
+    logits = torch.randn(5, 4, requires_grad=True)
+    targets = torch.tensor([0, 2, 2, 0, 0])
+    loss = masked_cross_entropy(logits, targets, (0, 2))
+    zeroed = logits.detach().clone()
+    zeroed[:, [1, 3]] = 0
+    torch.testing.assert_close(loss, F.cross_entropy(zeroed, targets))
+    loss.backward()
+    assert logits.grad is not None
+    assert not logits.grad[:, [1, 3]].any()
+    torch.testing.assert_close(masked_cross_entropy(logits, targets, None), F.cross_entropy(logits, targets))
+
+
+@pytest.mark.parametrize(("momentum", "decay"), [(0.9, 0.01), (0.0, 0.0)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_training_is_plain_sgd(masked: bool, momentum: float, decay: float) -> None:
+    network = model()
+    network[1] = nn.Identity()  # dropout has a test of its own
+    own = client(network, masked_loss=masked, weight_decay=decay, momentum=momentum)
+    update = own.run(task(network))
+
+    velocity = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
+    generator = torch_generator(3, "batches", 1, 0, "full")
+    feed = Feed(samples(), Preprocessing())
+    losses: list[float] = []
+    for _ in range(2):
+        losses = []
+        for inputs, targets in feed.shuffled(5, generator):
+            logits = network(inputs)
+            if masked:
+                logits = logits * torch.tensor([1.0, 1.0, 1.0, 0.0])
+            loss = F.cross_entropy(logits, targets)
+            gradients = torch.autograd.grad(loss, list(network.parameters()))
+            losses += [loss.item()] * len(targets)
+            with torch.no_grad():
+                for (name, p), gradient in zip(network.named_parameters(), gradients, strict=True):
+                    velocity[name] = momentum * velocity[name] + gradient + decay * p
+                    p -= 0.1 * velocity[name]
+    for name, p in network.named_parameters():
+        torch.testing.assert_close(update.tensors[name], p.detach(), rtol=1e-5, atol=1e-6)
+    assert update.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert update.labels == ((0, 1, 2) if masked else None)
+    assert update.samples == 22
+
+
+def test_an_update_depends_on_its_task_alone() -> None:
+    network = model()
+    own = client(network)
+    torch.manual_seed(1)
+    first = own.run(task(network)).tensors
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second = own.run(task(network)).tensors
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(torch.get_rng_state(), before)
+    for other in (task(network, round=2), task(network, client=1)):
+        assert not torch.equal(own.run(other).tensors["0.weight"], first["0.weight"])
+
+
+def test_an_update_does_not_change_with_the_tasks_after_it() -> None:
+    network = model()
+    own = client(network)
+    update = own.run(task(network)).tensors
+    copies = {name: t.clone() for name, t in update.items()}
+    own.run(task(network, round=2))
+    assert all(torch.equal(update[name], copies[name]) for name in update)
+    assert all(type(t) is torch.Tensor and not t.requires_grad for t in update.values())
+
+
+class Watchful(nn.Module):
+    """Looks at its weight through a second tensor in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 4)
+        self.weight_as_line = self.fc.weight.detach().view(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.fc(x) * (1 + self.weight_as_line.abs().mean())
+        return scores
+
+
+def test_tensors_that_share_memory_go_on_sharing_it() -> None:
+    network = Watchful()
+    own, other = (replace(client(network), networks=Networks(lambda _: Watchful())) for _ in range(2))
+    expected = other.run(task(network, round=2)).tensors
+    own.run(task(network))
+    assert all(torch.equal(t, expected[name]) for name, t in own.run(task(network, round=2)).tensors.items())
+
+
+def test_a_client_sends_back_what_it_was_sent_and_changes_nothing_else() -> None:
+    network = model()
+    sent: Tensors = {name: t.clone() for name, t in exchanged(network).items() if name != "3.bias"}
+    copies = {name: t.clone() for name, t in sent.items()}
+    update = client(network).run(task(network, tensors=sent))
+    assert list(update.tensors) == list(sent)
+    assert all(torch.equal(sent[name], copies[name]) for name in sent)
+
+
+def trained(**train: object) -> Tensors:
+    network = to_hybrid(model(), {"0": 2})
+    return client(network, **train).run(task(network)).tensors
+
+
+def test_frobenius_decay_takes_the_place_of_weight_decay_on_factors() -> None:
+    plain = trained(frobenius_decay=0, weight_decay=0)
+    assert torch.equal(trained(frobenius_decay=0, weight_decay=0, decay_factors=True)["0.u"], plain["0.u"])
+    # with Frobenius decay on (however small), weight decay no longer reaches the factors …
+    tiny = {"frobenius_decay": 1e-30, "epochs": 1, "batch": 22}
+    assert torch.equal(trained(**tiny, weight_decay=0.5)["0.u"], trained(**tiny, weight_decay=0.0)["0.u"])
+    assert not torch.equal(trained(**tiny, weight_decay=0.5)["3.weight"], trained(**tiny)["3.weight"])
+    # … unless it is asked for, as published code has it
+    both = trained(**tiny, weight_decay=0.5, decay_factors=True)
+    assert not torch.equal(both["0.u"], trained(**tiny, weight_decay=0.0)["0.u"])
+    norm = [trained(frobenius_decay=strength)["0.u"].norm() for strength in (0.0, 1.0)]
+    assert norm[1] < norm[0]
+
+
+def test_the_learning_rate_and_clipping_limit_the_step() -> None:
+    start = exchanged(model())["0.weight"]
+
+    def step(**train: object) -> float:
+        network = model()
+        update = client(network, epochs=1, batch=22, weight_decay=0, **train).run(task(network))
+        return float((update.tensors["0.weight"] - start).norm())
+
+    assert step(milestones=[0]) == pytest.approx(0.1 * step(), rel=1e-3)
+    assert step(clip_norm=1e-3) <= 1.001e-4
+
+
+def test_sparse_gradients_train_too() -> None:
+    network = nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True), nn.Linear(4, 4))
+    words = Samples(torch.arange(44).reshape(22, 2) % 9, torch.arange(22) % 3)
+    own = replace(client(network, weight_decay=0), samples=words)
+    update = own.run(task(network))
+    assert not torch.equal(update.tensors["0.weight"], exchanged(network)["0.weight"])
