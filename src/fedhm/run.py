@@ -1,21 +1,21 @@
-"""From a config, or from a user's own model and data, to a finished run."""
+"""From settings, or a user's own model and data, to a finished run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 
+from fedhm.assemble import assemble, build_model, dtype_of, read_federation
+from fedhm.config.method import MethodConfig
+from fedhm.config.objective import Objective
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig, FederationConfig
-from fedhm.data.federation import DataLike, Federation, PublicLike, gathered, partitioned
-from fedhm.data.sources.catalogue import SHAPES
+from fedhm.data.federation import DataLike, PublicLike, gathered
+from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
-from fedhm.models import MODELS
 from fedhm.runs.folder import RunFolder, read_config
-from fedhm.seeds import derive
 from fedhm.server.record import Watcher
 
 
@@ -26,46 +26,89 @@ def run(
     config: Mapping[str, Any] | Config | None = None,
     out: str | Path | None = None,
     *,
+    method: MethodConfig | str | None = None,
+    objective: Objective | str | None = None,
     crop: int = 0,
     flip: bool = False,
     public: PublicLike | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Result:
-    """Trains `model` in a federation of `clients`, each of which holds its own samples.
+    """Train `model` in a federation of `clients`, each of which holds its own samples.
 
     clients, test  pairs (inputs, labels) of arrays, or datasets of such pairs; uint8 images are normalised
     config         sections as in a config file: {"train": {"rounds": 20}, "method": {"tiers": [1, "1/4"]}}
+    method         in place of config's section: a name, or an object with its settings, also one of your own
+    objective      likewise: "classification" or "regression", or an object
     crop, flip     augment images: random window after padding by `crop` pixels, random mirror image
     public         inputs that everybody has, for methods that distil: an array, or as above; labels are not used
-    out            a folder for records, checkpoints and models; if it holds an unfinished run of this config,
-                   that is gone on with
+    out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
     """
-    if isinstance(config, Config):  # of a preset or file, all but its data and model
-        config = config.model_dump(mode="json", exclude={"data", "model"})
-    if config is not None and not isinstance(config, Mapping):
-        raise FedhmError("config must be a mapping of sections; fedhm.load_config reads a preset or a file")
     if isinstance(clients, tuple) and len(clients) == 2 and hasattr(clients[0], "shape"):
         raise FedhmError("clients must be a list with an entry for each client, not one pair of arrays")
-    table, clients = dict(config or {}), list(clients)
-    if given := {"data", "model"} & set(table):
-        raise FedhmError(f"the section '{min(given)}' is for runs from a config file; here data and model are given")
+    clients = list(clients)
+    table = _own_table(config, method=method, objective=objective)
     table["federation"] = {**(table.get("federation") or {}), "clients": len(clients)}
     settings = parse(table, "config")
+    if settings.engine.name == "flower":
+        raise FedhmError(Elsewhere.SENTENCE)
     path = None if out is None else Path(out)
-    settings = as_begun(settings, path).resolved()
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    federation = gathered(clients, test, crop, flip, dtype, public)
-    experiment = Experiment(model, federation, settings, watchers=watchers)
+    resolved = as_begun(settings, path).resolved()
+    federation = gathered(clients, test, crop, flip, dtype_of(model), public, settings.objective)
+    experiment = assemble(model, federation, resolved, watchers=watchers)
     if path is None:
         return experiment.run()
-    with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, settings) as folder:
+    with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, resolved) as folder:
         result = experiment.run(folder)
     report_on(path)
     return result
 
 
+def resume(
+    out: str | Path, *, workers: int | Literal["auto"] | None = None, watchers: Sequence[Watcher] = ()
+) -> Result:
+    """Finish the run in the folder `out`, whose config names its model and data; it ends as if never interrupted."""
+    path = Path(out)
+    config = read_config(path)
+    if config.engine.name == "flower":
+        raise FedhmError(Elsewhere.SENTENCE)
+    experiment = prepare(config if workers is None else config.with_workers(workers), watchers)
+    with RunFolder.open(path) as folder:
+        result = experiment.run(folder)
+    report_on(path)
+    return result
+
+
+def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:
+    """Read the data and build the model that a config names."""
+    federation = read_federation(config)
+    model = build_model(config, federation.input_shape, federation.classes)
+    return assemble(model, federation, config, watchers=watchers)
+
+
+def _own_table(config: Mapping[str, Any] | Config | None, **sections: Any) -> dict[str, Any]:
+    """Return a user's settings as a table, with the sections that are given apart."""
+    if isinstance(config, Config):  # of a preset or file, all but its data and model
+        named = {"method": config.method, "objective": config.objective}
+        config = config.model_dump(mode="json", exclude={"data", "model", *named}) | named
+    if config is not None and not isinstance(config, Mapping):
+        raise FedhmError("config must be a mapping of sections; fedhm.load_config reads a preset or a file")
+    table = dict(config or {})
+    if given := {"data", "model"} & set(table):
+        raise FedhmError(f"the section '{min(given)}' is for runs from a config file; here data and model are given")
+    for name, section in sections.items():
+        if section is None:
+            continue
+        if isinstance(table.get(name), Mapping):
+            raise FedhmError(f"the {name} is given twice: by {name}=, and by the config's section '{name}'")
+        if not isinstance(section, str | MethodConfig | Objective):
+            kind = "MethodConfig" if name == "method" else "Objective"
+            raise FedhmError(f"{name} must be a name or a fedhm.{kind}, not a {type(section).__name__}")
+        table[name] = {"name": section} if isinstance(section, str) else section
+    return table
+
+
 def report_on(path: Path) -> None:
-    """Leaves the report of a finished run in its folder."""
+    """Leave the report of a finished run in its folder."""
     from fedhm.report.save import save_report  # plots take a second to import, which clients on Flower need not
     from fedhm.runs.history import read_runs
 
@@ -73,7 +116,7 @@ def report_on(path: Path) -> None:
 
 
 def as_begun(settings: Config, path: Path | None) -> Config:
-    """The settings of a run that goes on in `path`, if there is one: threads and tiers are as it began with."""
+    """Return the settings of a run that is resumed in `path`, if there is one: threads and tiers as it began with."""
     if path is None or not (path / "config.toml").exists():
         return settings
     begun = read_config(path)
@@ -86,40 +129,3 @@ def as_begun(settings: Config, path: Path | None) -> Config:
     if begun.without_place() != settings.resolved().without_place():
         raise FedhmError(f"{path} holds a run with other settings: choose another folder")
     return settings
-
-
-def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:
-    """Reads the data and builds the model that a config names."""
-    federation = read_federation(config)
-    model = build_model(config, federation.input_shape, federation.classes)
-    return Experiment(model, federation, config, watchers=watchers)
-
-
-def read_federation(config: Config) -> Federation:
-    if config.data is None and config.engine.name == "flower":
-        raise FedhmError(
-            "this run has no [data] section: it is one of a Flower app, and the same 'flwr run' resumes it"
-        )
-    if config.data is None:
-        raise FedhmError(
-            "this run has no [data] section: it was started from Python with its own data, "
-            "and is resumed there, by fedhm.run with the same arguments"
-        )
-    return partitioned(config.data, config.federation.clients, config.seed)
-
-
-def build_model(config: Config, input_shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The model that the config names, initialised from its seed."""
-    if config.model is None:
-        raise FedhmError("the config has no [model] section")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(config.seed, "model"))
-        return MODELS[config.model.name](num_classes=classes, in_channels=input_shape[0], width=config.model.width)
-
-
-def input_format(config: Config) -> tuple[tuple[int, ...], int]:
-    """Input shape and number of classes, without reading data where the source is a known one."""
-    if config.data is not None and config.data.source in SHAPES:
-        return SHAPES[config.data.source]
-    federation = read_federation(config)
-    return federation.input_shape, federation.classes

@@ -1,149 +1,129 @@
-"""The settings of every method, and how its tiers are called."""
+"""The settings of a method: what reading, running, reports and comparisons know of any of them.
 
-import math
-from fractions import Fraction
-from typing import Annotated, Literal
+A method is one file, with a subclass of `MethodConfig` in it:
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+    class MyMethod(MethodConfig):
+        name: Literal["mine"] = "mine"
+        share: float = 0.5                       # a setting: method.share in a config
+
+        def build(self, model, setup):
+            return Running(self, model, setup)   # a fedhm.Method
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from torch import nn
+
+from fedhm.config.section import Section
+from fedhm.errors import FedhmError
+
+Settings = dict[str, Any]  # of a [method] section
+Number = TypeVar("Number", int, float)
 
 
-def _as_ratio(value: object) -> object:
-    """Ratios may be written as "1/8"."""
-    if isinstance(value, str):
-        try:
-            return float(Fraction(value))
-        except (ValueError, ZeroDivisionError):
-            return value
-    return value
+class Sizes(Protocol):
+    """FedHM's tiers in a comparison, which the tiers of all other methods are matched to."""
+
+    @property
+    def fedhm(self) -> Settings: ...
+    @property
+    def keep(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def ratios(self) -> list[float]:
+        """Return the rank ratios, largest first; one with two shares of the clients comes twice."""
+        ...
+
+    @property
+    def widths(self) -> list[float]:
+        """Return widths with as many parameters as the ratios."""
+        ...
+
+    @property
+    def bases(self) -> list[int]:
+        """Return how many networks of the smallest width have as many parameters as each ratio."""
+        ...
 
 
-def _told_apart(ratios: tuple[float, ...]) -> tuple[float, ...]:
-    if len({f"{ratio:g}" for ratio in ratios}) != len(set(ratios)):
-        raise ValueError("two tiers differ too little to be told apart")
-    return ratios
+@dataclass(frozen=True)
+class Entry:
+    """What a name in `fedhm compare --methods` stands for: a method with its settings, run once for each seed."""
+
+    name: str
+    settings: Callable[[Sizes], Settings]
 
 
-Ratio = Annotated[float, BeforeValidator(_as_ratio), Field(gt=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-Ratios = Annotated[tuple[Ratio, ...], Field(min_length=1), AfterValidator(_told_apart)]
+@dataclass(frozen=True)
+class Family:
+    """A name that stands for several entries, NAME:SIZE, one for each size below the full model."""
+
+    name: str
+    members: Callable[[Sizes], Sequence[float]]
+    settings: Callable[[Sizes, str], Settings]
+    called: Callable[[float], str]  # a size has one name, however it was written
+
+
+class MethodConfig(Section):
+    """A method with its settings, before it has a model: subclass it to bring a method of your own."""
+
+    name: str
+    needs_public: ClassVar[bool] = False  # it cannot do without public samples
+
+    def build(self, model: nn.Module, setup: Any) -> Any:
+        """Return the running method, a `fedhm.Method`, for a model; `setup` is a `fedhm.methods.method.Setup`."""
+        raise NotImplementedError(f"{type(self).__name__} must have a method `build(model, setup)`")
+
+    # What reports and comparisons ask
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        """Return what the method adds to the names that `fedhm compare --methods` takes."""
+        name = cls.model_fields["name"].default
+        return [Entry(name, lambda _: {"name": name})]
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """Return the size of each capability level, where there are several: one listed twice has two shares."""
+        return ()
+
+    @property
+    def rank_ratios(self) -> Sequence[float]:
+        """Return the tiers that other methods' sizes are matched to, if this method is the one to match."""
+        return ()
+
+    @property
+    def column(self) -> str:
+        """Return the column of a comparison that several one-size runs share; empty: each has its own."""
+        return ""
+
+    @property
+    def is_full_model(self) -> bool:
+        """Tell whether every client trains the whole model: costs are relative to that."""
+        return False
+
+    @property
+    def remark(self) -> str:
+        """Return what figures say of the method beside its name."""
+        return ""
+
+    def in_setting(self, heterogeneity: str) -> Settings:  # noqa: ARG002
+        """Return the settings that its authors use with fixed or dynamic tiers."""
+        return {}
+
+
+def matched_widths(name: str) -> list[Entry]:
+    """Return the entry of a method whose tiers are widths: those that match FedHM's tiers."""
+    return [Entry(name, lambda sizes: {"name": name, "tiers": sizes.widths})]
+
+
 PAPER_WIDTHS = (1.0, 0.62, 0.5, 0.35)  # sizes near those of γ = 1, 1/2, 1/4, 1/8 on ResNet-18
 
 
-def tier_name(ratio: float) -> str:
-    """How a rank ratio is called everywhere: full, 1/2, 1/8, or the plain number."""
-    if ratio == 1:
-        return "full"
-    fraction = Fraction(ratio).limit_denominator(64)
-    return str(fraction) if math.isclose(float(fraction), ratio, rel_tol=1e-9) else f"{ratio:g}"
-
-
-def width_name(width: float) -> str:
-    """How a width is called everywhere: full, w0.62."""
-    return "full" if width == 1 else f"w{width:g}"
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
-
-
-class FedHMConfig(Section):
-    name: Literal["fedhm"] = "fedhm"
-    tiers: Ratios = (1.0, 1 / 2, 1 / 4, 1 / 8)  # one listed twice has two shares of the clients
-    keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
-    weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
-    aggregate: Literal["models", "updates"] = "models"  # updates: directions that a tier cannot carry are left alone
-    form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
-    warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
-
-
-class _Averaging(Section):
-    weighting: Literal["uniform", "samples"] = "uniform"
-
-
-class FedAvgConfig(_Averaging):
-    name: Literal["fedavg"] = "fedavg"
-    tier: Ratio = 1.0  # one network for all clients: the full one, or its hybrid network at this ratio
-    keep: Annotated[int, Field(ge=0)] = 1
-
-
-class SlimmedConfig(_Averaging):
-    name: Literal["slimmed"] = "slimmed"
-    width: Ratio = 0.35  # one width for all clients
-
-
-class HeteroFLConfig(_Averaging):
-    name: Literal["heterofl"] = "heterofl"
-    tiers: Ratios = PAPER_WIDTHS  # widths
-    scaler: bool = True  # divide activations by the width in training, where no normalisation follows
-
-
-class FedRolexConfig(_Averaging):
-    name: Literal["fedrolex"] = "fedrolex"
-    tiers: Ratios = PAPER_WIDTHS  # widths
-    roll: Annotated[int, Field(ge=0)] = 1  # channels by which the window moves each round
-
-
-class FjORDConfig(_Averaging):
-    name: Literal["fjord"] = "fjord"
-    tiers: Ratios = PAPER_WIDTHS  # widths
-
-
-class SplitMixConfig(_Averaging):
-    name: Literal["splitmix"] = "splitmix"
-    base: Ratio = 0.35  # the width of a base network
-    tiers: Annotated[tuple[Positive, ...], Field(min_length=1)] = (9, 3, 2, 1)  # how many of them
-    rescaled_init: bool = True  # weights start as small as those of the full width
-
-
-class FedParaConfig(_Averaging):
-    name: Literal["fedpara"] = "fedpara"
-    # γ: from the smallest useful rank to the one that saves nothing
-    ratio: Annotated[float, BeforeValidator(_as_ratio), Field(ge=0, le=1)] = 0.1
-    keep: Annotated[int, Field(ge=0)] = 1
-
-
-class FedDLRConfig(_Averaging):
-    name: Literal["feddlr"] = "feddlr"
-    tier: Ratio = 1 / 4  # the rank ratio of what travels
-    keep: Annotated[int, Field(ge=0)] = 1
-
-
-class Distilling(Section):
-    """Of a method that cannot do without public samples."""
-
-    name: str
-
-
-class FedMDConfig(Distilling):
-    name: Literal["fedmd"] = "fedmd"
-    tiers: Ratios = PAPER_WIDTHS  # widths; every client has a model of its own
-    digest_epochs: Positive = 1  # over the public samples, towards the consensus
-    digest_lr: Annotated[float, Field(gt=0)] = 0.1  # of absolute errors, whose gradients are small
-
-
-class FedDFConfig(_Averaging, Distilling):
-    name: Literal["feddf"] = "feddf"
-    tiers: Ratios = PAPER_WIDTHS  # widths; every tier has a model of its own
-    steps: Positive = 50  # of distillation after each round
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    batch: Annotated[int, Field(ge=2)] = 64  # batch normalisation has no variance of a single value
-
-
-AnyMethodConfig = (
-    FedHMConfig
-    | FedAvgConfig
-    | SlimmedConfig
-    | HeteroFLConfig
-    | FedRolexConfig
-    | FjORDConfig
-    | SplitMixConfig
-    | FedParaConfig
-    | FedDLRConfig
-    | FedMDConfig
-    | FedDFConfig
-)
-MethodConfig = Annotated[AnyMethodConfig, Field(discriminator="name")]
-METHOD_CONFIGS: dict[str, type[Section]] = {
-    str(section.model_fields["name"].default): section for section in AnyMethodConfig.__args__
-}
+def replace_largest(levels: Sequence[Number], count: int, name: str) -> list[Number]:
+    """Return the levels of which the `count` largest give way to the next smaller one, for the entry `name`."""
+    if len(levels) <= count:
+        raise FedhmError(f"{name} needs at least {count + 1} tiers, but there are {len(levels)}")
+    return [levels[count]] * (count + 1) + list(levels[count + 1 :])

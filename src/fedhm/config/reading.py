@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedhm.config.method import METHOD_CONFIGS, FedHMConfig
-from fedhm.config.settings import Config
+from fedhm.config.plugins import Group, UnknownNameError, find
+from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.errors import FedhmError
 
 
@@ -50,10 +50,10 @@ def load_config(name: str, changes: Iterable[str] = ()) -> Config:
     return parse({"data": {}, "model": {}, **table}, where)
 
 
-def parse_text(text: str, where: str) -> Config:
-    """Of TOML that `Config.to_toml` wrote."""
+def parse_resolved(text: str, where: str) -> ResolvedConfig:
+    """Read the TOML that a resolved config wrote."""
     try:
-        return parse(tomllib.loads(text), where)
+        return parse(tomllib.loads(text), where).resolved()
     except tomllib.TOMLDecodeError as error:
         raise FedhmError(f"{where} is not valid TOML: {error}") from None
 
@@ -90,8 +90,8 @@ def _changed(table: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
             raise FedhmError(f"--set takes KEY=VALUE, such as train.lr=0.05, not '{change}'{hint}")
         pairs.append((key.strip().split("."), _value(text.strip())))
     for path, value in pairs:
-        if path == ["method", "name"] and table.get("method", {}).get("name") != value:
-            table["method"] = {}  # another method has other settings: its section starts anew
+        if len(path) == 2 and path[0] in NAMED and path[1] == "name" and _name_of(table, path[0]) != value:
+            table[path[0]] = {}  # another method has other settings: its section starts anew
     for path, value in pairs:
         section = table
         for part in path[:-1]:
@@ -100,6 +100,11 @@ def _changed(table: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
                 raise FedhmError(f"--set {'.'.join(path)}: '{part}' is not a section")
         section[path[-1]] = value
     return table
+
+
+def _name_of(table: dict[str, Any], section: str) -> Any:
+    given = table.get(section, {})
+    return given.get("name") if isinstance(given, dict) else None
 
 
 def _value(text: str) -> Any:
@@ -112,22 +117,21 @@ def _value(text: str) -> Any:
         return text
 
 
+NAMED: dict[str, tuple[Group, str]] = {"method": ("methods", "fedhm"), "objective": ("objectives", "classification")}
+
+
 def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
-    method = table.get("method", {}).get("name", "fedhm") if isinstance(table.get("method", {}), dict) else "fedhm"
-    known = list(_known_keys(method))
+    known = list(_known_keys(table))
     said: set[str] = set()
     for problem in error.errors():
         # pydantic puts the name of a union's branch into the path; the user never wrote it
         path = [str(part) for part in problem["loc"]]
-        if path[:1] == ["method"] and len(path) > 1 and path[1] in METHOD_CONFIGS:
-            del path[1]
         key = ".".join(part for part in path if not part.startswith(("constrained-", "literal[")))
         if key in said:
             continue  # a value that fits none of several types has a problem with each
         said.add(key)
-        if problem["type"] == "union_tag_invalid":
-            known_methods = problem["ctx"]["expected_tags"].replace("'", "")
-            yield f"method.name: there is no method '{problem['ctx']['tag']}', known are {known_methods}"
+        if problem["type"] == "unknown_name":
+            yield f"{key}.name: {problem['msg']}"
         elif problem["type"] == "too_short" and len(problem["input"]):
             continue  # follows from an item that was refused, which has a sentence of its own
         elif problem["type"] == "extra_forbidden":
@@ -140,13 +144,22 @@ def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {message[0].lower()}{message[1:]}{shown}"
 
 
-def _known_keys(method: str) -> Iterator[str]:
-    """Every key that a config may have, in dotted form."""
+def _known_keys(table: dict[str, Any]) -> Iterator[str]:
+    """Yield every key that a config like this one may have, in dotted form."""
     for name, field in Config.model_fields.items():
         yield name
-        section = METHOD_CONFIGS.get(method, FedHMConfig) if name == "method" else _section(field.annotation)
+        section = _named_section(name, table.get(name)) if name in NAMED else _section(field.annotation)
         if section is not None:
             yield from (f"{name}.{key}" for key in section.model_fields)
+
+
+def _named_section(name: str, given: Any) -> type[BaseModel] | None:
+    group, default = NAMED[name]
+    try:
+        found: type[BaseModel] = find(group, str(given.get("name", default)) if isinstance(given, dict) else default)
+    except UnknownNameError:
+        return None
+    return found
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

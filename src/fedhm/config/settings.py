@@ -1,18 +1,25 @@
-"""The settings of a run: typed and validated. `config_file.py` reads them."""
+"""The settings of a run, typed and validated. `reading.py` reads them."""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic_core import PydanticCustomError
 
-from fedhm.config.method import FedHMConfig, MethodConfig, Positive, Ratio, Section
+from fedhm.config.method import MethodConfig
+from fedhm.config.objective import Objective
+from fedhm.config.plugins import Group, UnknownNameError, find, make
+from fedhm.config.section import Positive, Ratio, Section
 from fedhm.machine.cores import usable_cores
 from fedhm.machine.device import find_device
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class DataConfig(Section):
-    source: str = "digits"  # digits, fashion-mnist, cifar10, cifar100, tinyimagenet or hf:NAME
+    source: str = "digits"  # diabetes, digits, fashion-mnist, cifar10, cifar100, tinyimagenet or hf:NAME
     folder: Path | None = None  # where the files are; without it FEDHM_DATA or ./data
     partition: Literal["iid", "dirichlet", "dirichlet-unequal"] = "iid"  # dirichlet: equal sizes
     alpha: Annotated[float, Field(gt=0)] = 0.5
@@ -24,7 +31,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["cnn", "resnet18", "resnet34"] = "cnn"
+    name: Literal["cnn", "mlp", "resnet18", "resnet34"] = "cnn"
     width: Annotated[float, Field(gt=0)] = 1.0
 
 
@@ -48,7 +55,13 @@ class TrainConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 0.1
     milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    optimizer: Literal["sgd", "adamw"] = "sgd"  # torch's own
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd, as are the next two
+    dampening: Annotated[float, Field(ge=0, le=1)] = 0.0
+    nesterov: bool = False
+    betas: tuple[Beta, Beta] = (0.9, 0.999)  # of adamw, as are the next two
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    amsgrad: bool = False
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
     decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
@@ -57,9 +70,29 @@ class TrainConfig(Section):
     max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
     on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
 
+    @model_validator(mode="after")
+    def _as_torch_has_it(self) -> "TrainConfig":
+        if self.nesterov and self.optimizer == "sgd" and (self.momentum == 0 or self.dampening):
+            raise ValueError("nesterov needs a momentum, and no dampening")
+        return self
+
     def learning_rate(self, round_number: int) -> float:
         """Of round 1, 2, …; a milestone is the last round before a drop."""
         return self.lr * self.lr_decay ** sum(round_number > milestone for milestone in self.milestones)
+
+
+class ServerConfig(Section):
+    """What the server makes of a round's mean: the mean itself, or a step towards it."""
+
+    optimizer: Literal["none", "momentum", "adam"] = "none"  # FedAvgM, FedAdam
+    lr: Annotated[float, Field(ge=0)] = 0.0  # of the server's steps; 0: 1 with momentum, 0.01 with adam
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # β of momentum
+    betas: tuple[Beta, Beta] = (0.9, 0.99)  # β₁ and β₂ of adam
+    tau: Annotated[float, Field(gt=0)] = 1e-3  # τ of adam: its degree of adaptivity
+
+    @property
+    def learning_rate(self) -> float:
+        return self.lr or (0.01 if self.optimizer == "adam" else 1.0)
 
 
 class EvaluationConfig(Section):
@@ -95,6 +128,22 @@ class CompareConfig(Section):
     bases: tuple[Positive, ...] = ()  # Split-Mix's: how many base networks
 
 
+def _of_its_name(group: Group, default: str) -> BeforeValidator:
+    """Read a section by the class that its `name` stands for; without a name it is the default's."""
+
+    def read(section: Any) -> Any:
+        if not isinstance(section, dict):
+            return section
+        name = section.get("name", default)
+        try:
+            kind: type[Section] = find(group, str(name))
+        except UnknownNameError as error:
+            raise PydanticCustomError("unknown_name", "{sentence}", {"sentence": str(error)}) from None
+        return kind.model_validate({**section, "name": name})
+
+    return BeforeValidator(read)
+
+
 class Config(Section):
     """`data` and `model` are None where a run is started from Python with a user's own."""
 
@@ -103,24 +152,22 @@ class Config(Section):
     model: ModelConfig | None = None
     federation: FederationConfig = FederationConfig()
     train: TrainConfig = TrainConfig()
-    method: MethodConfig = FedHMConfig()
+    method: Annotated[SerializeAsAny[MethodConfig], _of_its_name("methods", "fedhm")] = Field(
+        default_factory=partial(make, "methods", "fedhm")
+    )
+    objective: Annotated[SerializeAsAny[Objective], _of_its_name("objectives", "classification")] = Field(
+        default_factory=partial(make, "objectives", "classification")
+    )
+    server: ServerConfig = ServerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: EngineConfig = EngineConfig()
     compare: CompareConfig | None = None  # no part of a single run
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_method(cls, table: Any) -> Any:
-        """A [method] section without a name is FedHM's."""
-        if isinstance(table, dict) and isinstance(table.get("method"), dict) and "name" not in table["method"]:
-            return {**table, "method": {"name": "fedhm", **table["method"]}}
-        return table
-
-    def resolved(self) -> "Config":
-        """With all filled in that depends on where the run was started, so that a resumed run repeats it.
+    def resolved(self) -> "ResolvedConfig":
+        """Fill in all that depends on where the run was started, so that a resumed run repeats it.
 
         Sums depend on the number of threads in their last digits. So no number of threads depends on `workers`, which
-        is left open: it may be another one when the run is gone on with.
+        is left open: it may be another one when the run is resumed.
         """
         cores = usable_cores()
         engine = {
@@ -139,20 +186,17 @@ class Config(Section):
             changes["train"] = self.train.model_copy(update={"on_bad_update": reaction})
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
-        return self.model_copy(update=changes)
+        return ResolvedConfig(**{name: getattr(self, name) for name in Config.model_fields} | changes)
 
-    def with_workers(self, workers: int | Literal["auto"]) -> "Config":
-        return self.model_copy(update={"engine": self.engine.model_copy(update={"workers": workers})})
-
-    def without_place(self) -> "Config":
-        """All that makes a run the run that it is, wherever it is gone on with."""
+    def without_place(self) -> Self:
+        """Keep all that makes a run the run that it is, wherever it is resumed."""
         place = {
             key: EngineConfig.model_fields[key].default for key in ("workers", "superlink", "patience", "deadline")
         }
         return self.model_copy(update={"engine": self.engine.model_copy(update=place)})
 
     def dotted(self) -> dict[str, Any]:
-        """Every setting by its dotted key, as --set would change it."""
+        """Return every setting by its dotted key, as --set would change it."""
         found: dict[str, Any] = {}
         for name, value in self.model_dump(mode="json", exclude_none=True).items():
             found |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
@@ -160,3 +204,18 @@ class Config(Section):
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+class ResolvedConfig(Config):
+    """Settings that leave nothing open to where they are read: what a run is made of, and what its folder holds."""
+
+    @model_validator(mode="after")
+    def _nothing_left_open(self) -> Self:
+        if not self.engine.threads or not self.engine.server_threads:
+            raise ValueError("engine.threads and engine.server_threads of a run must be whole numbers from 1 on")
+        if self.train.on_bad_update == "auto":
+            raise ValueError("train.on_bad_update of a run must be 'stop' or 'drop'")
+        return self
+
+    def with_workers(self, workers: int | Literal["auto"]) -> Self:
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"workers": workers})})

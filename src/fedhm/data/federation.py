@@ -10,6 +10,8 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fedhm.config.objective import Objective
+from fedhm.config.plugins import make
 from fedhm.config.settings import DataConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.partition import PARTITIONS
@@ -28,7 +30,7 @@ PublicLike = DataLike | Tensor | np.ndarray[Any, Any]  # inputs may come without
 class Federation:
     clients: Sequence[Samples]
     test: Samples
-    classes: int
+    classes: int  # or how many numbers are to be predicted
     preprocessing: Preprocessing
     public: Samples | None = None  # everybody has them; their labels are never used
     # in place of `clients`, where samples lie elsewhere: how many each says it has; 0: it has not yet
@@ -54,13 +56,20 @@ class Federation:
             ("the test set", self.test),
             *((f"client {i}", s) for i, s in enumerate(self.clients)),
         ]:
-            if samples.labels.min() < 0 or samples.labels.max() >= self.classes:
+            whole = not samples.labels.is_floating_point()
+            if whole and (samples.labels.min() < 0 or samples.labels.max() >= self.classes):
                 raise FedhmError(f"{name} has labels outside 0…{self.classes - 1}")
             self._check_kind(name, samples)
         if self.public is not None:
             self._check_kind("the public set", self.public)
             if len(self.public) < 2:  # batch normalisation has no variance of a single value
                 raise FedhmError("the public set needs at least two samples")
+
+    def check_targets(self, objective: Objective) -> None:
+        """Refuse samples whose labels are not what the objective learns."""
+        objective.check(self.test.labels, self.classes, "the test set")
+        for number, samples in enumerate(self.clients):
+            objective.check(samples.labels, self.classes, f"client {number}")
 
     def _check_kind(self, name: str, samples: Samples) -> None:
         if _kind(samples) != _kind(self.test):
@@ -131,14 +140,16 @@ def gathered(
     flip: bool = False,
     dtype: torch.dtype = torch.float32,
     public: PublicLike | None = None,
+    objective: Objective | None = None,
 ) -> Federation:
-    """A federation from a user's own data sets.
+    """Make a federation of a user's own data sets; without an objective, labels are class numbers.
 
     Images in uint8 (N, C, H, W) are normalised; other floating-point input is brought to `dtype` and left as it is.
     """
-    own = [own_samples(data, f"client {number}", dtype) for number, data in enumerate(clients)]
-    own_test = own_samples(test, "the test set", dtype)
-    classes = 1 + max((int(s.labels.max()) for s in [*own, own_test] if len(s)), default=0)
+    learned: Objective = objective or make("objectives", "classification")
+    own = [own_samples(data, f"client {number}", dtype, learned) for number, data in enumerate(clients)]
+    own_test = own_samples(test, "the test set", dtype, learned)
+    classes = learned.outputs([samples.labels for samples in (*own, own_test)])
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
@@ -147,13 +158,22 @@ def gathered(
     return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys)
 
 
-def own_samples(data: DataLike, whose: str, dtype: torch.dtype) -> Samples:
-    """A user's samples; floating-point inputs are brought to `dtype`."""
-    return _converted(_as_samples(data, whose), dtype)
+def own_samples(data: DataLike, whose: str, dtype: torch.dtype, objective: Objective) -> Samples:
+    """Return a user's samples; floating-point inputs are brought to `dtype`."""
+    inputs, labels = _as_arrays(data, whose)
+    return Samples(_converted(inputs, dtype), objective.as_targets(labels, whose, dtype))
 
 
 def own_public(data: PublicLike, dtype: torch.dtype) -> Samples:
-    return _converted(_as_public(data), dtype)
+    """Return public samples in random order: they may come sorted, and BatchNorm would see batches of one label."""
+    if isinstance(data, Tensor | np.ndarray):
+        if not data.ndim:
+            raise FedhmError("the public set must be an array of inputs, not a single number")
+        inputs = torch.as_tensor(data)
+    else:
+        inputs, _ = _as_arrays(data, "the public set")
+    samples = Samples(_converted(inputs, dtype), torch.zeros(len(inputs), dtype=torch.int64))
+    return samples.subset(torch.from_numpy(numpy_generator(0, "public").permutation(len(samples))))
 
 
 def remote_federation(
@@ -163,12 +183,13 @@ def remote_federation(
     preprocessing: Preprocessing,
     public: PublicLike | None = None,
     dtype: torch.dtype = torch.float32,
+    objective: Objective | None = None,
 ) -> Federation:
-    """As `gathered`, of clients whose samples the server never sees: `sizes` has how many each says it has.
+    """Do as `gathered`, of clients whose samples the server never sees: `sizes` has how many each says it has.
 
     So the server has to be told how many `classes` there are, and by which mean and deviation images are normalised.
     """
-    own_test = own_samples(test, "the test set", dtype)
+    own_test = own_samples(test, "the test set", dtype, objective or make("objectives", "classification"))
     channels = own_test.inputs.shape[1] if own_test.are_images else 0
     if own_test.are_images and not len(preprocessing.mean) == len(preprocessing.std) == channels:
         raise FedhmError(f"uint8 images are normalised: give mean and std of each channel, {channels} of both")
@@ -176,45 +197,33 @@ def remote_federation(
     return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes))
 
 
-def _as_public(data: PublicLike) -> Samples:
-    """In random order: public data may come sorted, and BatchNorm would see batches of one label."""
-    if isinstance(data, Tensor | np.ndarray):
-        if not data.ndim:
-            raise FedhmError("the public set must be an array of inputs, not a single number")
-        data = (data, np.zeros(len(data)))
-    samples = _as_samples(data, "the public set")
-    return samples.subset(torch.from_numpy(numpy_generator(0, "public").permutation(len(samples))))
-
-
-def _as_samples(data: DataLike, whose: str) -> Samples:
+def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:
+    """Return the inputs and labels of whatever a user may hand in."""
     if isinstance(data, Samples):
-        return data
+        return data.inputs, data.labels
     if isinstance(data, tuple) and len(data) == 2:
         try:
-            inputs, labels = torch.as_tensor(data[0]), torch.as_tensor(data[1])
+            return torch.as_tensor(data[0]), torch.as_tensor(data[1])
         except (TypeError, ValueError, RuntimeError) as error:
             raise FedhmError(f"the inputs and labels of {whose} must be arrays of numbers: {error}") from None
-        if labels.is_floating_point() and not torch.equal(labels, labels.round()):
-            raise FedhmError(f"the labels of {whose} must be whole class numbers")
-        return Samples(inputs, labels.long())
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, str):
         kind = type(data).__name__
         raise FedhmError(f"{whose} must be a pair (inputs, labels) or a dataset with a length, not a {kind}")
     try:
         pairs = [data[index] for index in range(len(data))]
         images = [_as_tensor(pair[0]) for pair in pairs]
-        numbers = [int(pair[1]) for pair in pairs]
+        labels = [torch.as_tensor(pair[1]) for pair in pairs]
     except Exception as error:  # whatever a user's data set raises
         raise FedhmError(f"the samples of {whose} must be pairs of an array and a class number: {error!r}") from error
     if not pairs:
         raise FedhmError(f"{whose} has no samples")
-    if any(x.shape != images[0].shape for x in images):
+    if any(x.shape != images[0].shape for x in images) or any(y.shape != labels[0].shape for y in labels):
         raise FedhmError(f"the samples of {whose} differ in shape: bring them to one size first")
-    return Samples(torch.stack(images), torch.tensor(numbers))
+    return torch.stack(images), torch.stack(labels)
 
 
-def _converted(samples: Samples, dtype: torch.dtype) -> Samples:
-    return Samples(samples.inputs.to(dtype), samples.labels) if samples.inputs.is_floating_point() else samples
+def _converted(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Labelled samples, held whole in memory."""
+"""Samples with what is to be learned of them, held whole in memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +11,23 @@ from fedhm.errors import FedhmError
 
 @dataclass(frozen=True)
 class Samples:
-    """`inputs` (N, …) and `labels` (N,). Images are uint8 (N, C, H, W); any other input is taken as it is."""
+    """`inputs` (N, …), and `labels`: class numbers (N,), or numbers to predict (N,) or (N, outputs).
+
+    Images are uint8 (N, C, H, W); any other input is taken as it is.
+    """
 
     inputs: Tensor
     labels: Tensor
 
     def __post_init__(self) -> None:
-        if self.labels.ndim != 1 or len(self.labels) != len(self.inputs):
+        numbers = self.labels.is_floating_point()
+        if self.labels.ndim not in ((1, 2) if numbers else (1,)) or len(self.labels) != len(self.inputs):
             raise FedhmError(
-                f"labels must be one integer per sample: got inputs {tuple(self.inputs.shape)} "
-                f"and labels {tuple(self.labels.shape)}"
+                f"labels must be one {'row of numbers' if numbers else 'integer'} per sample: "
+                f"got inputs {tuple(self.inputs.shape)} and labels {tuple(self.labels.shape)}"
             )
-        if self.labels.dtype != torch.int64:
-            raise FedhmError(f"labels must be int64 class numbers, not {self.labels.dtype}")
+        if not numbers and self.labels.dtype != torch.int64:
+            raise FedhmError(f"labels must be int64 class numbers, or numbers to predict, not {self.labels.dtype}")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -17,11 +17,11 @@ from fedhm.engines.worker import Desk, serve
 from fedhm.errors import FedhmError
 from fedhm.work.client import Client
 from fedhm.work.messages import Reply, Task
+from fedhm.work.work import work_of
 
 AHEAD = 2  # tasks under way for each worker: the next one is there when it has finished one
 WINDOW = 4  # for each worker, how many tasks may be handed out from the oldest on that is not answered
 HELD_BACK = (signal.SIGINT, signal.SIGTERM)
-DOING = {"train": "trained", "statistics": "gathered statistics", "distil": "distilled"}
 
 
 class _Worker(NamedTuple):
@@ -114,7 +114,9 @@ class Pool:
         (after,) = struct.unpack_from("<Q", self._busy_with, 8 * worker.number)
         task = under_way.get(after - 1)
         doing = (
-            f" while client {task.client} (tier {task.tier}) {DOING[task.kind]} in round {task.round}" if task else ""
+            f" while client {task.client} (tier {task.tier}) {work_of(task.kind).past} in round {task.round}"
+            if task
+            else ""
         )
         return FedhmError(
             f"a worker process {how}{doing}: there may not be enough memory for {self._size} workers, then set "

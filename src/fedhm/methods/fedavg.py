@@ -4,17 +4,34 @@ The network is the full model, or its hybrid network at one rank ratio; then the
 """
 
 from collections.abc import Iterable
+from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import FedAvgConfig, tier_name
+from fedhm.config.method import MethodConfig
+from fedhm.config.section import Ratio, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import ModelState, Setup
 from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.work.messages import Update
+
+
+class FedAvgConfig(MethodConfig):
+    name: Literal["fedavg"] = "fedavg"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    tier: Ratio = 1.0  # one network for all clients: the full one, or its hybrid network at this ratio
+    keep: Annotated[int, Field(ge=0)] = 1
+
+    def build(self, model: nn.Module, setup: Setup) -> "FedAvg":
+        return FedAvg(model, self, setup)
+
+    @property
+    def is_full_model(self) -> bool:
+        return self.tier == 1
 
 
 class FedAvg(Homogeneous):
@@ -25,12 +42,15 @@ class FedAvg(Homogeneous):
         self._model = model
         self._classifier = setup.classifier
 
-    def start(self, weights: Tensors) -> State:
+    def start(self, weights: Tensors) -> ModelState:
         model = load(to_hybrid(self._model, {}), weights)
-        return State({name: t.clone() for name, t in exchanged(to_hybrid(model, self.plan)).items()})
+        return ModelState({name: t.clone() for name, t in exchanged(to_hybrid(model, self.plan)).items()})
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
-        return State(average(state.weights, updates, self.config.weighting, self._classifier))
+    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
+        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier))
 
     def build(self) -> nn.Module:
         return to_hybrid(self._model, self.plan, spectral=False)
+
+
+ENTRY_POINT = FedAvgConfig

@@ -9,63 +9,89 @@ number of steps at one rate.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice, repeat
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from fedhm.config.method import FedDFConfig
+from fedhm.config.method import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.section import Positive, Ratios
 from fedhm.methods.mean import WeightedMean, influence
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.seeds import derive, torch_generator
-from fedhm.work.distil import divergence, follow, scores
+from fedhm.work.distil import follow, logits
 from fedhm.work.memory_format import channels_last
 from fedhm.work.messages import Participant, Task, Update
 
 
-class FedDF:
+class FedDFConfig(MethodConfig):
+    name: Literal["feddf"] = "feddf"
+    needs_public: ClassVar[bool] = True
+    weighting: Literal["uniform", "samples"] = "uniform"
+    tiers: Ratios = PAPER_WIDTHS  # widths; every tier has a model of its own
+    steps: Positive = 50  # of distillation after each round
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    batch: Annotated[int, Field(ge=2)] = 64  # batch normalisation has no variance of a single value
+
+    def build(self, model: nn.Module, setup: Setup) -> "FedDF":
+        return FedDF(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return matched_widths("feddf")
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return self.tiers
+
+
+@dataclass(frozen=True)
+class FedDFState(State):
+    models: dict[str, Tensors]  # by tier
+    averaged: ClassVar[tuple[str, ...]] = ("models",)
+
+
+class FedDF(Method[FedDFState]):
+    state_type = FedDFState
+
     def __init__(self, model: nn.Module, config: FedDFConfig, setup: Setup) -> None:
-        self.config, self._public = config, setup.public
+        self.config, self._public, self._objective = config, setup.public, setup.objective
         self.slices = Slices(model, config.tiers, setup)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
         self._classifier, self._seed = setup.classifier, setup.seed
 
-    def start(self, weights: Tensors) -> State:
-        state: Tensors = {}
-        for tier in self.tiers:
-            own = self.slices.own_scale(self.slices.take(weights, tier), tier)
-            state |= {f"{tier}/{name}": tensor for name, tensor in own.items()}
-        return State(state)
+    def start(self, weights: Tensors) -> FedDFState:
+        return FedDFState({t: self.slices.own_scale(self.slices.take(weights, t), t) for t in self.tiers})
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        sent = {tier: self.weights(state, tier) for tier in {p.tier for p in participants}}
+    def tasks(self, state: FedDFState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
-            yield Task("train", round_number, p.client, p.tier, p.tier, sent[p.tier])
+            yield Task("train", round_number, p.client, p.tier, p.tier, state.models[p.tier])
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
+    def merge(self, state: FedDFState, updates: Iterable[Update], round_number: int) -> FedDFState:
         assert self._public is not None
-        mean = WeightedMean(state.weights)
+        means = {tier: WeightedMean(model) for tier, model in state.models.items()}
         teacher = torch.zeros(())  # the clients' logits on the public inputs, summed
-        round_number = teachers = 0
+        teachers = 0
         for update in updates:
-            mean.add_all(update, influence(update, self.config.weighting), self._classifier, f"{update.tier}/")
+            means[update.tier].add_all(update, influence(update, self.config.weighting), self._classifier)
             client = load(self.network(update.tier), update.tensors)
-            teacher = teacher + scores(client, self._public, self.config.batch)
-            round_number, teachers = update.round, teachers + 1
-        weights = mean.result()
+            teacher, teachers = teacher + logits(client, self._public, self.config.batch), teachers + 1
+        models = {tier: mean.result() for tier, mean in means.items()}
         if teachers:
-            for tier in self.tiers:
-                student = self._distilled(_of(tier, weights), teacher / teachers, tier, round_number)
-                weights |= {f"{tier}/{name}": tensor for name, tensor in student.items()}
-        return State(weights)
+            for tier, model in models.items():
+                models[tier] = model | self._distilled(model, teacher / teachers, tier, round_number)
+        return FedDFState(models)
 
     def network(self, name: str) -> nn.Module:
         return self.slices.network(name)
 
-    def weights(self, state: State, tier: str) -> Tensors:
-        return _of(tier, state.weights)
+    def weights(self, state: FedDFState, tier: str) -> Tensors:
+        return state.models[tier]
 
     def _distilled(self, weights: Tensors, teacher: Tensor, tier: str, round_number: int) -> Tensors:
         assert self._public is not None
@@ -75,10 +101,9 @@ class FedDF:
         optimizer = torch.optim.Adam(student.parameters(), lr=self.config.lr)
         with torch.random.fork_rng(devices=[]):  # dropout knows only the global generator
             torch.manual_seed(derive(self._seed, "dropout", round_number, tier))
-            follow(student, teacher, divergence, optimizer, islice(chain.from_iterable(epochs), self.config.steps))
+            batches = islice(chain.from_iterable(epochs), self.config.steps)
+            follow(student, teacher, self._objective.divergence, optimizer, batches)
         return exchanged(student)
 
 
-def _of(tier: str, weights: Tensors) -> Tensors:
-    prefix = f"{tier}/"
-    return {name.removeprefix(prefix): t for name, t in weights.items() if name.startswith(prefix)}
+ENTRY_POINT = FedDFConfig

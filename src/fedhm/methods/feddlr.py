@@ -7,22 +7,24 @@
 It saves bytes, but neither MACs nor memory. What the server keeps, sends and evaluates is the truncated model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from fedhm.config.method import FedDLRConfig, tier_name
+from fedhm.config.method import Entry, Family, MethodConfig
+from fedhm.config.section import Ratio, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.svd import factorize
 from fedhm.lowrank.unroll import join, roll, split, unroll
-from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors, travels_as
-from fedhm.work.messages import Update
+from fedhm.work.messages import Participant, Task, Update
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,59 @@ class Factored:
         return unpacked
 
 
-class FedDLR(Homogeneous):
+class FedDLRConfig(MethodConfig):
+    name: Literal["feddlr"] = "feddlr"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    tier: Ratio = 1 / 4  # the rank ratio of what travels
+    keep: Annotated[int, Field(ge=0)] = 1
+
+    def build(self, model: nn.Module, setup: Setup) -> "FedDLR":
+        return FedDLR(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return [Entry("feddlr", lambda sizes: {"name": "feddlr", "tier": min(sizes.ratios), "keep": sizes.keep})]
+
+
+@dataclass(frozen=True)
+class FedDLRState(State):
+    weights: Tensors  # of the full model, which is what `packed` recovers
+    packed: Tensors  # as they travel
+
+
+class FedDLR(Method[FedDLRState]):
+    state_type = FedDLRState
+
     def __init__(self, model: nn.Module, config: FedDLRConfig, setup: Setup = Setup()) -> None:
-        super().__init__(tier_name(config.tier))
-        self.config = config
+        self.config, self._setup = config, setup
+        self.tiers = self.levels = (tier_name(config.tier),)
         self.form = Factored(tier_plan(model, config.tier, config.keep, setup.classifier))
         self._model = model
-        self._classifier = setup.classifier
 
-    def start(self, weights: Tensors) -> State:
-        return State(self.form.pack(weights))
+    def start(self, weights: Tensors) -> FedDLRState:
+        return self._truncated(weights)
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
+    def tasks(self, state: FedDLRState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        for p in participants:
+            yield Task("train", round_number, p.client, p.tier, self.tiers[0], state.packed)
+
+    def merge(self, state: FedDLRState, updates: Iterable[Update], round_number: int) -> FedDLRState:
         recovered = (replace(update, tensors=self.form.unpack(update.tensors)) for update in updates)
-        old = self.form.unpack(state.weights)
-        return State(self.form.pack(average(old, recovered, self.config.weighting, self._classifier)))
+        mean = average(state.weights, recovered, self.config.weighting, self._setup.classifier)
+        return FedDLRState(mean, state.packed) if self._setup.optimizer_follows else self._truncated(mean)
 
-    def build(self) -> nn.Module:
+    def settle(self, state: FedDLRState, before: FedDLRState) -> FedDLRState:
+        return self._truncated(state.weights)
+
+    def network(self, name: str) -> nn.Module:
         return travels_as(to_hybrid(self._model, {}), self.form)
+
+    def weights(self, state: FedDLRState, tier: str) -> Tensors:
+        return state.packed
+
+    def _truncated(self, weights: Tensors) -> FedDLRState:
+        packed = self.form.pack(weights)
+        return FedDLRState(self.form.unpack(packed), packed)
 
 
 def _factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -77,3 +114,6 @@ def _factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     else:  # a client that diverged has no decomposition to send; admission says why it is refused
         left, right = (matrix.new_full(shape, torch.nan) for shape in ((len(matrix), rank), (rank, matrix.shape[1])))
     return split(left, right, weight.shape)
+
+
+ENTRY_POINT = FedDLRConfig

@@ -17,10 +17,15 @@ anything is cut off.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
 
+from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import FedHMConfig, tier_name
+from fedhm.config.method import Entry, Family, MethodConfig, Settings, Sizes, replace_largest
+from fedhm.config.section import Ratios, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.diagnostics import Tail, energy_beyond, largest_norm, spectral_constants
 from fedhm.lowrank.hybrid import to_hybrid
@@ -31,7 +36,7 @@ from fedhm.lowrank.unroll import join, split, unroll
 from fedhm.lowrank.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.mean import WeightedMean, trained_rows
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
@@ -39,9 +44,77 @@ from fedhm.work.messages import Participant, Task, Update
 FULL = tier_name(1)
 
 
-class FedHM:
+class FedHMConfig(MethodConfig):
+    name: Literal["fedhm"] = "fedhm"
+    tiers: Ratios = (1.0, 1 / 2, 1 / 4, 1 / 8)  # one listed twice has two shares of the clients
+    keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
+    weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
+    aggregate: Literal["models", "updates"] = "models"  # updates: directions that a tier cannot carry are left alone
+    form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
+    warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
+
+    def build(self, model: nn.Module, setup: Setup) -> "FedHM":
+        return FedHM(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return [
+            Entry("fedhm", lambda sizes: sizes.fedhm),
+            Entry("fedhm-updates", lambda sizes: {**sizes.fedhm, "aggregate": "updates"}),
+            *(Entry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
+            Entry("pufferfish", _pufferfish),
+            Family("lowrank", lambda sizes: sorted(set(sizes.ratios), reverse=True), _low_rank, tier_name),
+        ]
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return self.tiers
+
+    @property
+    def rank_ratios(self) -> Sequence[float]:
+        return self.tiers
+
+    @property
+    def column(self) -> str:
+        """Return the column of one low-rank tier on all clients."""
+        return "lowrank" if len(set(self.tiers)) == 1 and (self.form, self.warmup) == ("spatial", 0) else ""
+
+    @property
+    def remark(self) -> str:
+        return f"averages {self.aggregate}"
+
+    def in_setting(self, heterogeneity: str) -> Settings:
+        """Return the paper's weighting."""
+        return {"weighting": "softmax" if heterogeneity == "dynamic" else "uniform"}
+
+
+def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
+    return {**sizes.fedhm, "tiers": replace_largest(sizes.ratios, count, f"fedhm-v{count + 1}")}
+
+
+def _low_rank(sizes: Sizes, ratio: float | str) -> Settings:
+    """Return the settings of one tier for everybody, as FedHM trains it."""
+    return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep}
+
+
+def _pufferfish(sizes: Sizes) -> Settings:
+    return {**_low_rank(sizes, min(sizes.ratios)), "form": "pufferfish", "warmup": max(1, sizes.rounds // 10)}
+
+
+@dataclass(frozen=True)
+class FedHMState(State):
+    weights: Tensors  # the full model
+    factors: dict[str, Factors]  # by layer, its decomposition at the largest rank that any tier asks for
+
+
+class FedHM(Method[FedHMState]):
+    state_type = FedHMState
+
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
-        self.config = config
+        self.config, self._setup = config, setup
+        self.levels = tuple(tier_name(ratio) for ratio in sorted(config.tiers, reverse=True))
+        self.tiers = tuple(dict.fromkeys(self.levels))
         # by network; the full one is there for the warm-up, whatever the tiers
         self.ratios = {FULL: 1.0} | {tier_name(ratio): ratio for ratio in config.tiers}
         self.plans = {
@@ -51,32 +124,23 @@ class FedHM:
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
         self._model = model
-        self._classifier = setup.classifier
         self._largest: dict[str, int] = {}  # layer → the largest rank that any tier asks for
         for plan in self.plans.values():
             for layer, rank in plan.items():
                 self._largest[layer] = max(rank, self._largest.get(layer, 0))
 
-    @property
-    def tiers(self) -> Sequence[str]:
-        return tuple(dict.fromkeys(self.levels))
+    def start(self, weights: Tensors) -> FedHMState:
+        factors, _ = self._factorized(weights)
+        return FedHMState(weights, factors)
 
-    @property
-    def levels(self) -> Sequence[str]:
-        return tuple(tier_name(ratio) for ratio in sorted(self.config.tiers, reverse=True))
-
-    def start(self, weights: Tensors) -> State:
-        memory, _ = self._factorized(weights)
-        return State(weights, memory)
-
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: FedHMState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         warm = round_number <= self.config.warmup
         networks = [FULL if warm else p.tier for p in participants]
         sent = {name: self.weights(state, name) for name in set(networks)}
         for p, name in zip(participants, networks, strict=True):
             yield Task("train", round_number, p.client, p.tier, name, sent[name])
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
+    def merge(self, state: FedHMState, updates: Iterable[Update], round_number: int) -> FedHMState:
         mean = WeightedMean(state.weights)
         weight_of_network: dict[str, float] = defaultdict(float)
         ranks: list[RankPlan] = []
@@ -92,26 +156,36 @@ class FedHM:
         weights = mean.result()
         kappa_1, kappa_2 = self._spectral_constants(state, ranks)
         diagnostics = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
-        memory, exact = self._factorized(weights, mean, state.memory)
-        diagnostics["exact_decompositions"] = exact
-        return State(weights, memory, diagnostics | self._energy_beyond(weights, memory))
+        if self._setup.optimizer_follows:  # what it leaves of the mean is to be decomposed
+            return FedHMState(weights, state.factors, diagnostics=diagnostics)
+        factors, exact = self._factorized(weights, mean, state.factors)
+        return self._complete_state(weights, factors, diagnostics, exact)
+
+    def settle(self, state: FedHMState, before: FedHMState) -> FedHMState:
+        factors, exact = self._factorized(state.weights, None, before.factors)
+        return self._complete_state(state.weights, factors, state.diagnostics, exact)
+
+    def _complete_state(
+        self, weights: Tensors, factors: dict[str, Factors], diagnostics: dict[str, float], exact: int
+    ) -> FedHMState:
+        found = {**diagnostics, "exact_decompositions": exact, **self._energy_beyond(weights, factors)}
+        return FedHMState(weights, factors, diagnostics=found)
 
     def network(self, name: str) -> nn.Module:
         return to_hybrid(self._model, self.plans[name], spectral=False)
 
-    def weights(self, state: State, tier: str) -> Tensors:
+    def weights(self, state: FedHMState, tier: str) -> Tensors:
         plan = self.plans[tier]
         tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
         for layer, rank in plan.items():
-            left, right = state.memory[f"{layer}/left"], state.memory[f"{layer}/right"]
             shape = state.weights[f"{layer}.weight"].shape
-            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(left[:, :rank], right[:rank], shape)
+            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
         return tensors
 
     def _factorized(
-        self, weights: Tensors, mean: WeightedMean | None = None, before: Tensors | None = None
-    ) -> tuple[Tensors, int]:
-        """One decomposition per layer, at the largest rank: the smaller tiers are its leading columns.
+        self, weights: Tensors, mean: WeightedMean | None = None, before: Mapping[str, Factors] | None = None
+    ) -> tuple[dict[str, Factors], int]:
+        """Return one decomposition per layer, at the largest rank: the smaller tiers are its leading columns.
 
         With those of the round before in `before`, most are found from there; and how many were not.
         """
@@ -121,17 +195,14 @@ class FedHM:
             matrix = mean.unrolled(name) if mean else None
             if matrix is None:
                 matrix = unroll(weights[name], self.config.form)
-            return decompose(matrix, self._largest[layer], _factors(before, layer) if before else None)
+            return decompose(matrix, self._largest[layer], before[layer] if before else None)
 
-        memory: Tensors = {}
-        count = 0
-        for layer, (factors, exact) in zip(self._largest, side_by_side(factors_of, list(self._largest)), strict=True):
-            memory |= {f"{layer}/{part}": tensor.contiguous() for part, tensor in factors._asdict().items()}
-            count += exact
-        return memory, count
+        found = side_by_side(factors_of, list(self._largest))
+        contiguous = [Factors(*(tensor.contiguous() for tensor in factors)) for factors, _ in found]
+        return dict(zip(self._largest, contiguous, strict=True)), sum(exact for _, exact in found)
 
-    def _spectral_constants(self, state: State, ranks: Sequence[RankPlan]) -> tuple[float, float]:
-        spectra = {layer: state.memory[f"{layer}/spectrum"] for layer in self._largest}
+    def _spectral_constants(self, state: FedHMState, ranks: Sequence[RankPlan]) -> tuple[float, float]:
+        spectra = {layer: factors.spectrum for layer, factors in state.factors.items()}
         tails: dict[str, Tail] = {}
         for layer, spectrum in spectra.items():
             weight = state.weights[f"{layer}.weight"]
@@ -139,9 +210,9 @@ class FedHM:
                 tails[layer] = Tail(unknown, max(0.0, squared_norm(weight) - float(spectrum.double().square().sum())))
         return spectral_constants(spectra, ranks, tails) if ranks else (0.0, 0.0)
 
-    def _energy_beyond(self, weights: Tensors, memory: Tensors) -> dict[str, float]:
-        """For every tier below full, the share of the model that it cannot carry."""
-        spectra = {layer: memory[f"{layer}/spectrum"] for layer in self._largest}
+    def _energy_beyond(self, weights: Tensors, factors: Mapping[str, Factors]) -> dict[str, float]:
+        """Return, for every tier below full, the share of the model that it cannot carry."""
+        spectra = {layer: factors[layer].spectrum for layer in self._largest}
         energies = {layer: squared_norm(weights[f"{layer}.weight"]) for layer in self._largest}
         return {
             f"energy_beyond/{tier}": energy_beyond(energies, spectra, self.plans[tier])
@@ -151,7 +222,7 @@ class FedHM:
 
     def _fold(self, mean: WeightedMean, update: Update, plan: RankPlan, weight: float) -> float:
         """Adds one client's model to the mean; its κ_UV."""
-        rows = trained_rows(update, self._classifier)
+        rows = trained_rows(update, self._setup.classifier)
         norm = 0.0
         for layer in plan:
             u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]
@@ -160,20 +231,15 @@ class FedHM:
         for name, tensor in update.tensors.items():
             layer, _, part = name.rpartition(".")
             if part not in ("u", "v") or layer not in plan:
-                mean.add(name, tensor, weight, rows if layer == self._classifier else None)
+                mean.add(name, tensor, weight, rows if layer == self._setup.classifier else None)
         return norm
 
-    def _complete(self, mean: WeightedMean, state: State, weight_of_network: Mapping[str, float]) -> None:
+    def _complete(self, mean: WeightedMean, state: FedHMState, weight_of_network: Mapping[str, float]) -> None:
         """Turns every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
         for network, weight in weight_of_network.items():
             for layer, rank in self.plans[network].items():
-                left, right = state.memory[f"{layer}/left"], state.memory[f"{layer}/right"]
-                mean.correct_product(f"{layer}.weight", left[:, :rank], right[:rank], -weight)
+                mean.correct_product(f"{layer}.weight", *state.factors[layer].prefix(rank), -weight)
                 mean.correct(f"{layer}.weight", state.weights[f"{layer}.weight"], weight)
-
-
-def _factors(memory: Tensors, layer: str) -> Factors:
-    return Factors(*(memory[f"{layer}/{part}"] for part in Factors._fields))
 
 
 def _weight(config: FedHMConfig, ratio: float, samples: int) -> float:
@@ -183,3 +249,6 @@ def _weight(config: FedHMConfig, ratio: float, samples: int) -> float:
     if config.weighting == "softmax-inverse":  # published code: softmax(−(1 / γ) / τ)
         return math.exp((1 - 1 / ratio) / config.temperature)
     return float(samples) if config.weighting == "samples" else 1.0
+
+
+ENTRY_POINT = FedHMConfig

@@ -12,22 +12,54 @@ no labels, and a client begins with its own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from torch import nn
+from pydantic import Field
+from torch import Tensor, nn
 
-from fedhm.config.method import FedMDConfig
+from fedhm.config.method import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.section import Positive, Ratios
 from fedhm.errors import FedhmError
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
+from fedhm.work.distil import CONSENSUS, LOGITS
 from fedhm.work.messages import Participant, Task, Update
 
-CONSENSUS = "consensus"
-NOBODY = torch.tensor(-1)
+
+class FedMDConfig(MethodConfig):
+    name: Literal["fedmd"] = "fedmd"
+    needs_public: ClassVar[bool] = True
+    tiers: Ratios = PAPER_WIDTHS  # widths; every client has a model of its own
+    digest_epochs: Positive = 1  # over the public samples, towards the consensus
+    digest_lr: Annotated[float, Field(gt=0)] = 0.1  # of absolute errors, whose gradients are small
+
+    def build(self, model: nn.Module, setup: Setup) -> "FedMD":
+        return FedMD(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return matched_widths("fedmd")
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return self.tiers
 
 
-class FedMD:
+@dataclass(frozen=True)
+class FedMDState(State):
+    initial: Tensors  # of the full model, for clients that are yet to take part
+    consensus: Tensor | None = None
+    kept: dict[int, Tensors] = field(default_factory=dict)  # by client, its own model
+    newest: dict[str, int] = field(default_factory=dict)  # by tier, the client that took part last
+    averaged: ClassVar[tuple[str, ...]] = ()  # logits, no weights
+
+
+class FedMD(Method[FedMDState]):
+    state_type = FedMDState
+
     def __init__(self, model: nn.Module, config: FedMDConfig, setup: Setup) -> None:
         if not setup.fixed:
             raise FedhmError(
@@ -38,35 +70,35 @@ class FedMD:
         self.slices = Slices(model, config.tiers, setup)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
-    def start(self, weights: Tensors) -> State:
-        return State(weights)
+    def start(self, weights: Tensors) -> FedMDState:
+        return FedMDState(weights)
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        agreed = {CONSENSUS: state.memory[CONSENSUS]} if CONSENSUS in state.memory else {}
+    def tasks(self, state: FedMDState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        agreed = {} if state.consensus is None else {CONSENSUS: state.consensus}
         options = {"digest_epochs": self.config.digest_epochs, "digest_lr": self.config.digest_lr}
         for p in participants:
-            kept = self._model_of(p.client, state, p.tier)
+            kept = state.kept.get(p.client) or self._initial(state, p.tier)
             yield Task("distil", round_number, p.client, p.tier, p.tier, agreed, kept, options)
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
-        """The initial weights stay in the state, for clients that are yet to take part."""
-        memory = dict(state.memory)
+    def merge(self, state: FedMDState, updates: Iterable[Update], round_number: int) -> FedMDState:
         total, count = torch.zeros(()), 0
-        newest: dict[str, int] = {}
+        kept, newest = dict(state.kept), dict[str, int]()
         for update in updates:
-            total, count = total + update.tensors["scores"], count + 1
-            memory |= {f"client {update.client}/{name}": tensor for name, tensor in update.kept.items()}
+            total, count = total + update.tensors[LOGITS], count + 1
+            kept[update.client] = update.kept
             newest[update.tier] = min(update.client, newest.get(update.tier, update.client))
-        memory |= {f"newest/{tier}": torch.tensor(client) for tier, client in newest.items()}
-        return State(state.weights, {**memory, CONSENSUS: total / count} if count else memory)
+        consensus = total / count if count else state.consensus
+        return FedMDState(state.initial, consensus, kept, state.newest | newest)
 
     def network(self, name: str) -> nn.Module:
         return self.slices.network(name)
 
-    def weights(self, state: State, tier: str) -> Tensors:
-        return self._model_of(int(state.memory.get(f"newest/{tier}", NOBODY)), state, tier)
+    def weights(self, state: FedMDState, tier: str) -> Tensors:
+        return state.kept[state.newest[tier]] if tier in state.newest else self._initial(state, tier)
 
-    def _model_of(self, client: int, state: State, tier: str) -> Tensors:
-        """The model that a client kept; before it took part, the tier's initial one."""
-        initial = self.slices.own_scale(self.slices.take(state.weights, tier), tier)
-        return {name: state.memory.get(f"client {client}/{name}", tensor) for name, tensor in initial.items()}
+    def _initial(self, state: FedMDState, tier: str) -> Tensors:
+        """Return a tier's model before its first client has taken part."""
+        return self.slices.own_scale(self.slices.take(state.initial, tier), tier)
+
+
+ENTRY_POINT = FedMDConfig

@@ -5,20 +5,38 @@ only the dense layers go on from there. MACs per sample are those of the full mo
 each batch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Literal
 
+from pydantic import BeforeValidator, Field
 from torch import nn
 
-from fedhm.config.method import FedParaConfig
+from fedhm.config.method import Entry, Family, MethodConfig
+from fedhm.config.section import as_ratio
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import plan_hadamard
 from fedhm.lowrank.hybrid import to_hadamard, to_hybrid
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import ModelState, Setup
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.seeds import torch_generator
 from fedhm.work.messages import Update
+
+
+class FedParaConfig(MethodConfig):
+    name: Literal["fedpara"] = "fedpara"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    # γ: from the smallest useful rank to the one that saves nothing
+    ratio: Annotated[float, BeforeValidator(as_ratio), Field(ge=0, le=1)] = 0.1
+    keep: Annotated[int, Field(ge=0)] = 1
+
+    def build(self, model: nn.Module, setup: Setup) -> "FedPara":
+        return FedPara(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return [Entry("fedpara", lambda sizes: {"name": "fedpara", "keep": sizes.keep})]
 
 
 class FedPara(Homogeneous):
@@ -34,13 +52,16 @@ class FedPara(Homogeneous):
         self._model = model
         self._setup = setup
 
-    def start(self, weights: Tensors) -> State:
+    def start(self, weights: Tensors) -> ModelState:
         model = load(to_hybrid(self._model, {}), weights)
         generator = torch_generator(self._setup.seed, "fedpara")
-        return State(exchanged(to_hadamard(model, self.plan, generator)))
+        return ModelState(exchanged(to_hadamard(model, self.plan, generator)))
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
-        return State(average(state.weights, updates, self.config.weighting, self._setup.classifier))
+    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
+        return ModelState(average(state.weights, updates, self.config.weighting, self._setup.classifier))
 
     def build(self) -> nn.Module:
         return to_hadamard(self._model, self.plan)
+
+
+ENTRY_POINT = FedParaConfig

@@ -4,42 +4,71 @@ In round t the i-th channel of a narrow layer is channel ((t − 1) · roll + i)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-import torch
+from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import FedRolexConfig
-from fedhm.methods.method import Setup, State
+from fedhm.config.method import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.section import Ratios
+from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
 
 
-class FedRolex:
+class FedRolexConfig(MethodConfig):
+    name: Literal["fedrolex"] = "fedrolex"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    tiers: Ratios = PAPER_WIDTHS  # widths
+    roll: Annotated[int, Field(ge=0)] = 1  # channels by which the window moves each round
+
+    def build(self, model: nn.Module, setup: Setup) -> "FedRolex":
+        return FedRolex(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return matched_widths("fedrolex")
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return self.tiers
+
+
+@dataclass(frozen=True)
+class FedRolexState(State):
+    weights: Tensors
+    trained: int = 0  # the last round that was merged: its window is the one to evaluate
+
+
+class FedRolex(Method[FedRolexState]):
+    state_type = FedRolexState
+
     def __init__(self, model: nn.Module, config: FedRolexConfig, setup: Setup) -> None:
         self.config = config
         self.slices = Slices(model, config.tiers, setup)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
-    def start(self, weights: Tensors) -> State:
-        return State(weights, {"round": torch.tensor(1)})
+    def start(self, weights: Tensors) -> FedRolexState:
+        return FedRolexState(weights)
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: FedRolexState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         return self.slices.tasks(state.weights, participants, round_number, self._offset(round_number))
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
-        """The state knows the number of the coming round, and so where the window of this one was."""
-        coming = state.memory["round"]
-        weights = self.slices.merged(state.weights, updates, self.config.weighting, self._offset(int(coming)))
-        return State(weights, {"round": coming + 1})
+    def merge(self, state: FedRolexState, updates: Iterable[Update], round_number: int) -> FedRolexState:
+        offset = self._offset(round_number)
+        return FedRolexState(self.slices.merged(state.weights, updates, self.config.weighting, offset), round_number)
 
     def network(self, name: str) -> nn.Module:
         return self.slices.network(name)
 
-    def weights(self, state: State, tier: str) -> Tensors:
-        """The window that was trained last."""
-        last = max(1, int(state.memory["round"]) - 1)
-        return self.slices.take(state.weights, tier, self._offset(last))
+    def weights(self, state: FedRolexState, tier: str) -> Tensors:
+        """Return the window that was trained last."""
+        return self.slices.take(state.weights, tier, self._offset(max(1, state.trained)))
 
     def _offset(self, round_number: int) -> int:
         return (round_number - 1) * self.config.roll
+
+
+ENTRY_POINT = FedRolexConfig

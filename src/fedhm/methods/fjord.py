@@ -7,12 +7,14 @@ its narrower networks is not in here.)
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.method import FjORDConfig
-from fedhm.methods.method import Setup, State
+from fedhm.config.method import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.section import Ratios
+from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
@@ -48,23 +50,40 @@ class OrderedDropout(nn.Module):
         return scores
 
 
-class FjORD:
+class FjORDConfig(MethodConfig):
+    name: Literal["fjord"] = "fjord"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    tiers: Ratios = PAPER_WIDTHS  # widths
+
+    def build(self, model: nn.Module, setup: Setup) -> "FjORD":
+        return FjORD(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return matched_widths("fjord")
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return self.tiers
+
+
+class FjORD(Method[ModelState]):
     def __init__(self, model: nn.Module, config: FjORDConfig, setup: Setup) -> None:
         self.config = config
         self.slices = Slices(model, config.tiers, setup)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
-    def start(self, weights: Tensors) -> State:
-        return State(weights)
+    def start(self, weights: Tensors) -> ModelState:
+        return ModelState(weights)
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for task in self.slices.tasks(state.weights, participants, round_number):
             inside = {f"{INSIDE}{name}": tensor for name, tensor in task.tensors.items()}
             yield replace(task, network=f"{ORDERED}{task.tier}", tensors=inside)
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
+    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         outside = (replace(u, tensors={n.removeprefix(INSIDE): t for n, t in u.tensors.items()}) for u in updates)
-        return State(self.slices.merged(state.weights, outside, self.config.weighting))
+        return ModelState(self.slices.merged(state.weights, outside, self.config.weighting))
 
     def network(self, name: str) -> nn.Module:
         if name in self.tiers:
@@ -73,5 +92,8 @@ class FjORD:
         smaller = self.tiers[self.tiers.index(tier) + 1 :]
         return OrderedDropout(self.slices.network(tier), [self.slices.network(small) for small in smaller])
 
-    def weights(self, state: State, tier: str) -> Tensors:
+    def weights(self, state: ModelState, tier: str) -> Tensors:
         return self.slices.take(state.weights, tier)
+
+
+ENTRY_POINT = FjORDConfig

@@ -4,33 +4,73 @@ W[i] ← Σ αₚ Wₚ[i] / Σ αₚ    over the participants p whose width reac
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Literal
 
 from torch import nn
 
-from fedhm.config.method import HeteroFLConfig
-from fedhm.methods.method import Setup, State
+from fedhm.config.method import (
+    PAPER_WIDTHS,
+    Entry,
+    Family,
+    MethodConfig,
+    Settings,
+    Sizes,
+    matched_widths,
+    replace_largest,
+)
+from fedhm.config.section import Ratios
+from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
 
 
-class HeteroFL:
+class HeteroFLConfig(MethodConfig):
+    name: Literal["heterofl"] = "heterofl"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    tiers: Ratios = PAPER_WIDTHS  # widths
+    scaler: bool = True  # divide activations by the width in training, where no normalisation follows
+
+    def build(self, model: nn.Module, setup: Setup) -> "HeteroFL":
+        return HeteroFL(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return [
+            *matched_widths("heterofl"),
+            *(Entry(f"heterofl-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
+        ]
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return self.tiers
+
+
+def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
+    return {"name": "heterofl", "tiers": replace_largest(sizes.widths, count, f"heterofl-v{count + 1}")}
+
+
+class HeteroFL(Method[ModelState]):
     def __init__(self, model: nn.Module, config: HeteroFLConfig, setup: Setup) -> None:
         self.config = config
         self.slices = Slices(model, config.tiers, setup, scaler=config.scaler)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
-    def start(self, weights: Tensors) -> State:
-        return State(weights)
+    def start(self, weights: Tensors) -> ModelState:
+        return ModelState(weights)
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         return self.slices.tasks(state.weights, participants, round_number)
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
-        return State(self.slices.merged(state.weights, updates, self.config.weighting))
+    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
+        return ModelState(self.slices.merged(state.weights, updates, self.config.weighting))
 
     def network(self, name: str) -> nn.Module:
         return self.slices.network(name)
 
-    def weights(self, state: State, tier: str) -> Tensors:
+    def weights(self, state: ModelState, tier: str) -> Tensors:
         return self.slices.take(state.weights, tier)
+
+
+ENTRY_POINT = HeteroFLConfig

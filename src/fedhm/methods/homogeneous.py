@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from fedhm.errors import FedhmError
-from fedhm.methods.method import State
+from fedhm.methods.method import Method, ModelState
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task
 
 
-class Homogeneous(ABC):
-    """One tier; the state's weights are those of its network, as they travel."""
+class Homogeneous(Method[ModelState], ABC):
+    """Have one tier; the state's weights are those of its network, as they travel."""
 
     def __init__(self, tier: str) -> None:
         self.tier = tier
         self.tiers = self.levels = (tier,)
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
             yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
 
@@ -27,7 +27,7 @@ class Homogeneous(ABC):
             raise FedhmError(f"{type(self).__name__} has one network, '{self.tier}', not '{name}'")
         return self.build()
 
-    def weights(self, state: State, tier: str) -> Tensors:  # noqa: ARG002
+    def weights(self, state: ModelState, tier: str) -> Tensors:
         return state.weights
 
     @abstractmethod

@@ -36,11 +36,11 @@ class WeightedMean:
         self._sums[name].addcmul_(tensor, _per_row(share, tensor))
         self._count(name, share)
 
-    def add_all(self, update: Update, weight: float, classifier: str | None, prefix: str = "") -> None:
-        """Folds in a whole update, whose tensors are named here with `prefix`."""
+    def add_all(self, update: Update, weight: float, classifier: str | None) -> None:
+        """Fold in a whole update."""
         rows = trained_rows(update, classifier)
         for name, tensor in update.tensors.items():
-            self.add(f"{prefix}{name}", tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
+            self.add(name, tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
 
     def add_part(self, name: str, tensor: Tensor, weight: float, indices: Where, rows: Tensor | None = None) -> None:
         """Folds in a tensor that holds only the numbers at `indices`; the mean is over those who hold a number."""

@@ -1,28 +1,34 @@
 """The protocol of a method: how the server turns its state into tasks, and updates into its next state.
 
-A method holds no mutable state of its own. To write one, implement `Method` in a file of its own and name it in the
-table in `methods/__init__.py`; the loop, the client and the engines know nothing of it. A toy that sends the
-model to every participant and keeps the last one that comes back:
+A method holds no mutable state of its own. To write one, subclass `MethodConfig` for its settings and `Method` for what
+runs, in one file; the loop, the client, the engines and the reports know nothing of it. `examples/own_method.py` is a
+whole one. The shortest keeps the last model that comes back:
 
-    class LastOne:
-        tiers = ("full",)
-        levels = ("full",)
-        def __init__(self, model, config, setup): self.model = model
-        def start(self, weights): return State(weights)
+    class LastOne(MethodConfig):
+        name: Literal["last-one"] = "last-one"
+        def build(self, model, setup): return Running(model)
+
+    class Running(Method[ModelState]):
+        tiers = levels = ("full",)
+        def __init__(self, model): self.model = model
+        def start(self, weights): return ModelState(weights)
         def tasks(self, state, participants, round_number):
             for p in participants:
                 yield Task("train", round_number, p.client, p.tier, "full", state.weights)
-        def merge(self, state, updates): return State([u.tensors for u in updates][-1])
+        def merge(self, state, updates, round_number): return ModelState([u.tensors for u in updates][-1])
         def network(self, name): return copy.deepcopy(self.model)
         def weights(self, state, tier): return state.weights
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from fedhm.config.objective import Objective
+from fedhm.config.plugins import make
 from fedhm.data.batches import Feed
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
@@ -30,51 +36,70 @@ from fedhm.work.messages import Participant, Task, Update
 
 @dataclass(frozen=True)
 class State:
-    """All that the server carries from round to round: tensors and numbers, so that it can be written to disk."""
+    """All that the server carries from round to round. A method's own is a frozen dataclass below this one.
 
-    weights: Tensors  # the global model
-    memory: Tensors = field(default_factory=dict)  # what else the method keeps
-    diagnostics: dict[str, float] = field(default_factory=dict)  # of the last merge, for the record
+    Its fields are tensors and plain values, or dicts, tuples and dataclasses of these, so that it is written to disk
+    and read back by its types (`server/flatten.py`).
+    """
+
+    diagnostics: dict[str, float] = field(default_factory=dict, kw_only=True)  # of the last merge, for the record
+    averaged: ClassVar[tuple[str, ...]] = ("weights",)  # the fields that merging averages: the server's optimizer
+    # makes its step there
+
+
+@dataclass(frozen=True)
+class ModelState(State):
+    """The state of a method that keeps one set of weights."""
+
+    weights: Tensors
 
 
 @dataclass(frozen=True)
 class Setup:
     """What a method may know of its run beside its own settings."""
 
-    classifier: str | None = None  # the layer that gives the logits, where there is one
+    classifier: str | None = None  # the layer that gives the outputs, where there is one
     sample: Tensor | None = None  # a batch of one input, for methods that must see the model run
     seed: int = 0
     public: Feed | None = None  # samples that everybody has, numbered in place of labels
     fixed: bool = True  # every client stays at its tier
+    objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
+    optimizer_follows: bool = False  # the server makes a step after each merge: `settle` is called then
 
 
-class Method(Protocol):
-    @property
-    def tiers(self) -> Sequence[str]:
-        """The tiers' names, largest first. A client's tier is one of them."""
+S = TypeVar("S", bound=State)
+
+
+class Method(Protocol[S]):
+    """What runs. `AnyMethod` is one of whose state nothing is known."""
+
+    tiers: tuple[str, ...]  # names, largest first: a client's tier is one of them
+    levels: tuple[str, ...]  # the tier of each capability level, strongest first; one with two shares comes twice
+    state_type: type[Any] = ModelState  # what `start` and `merge` return
+
+    def start(self, weights: Tensors) -> S:
+        """Return the state before the first round, from the initial weights of the full model."""
         ...
 
-    @property
-    def levels(self) -> Sequence[str]:
-        """The tier of each capability level, strongest first: one with two shares of the clients comes twice."""
+    def tasks(self, state: S, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        """Yield what the participants are to do. A client may get several tasks."""
         ...
 
-    def start(self, weights: Tensors) -> State:
-        """The state before the first round, from the initial weights of the full model."""
+    def merge(self, state: S, updates: Iterable[Update], round_number: int) -> S:
+        """Return the next state. Fold one update at a time, so that memory does not grow with their number."""
         ...
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        """What the participants are to do. A client may get several tasks."""
-        ...
-
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
-        """The next state. Folds one update at a time, so that memory does not grow with their number."""
-        ...
+    def settle(self, state: S, before: S) -> S:
+        """Bring up to date what follows from the averaged fields, after the server's optimizer has moved them."""
+        return state
 
     def network(self, name: str) -> nn.Module:
-        """A new network of a tier, or of any name that tasks carry; its weights are to be loaded."""
+        """Return a new network of a tier, or of any name that tasks carry; its weights are to be loaded."""
         ...
 
-    def weights(self, state: State, tier: str) -> Tensors:
-        """The weights of a tier's network, for evaluation and to be handed out."""
+    def weights(self, state: S, tier: str) -> Tensors:
+        """Return the weights of a tier's network, for evaluation and to be handed out."""
         ...
+
+
+AnyMethod = Method[Any]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from fedhm.config.method import width_name
+from fedhm.config.section import width_name
 from fedhm.errors import FedhmError
 from fedhm.methods.mean import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Setup

@@ -1,16 +1,42 @@
 """Width-slimmed FedAvg: the same narrower network for everybody. The paper's FedAvg is that of the smallest width."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from torch import nn
 
-from fedhm.config.method import SlimmedConfig, width_name
+from fedhm.config.method import Entry, Family, MethodConfig
+from fedhm.config.section import Ratio, width_name
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Update
+
+
+class SlimmedConfig(MethodConfig):
+    name: Literal["slimmed"] = "slimmed"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    width: Ratio = 0.35  # one width for all clients
+
+    def build(self, model: nn.Module, setup: Setup) -> "Slimmed":
+        return Slimmed(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return [
+            Family(
+                "slimmed",
+                lambda sizes: sorted(set(sizes.widths), reverse=True),
+                lambda _, width: {"name": "slimmed", "width": width},
+                "{:g}".format,
+            )
+        ]
+
+    @property
+    def column(self) -> str:
+        return "slimmed"
 
 
 class Slimmed(Homogeneous):
@@ -20,11 +46,14 @@ class Slimmed(Homogeneous):
         self.slices = Slices(model, (config.width,), setup)
         self._classifier = setup.classifier
 
-    def start(self, weights: Tensors) -> State:
-        return State(self.slices.own_scale(self.slices.take(weights, self.tier), self.tier))
+    def start(self, weights: Tensors) -> ModelState:
+        return ModelState(self.slices.own_scale(self.slices.take(weights, self.tier), self.tier))
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
-        return State(average(state.weights, updates, self.config.weighting, self._classifier))
+    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
+        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier))
 
     def build(self) -> nn.Module:
         return self.slices.network(self.tier)
+
+
+ENTRY_POINT = SlimmedConfig

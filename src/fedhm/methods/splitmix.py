@@ -7,13 +7,17 @@ tier j   the mean of the logits of the first j bases
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import SplitMixConfig
+from fedhm.config.method import Entry, Family, MethodConfig
+from fedhm.config.section import Positive, Ratio
 from fedhm.methods.mean import WeightedMean, influence
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.copied import copied
 from fedhm.networks.exchange import Tensors, exchanged
@@ -24,7 +28,34 @@ from fedhm.work.messages import Participant, Task, Update
 BASE = "base"
 
 
-class SplitMix:
+class SplitMixConfig(MethodConfig):
+    name: Literal["splitmix"] = "splitmix"
+    weighting: Literal["uniform", "samples"] = "uniform"
+    base: Ratio = 0.35  # the width of a base network
+    tiers: Annotated[tuple[Positive, ...], Field(min_length=1)] = (9, 3, 2, 1)  # how many of them
+    rescaled_init: bool = True  # weights start as small as those of the full width
+
+    def build(self, model: nn.Module, setup: Setup) -> "SplitMix":
+        return SplitMix(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[Entry | Family]:
+        return [Entry("splitmix", lambda sizes: {"name": "splitmix", "base": min(sizes.widths), "tiers": sizes.bases})]
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return self.tiers
+
+
+@dataclass(frozen=True)
+class SplitMixState(State):
+    bases: tuple[Tensors, ...]
+    averaged: ClassVar[tuple[str, ...]] = ("bases",)
+
+
+class SplitMix(Method[SplitMixState]):
+    state_type = SplitMixState
+
     def __init__(self, model: nn.Module, config: SplitMixConfig, setup: Setup) -> None:
         self.config, self._seed, self._classifier = config, setup.seed, setup.classifier
         self.slices = Slices(model, (config.base,), setup)
@@ -34,43 +65,39 @@ class SplitMix:
         self._bases = max(config.tiers)
         self._model = model
 
-    def start(self, weights: Tensors) -> State:
-        """The first base is the leading part of the given weights, the others of as many new initialisations.
+    def start(self, weights: Tensors) -> SplitMixState:
+        """Return the bases: the leading part of the given weights, and of as many new initialisations.
 
         Slices of a wider network start smaller than a narrow network of its own would, by √width: its initialisation.
         """
-        state: Tensors = {}
+        bases: list[Tensors] = []
         for base in range(self._bases):
             full = weights if base == 0 else self._new_weights(base)
             own = self.slices.take(full, self.slices.tiers[0])
             own = own if self.config.rescaled_init else self.slices.own_scale(own, self.slices.tiers[0])
-            state |= {f"{base}/{name}": tensor for name, tensor in own.items()}
-        return State(state)
+            bases.append(own)
+        return SplitMixState(tuple(bases))
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: SplitMixState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for place, p in enumerate(participants):
             for base in self._assigned(p, (round_number - 1) * len(participants) + place):
-                yield Task("train", round_number, p.client, p.tier, f"{BASE} {base}", self._base(state, base))
+                yield Task("train", round_number, p.client, p.tier, f"{BASE} {base}", state.bases[base])
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
-        mean = WeightedMean(state.weights)
+    def merge(self, state: SplitMixState, updates: Iterable[Update], round_number: int) -> SplitMixState:
+        means = [WeightedMean(base) for base in state.bases]
         for update in updates:
-            base = update.network.removeprefix(f"{BASE} ")
-            mean.add_all(update, influence(update, self.config.weighting), self._classifier, prefix=f"{base}/")
-        return State(mean.result())
+            base = int(update.network.removeprefix(f"{BASE} "))
+            means[base].add_all(update, influence(update, self.config.weighting), self._classifier)
+        return SplitMixState(tuple(mean.result() for mean in means))
 
     def network(self, name: str) -> nn.Module:
         if name.startswith(BASE):
             return self.slices.network(self.slices.tiers[0])
         return Ensemble(self.slices.network(self.slices.tiers[0]) for _ in range(self._counts[name]))
 
-    def weights(self, state: State, tier: str) -> Tensors:
+    def weights(self, state: SplitMixState, tier: str) -> Tensors:
         bases = range(self._counts[tier])
-        return {f"members.{base}.{name}": t for base in bases for name, t in self._base(state, base).items()}
-
-    def _base(self, state: State, base: int) -> Tensors:
-        prefix = f"{base}/"
-        return {name.removeprefix(prefix): t for name, t in state.weights.items() if name.startswith(prefix)}
+        return {f"members.{base}.{name}": t for base in bases for name, t in state.bases[base].items()}
 
     def _assigned(self, participant: Participant, turn: int) -> list[int]:
         """Participants are counted through all rounds; every cycle of as many turns as there are bases is shuffled."""
@@ -88,3 +115,6 @@ class SplitMix:
                 if callable(reset := getattr(layer, "reset_parameters", None)):
                     reset()
         return exchanged(model)
+
+
+ENTRY_POINT = SplitMixConfig

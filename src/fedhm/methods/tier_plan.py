@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from fedhm.config.method import tier_name
+from fedhm.config.section import tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 from fedhm.lowrank.unroll import Form

@@ -1,6 +1,7 @@
-"""One batch through a model before anything else: does it fit the data, and which layer gives the scores?"""
+"""One batch through a model before anything else: does it fit the data, and which layer gives its output?"""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +10,8 @@ from torch.nn.parameter import is_lazy
 from fedhm.errors import FedhmError
 
 
-def probe(model: nn.Module, batch: Tensor, classes: int) -> str | None:
-    """Checks that `model` gives a score for each class; the name of the Linear layer whose output they are, if any.
+def probe(model: nn.Module, batch: Tensor, check: Callable[[Tensor], None]) -> str | None:
+    """Return the name of the Linear layer whose output is the model's, if there is one; `check` looks at the output.
 
     The layer is found by what it does, since a model may define its layers in any order.
     """
@@ -23,12 +24,10 @@ def probe(model: nn.Module, batch: Tensor, classes: int) -> str | None:
             if isinstance(layer, nn.Linear):
                 layer.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output}))
         with torch.no_grad():
-            scores = copied(batch)
+            output = copied(batch)
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept the test set's inputs: {error}") from error
-    if not isinstance(scores, Tensor):
-        raise FedhmError(f"the model must give a tensor of scores, not a {type(scores).__name__}")
-    if scores.ndim != 2 or scores.shape[1] < classes:
-        shape = tuple(scores.shape)
-        raise FedhmError(f"the model must give a score for each of {classes} classes, but its output is {shape}")
-    return next((name for name, output in outputs.items() if output is scores), None)
+    if not isinstance(output, Tensor):
+        raise FedhmError(f"the model must give a tensor of scores, not a {type(output).__name__}")
+    check(output)
+    return next((name for name, found in outputs.items() if found is output), None)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +10,59 @@ import torch
 
 from fedhm.errors import FedhmError
 from fedhm.machine.files import read_tensors, write_tensors
-from fedhm.methods.method import State
 from fedhm.networks.exchange import Tensors
+from fedhm.server.flatten import flatten, unflatten
+from fedhm.server.optimizer import Moments
 
-FORMAT = "fedhm-checkpoint-1"
+FORMAT = "fedhm-checkpoint-2"
+EARLIER = "fedhm-checkpoint-1"  # its states were keys in two dicts
 KEPT = 2  # the newest and the one before
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     round: int
-    state: State
+    state: Any  # a method's own
+    moments: Moments = field(default_factory=Moments)  # of the server's optimizer
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str) -> None:
-    """`run` identifies the run: its settings, data and initial model."""
-    state = checkpoint.state
-    tensors = {f"weights/{name}": t for name, t in state.weights.items()}
-    tensors |= {f"memory/{name}": t for name, t in state.memory.items()}
-    header = {
-        "format": FORMAT,
-        "round": checkpoint.round,
-        "run": run,
-        "diagnostics": state.diagnostics,
-    }
+    """Write a checkpoint; `run` identifies the run: its settings, data and initial model."""
+    tensors, outline = flatten(checkpoint)
+    header = {"format": FORMAT, "round": checkpoint.round, "run": run, "outline": outline}
     write_tensors(_path(folder, checkpoint.round), tensors, {**header, "sha256": _digest(tensors, header)})
     for old in _existing(folder)[:-KEPT]:
         old.unlink()
 
 
-def newest_checkpoint(folder: Path, run: str) -> Checkpoint | None:
+def newest_checkpoint(folder: Path, run: str, state_type: type[Any]) -> Checkpoint | None:
+    """Read the last checkpoint in a folder, if there is one; `state_type` is the method's."""
     existing = _existing(folder)
-    return _read(existing[-1], run) if existing else None
+    return _read(existing[-1], run, state_type) if existing else None
 
 
-def _read(path: Path, run: str) -> Checkpoint:
+def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
     try:
         tensors, header = read_tensors(path)
     except (OSError, ValueError) as error:
         raise FedhmError(f"the checkpoint {path} is damaged ({error}); {_way_out(path)}") from None
+    if header.get("format") == EARLIER:
+        raise FedhmError(
+            f"the checkpoint {path} was written by an earlier version, whose states had another form: "
+            "finish the run with that version, or start it again in another folder"
+        )
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a checkpoint of this library")
     if header.pop("sha256", None) != _digest(tensors, header):
         raise FedhmError(f"the checkpoint {path} is damaged (its checksum is another); {_way_out(path)}")
     if header["run"] != run:
         raise FedhmError(f"the checkpoint {path} belongs to another run, with other settings, data or initial model")
-    weights = {n.removeprefix("weights/"): t for n, t in tensors.items() if n.startswith("weights/")}
-    memory = {n.removeprefix("memory/"): t for n, t in tensors.items() if n.startswith("memory/")}
-    return Checkpoint(header["round"], State(weights, memory, header["diagnostics"]))
+    outline = header["outline"]
+    try:
+        state = unflatten(state_type, tensors, outline["state"])
+        return Checkpoint(header["round"], state, unflatten(Moments, tensors, outline["moments"]))
+    except ValueError as error:
+        raise FedhmError(f"the checkpoint {path} holds the state of another version of the method: {error}") from None
 
 
 def _way_out(path: Path) -> str:

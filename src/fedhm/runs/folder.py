@@ -5,11 +5,12 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from fedhm.config.reading import parse_text
-from fedhm.config.settings import Config
+from fedhm.config.reading import parse_resolved
+from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.measure.cost import Cost
@@ -33,7 +34,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class RunFolder:
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(self, path: Path, config: ResolvedConfig) -> None:
         self.path = path
         self.config = config
         self._new = False  # made by this process
@@ -54,13 +55,13 @@ class RunFolder:
             raise FedhmError(f"{path} holds other files: choose an empty or a new folder")
 
     @classmethod
-    def create(cls, path: Path, config: Config) -> "RunFolder":
+    def create(cls, path: Path, config: ResolvedConfig) -> "RunFolder":
         cls.check_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FedhmError(f"cannot make the folder {path}: {error.strerror}") from None
-        folder = cls(path, config.resolved())
+        folder = cls(path, config)
         try:
             write_atomically(path / "config.toml", folder.config.to_toml())
         except BaseException:
@@ -80,9 +81,9 @@ class RunFolder:
         _locks.remove(self._lock)
         os.close(self._lock)
 
-    def restore(self, run: str) -> tuple[Checkpoint | None, list[Record]]:
-        """The last complete round. A record of a round whose checkpoint was not finished is taken back."""
-        checkpoint = newest_checkpoint(self.path / "checkpoints", run)
+    def restore(self, run: str, state_type: type[Any]) -> tuple[Checkpoint | None, list[Record]]:
+        """Return the last complete round. A record of a round whose checkpoint was not finished is taken back."""
+        checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
         done = checkpoint.round if checkpoint else 0
         records = read_records(self.path / "records.jsonl")[:done]
         if [record.round for record in records] != list(range(1, done + 1)):
@@ -131,12 +132,12 @@ def is_complete(path: Path, config: Config) -> bool:
     return all(_model_file(path, tier).exists() for tier in read_costs(path))
 
 
-def read_config(path: Path) -> Config:
+def read_config(path: Path) -> ResolvedConfig:
     file = path / "config.toml"
     if not file.exists():
         raise FedhmError(f"{path} is not the folder of a run: there is no config.toml in it")
     try:
-        return parse_text(file.read_text(), str(file))
+        return parse_resolved(file.read_text(), str(file))
     except UnicodeDecodeError as error:
         raise FedhmError(f"{file} is damaged: {error}") from None
 

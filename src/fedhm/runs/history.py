@@ -27,7 +27,7 @@ class Run:
 
     @property
     def evaluated(self) -> list[Record]:
-        return [record for record in self.records if record.scores]
+        return [record for record in self.records if record.metrics]
 
     def bytes_per_client(self, tier: str) -> float | None:
         """Measured bytes, both ways, that training cost one participant of a tier in one round; None if it had none."""

@@ -6,48 +6,28 @@ even that its values are of their types; and its numbers are bounded, since a si
 
 import math
 import reprlib
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedhm.networks.exchange import Tensors
+from fedhm.work.bounds import LARGEST_LOSS, Expected, change
 from fedhm.work.messages import Task, Update
-
-LARGEST_SCORE = 1e6  # a logit
-LARGEST_LOSS = 1e30  # sums of such are finite
-LARGEST_MEAN = 1e10  # of what a BatchNorm layer sees, perhaps raw inputs; of a variance, the square of it
+from fedhm.work.work import work_of
 
 _short = reprlib.Repr()  # what a client wrote may be of any length
 _short.maxstring = 80
 
 
-@dataclass(frozen=True)
-class Expected:
-    """What the server knows of an answer beforehand."""
-
-    tensors: Tensors  # of the answer's names, shapes and types; of statistics, `values` are those that one sample gives
-    samples: int  # of the client; 0: it has not said yet
-    classes: int
-    labelled: bool = False  # it says which labels its client holds
-    running: Set[str] = frozenset()  # the names of running averages among the weights
-    max_change: float = 0.0  # norm of the change of all weights, in units of what was sent; 0 is no limit
-
-
 def objection(update: Update, task: Task, expected: Expected) -> str | None:
-    """Why `update` must not be merged as the answer to `task`; None if it may."""
+    """Return why `update` must not be merged as the answer to `task`; None if it may."""
     reason = (
         _other_task(update, task)
         or _claim(update, expected)
         or _misfit(update.tensors, expected.tensors)
         or _misfit(update.kept, task.kept)
     )
-    if reason is None and task.kind == "train":
-        reason = _change(update.tensors, task.tensors, expected)
-    elif reason is None:
-        reason = _beyond_bounds(update, expected)
-    return reason or _change(update.kept, task.kept, expected)
+    return reason or work_of(task.kind).objection(update, task, expected) or change(update.kept, task.kept, expected)
 
 
 def _other_task(update: Update, task: Task) -> str | None:
@@ -103,62 +83,3 @@ def _is_plain(tensor: object) -> bool:
         return False
     apart = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
     return tensor.device.type == "cpu" and not apart and tensor.is_contiguous()
-
-
-def _change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
-    squares = 0.0
-    for name, tensor in tensors.items():
-        if name in expected.running:
-            if reason := _outside(name, tensor, *_moments(name.endswith("running_var"))):
-                return reason
-        else:
-            distance = _distance(tensor, sent[name])
-            if math.isnan(distance):
-                return f"'{name}' holds NaN or infinite values"
-            squares += distance * distance
-    change, most = math.sqrt(squares), expected.max_change
-    # The norm of what was sent need not be known of a change that would be small enough for any.
-    if most and change > most and change > most * _norm(t for name, t in sent.items() if name not in expected.running):
-        return f"its change has norm {change:.1e}, over {most:g} × that of what was sent"
-    return None
-
-
-def _distance(tensor: Tensor, sent: Tensor) -> float:
-    """‖tensor − sent‖; NaN if `tensor` is not finite. Where the type's own range is too small, in float64."""
-    if tensor.element_size() > 2 and math.isfinite(distance := torch.dist(tensor, sent).item()):
-        return distance
-    return torch.dist(tensor.double(), sent.double()).item() if bool(tensor.isfinite().all()) else math.nan
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    """Of all of them together."""
-    return math.hypot(*(torch.linalg.vector_norm(tensor, dtype=torch.float64).item() for tensor in tensors))
-
-
-def _beyond_bounds(update: Update, expected: Expected) -> str | None:
-    for name, tensor in update.tensors.items():
-        part = name.rpartition("/")[2]
-        if update.kind == "distil":
-            lowest, highest = -LARGEST_SCORE, LARGEST_SCORE
-        elif part == "values":  # a network may compute what does not depend on its batch, of two samples at least
-            lowest, highest = 1.0, expected.tensors[name].item() * max(2, update.samples)
-        else:
-            lowest, highest = _moments(part == "variance")
-        if reason := _outside(name, tensor, lowest, highest):
-            return reason
-    return None
-
-
-def _moments(variance: bool) -> tuple[float, float]:
-    return (0.0, LARGEST_MEAN**2) if variance else (-LARGEST_MEAN, LARGEST_MEAN)
-
-
-def _outside(name: str, tensor: Tensor, lowest: float, highest: float) -> str | None:
-    if not tensor.numel():
-        return None
-    smallest, largest = (value.item() for value in tensor.aminmax())
-    if not (math.isfinite(smallest) and math.isfinite(largest)):
-        return f"'{name}' holds NaN or infinite values"
-    if lowest <= smallest and largest <= highest:
-        return None
-    return f"'{name}' has the value {smallest if smallest < lowest else largest:.3g}, not in {lowest:g}…{highest:g}"

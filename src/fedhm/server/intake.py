@@ -1,25 +1,26 @@
 """From tasks to the updates that may be merged: the engine's replies in order, through the door, into the record."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedhm.config.settings import Config
+from fedhm.config.settings import ResolvedConfig
 from fedhm.data.federation import Federation
-from fedhm.engines.engine import Engine, in_task_order
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import measure
-from fedhm.methods.method import Method
-from fedhm.networks.batchnorm import blank, running_names
+from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import Tensors, size_in_bytes
-from fedhm.server.admission import Expected, objection
+from fedhm.server.admission import objection
 from fedhm.server.record import Record, Watcher
-from fedhm.work.distil import blank_scores
+from fedhm.work.bounds import Expected
 from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.work import work_of
+
+Run = Callable[[Sequence[Task]], Iterator[Reply]]  # an engine's
 
 
 class TooFewUpdatesError(FedhmError):
@@ -27,20 +28,24 @@ class TooFewUpdatesError(FedhmError):
 
 
 class Intake:
-    """`config` is resolved; `sample` is a batch of one input."""
+    """`network` makes a network by its name; `sample` is a batch of one input."""
 
     def __init__(
-        self, method: Method, federation: Federation, config: Config, sample: Tensor, watchers: Sequence[Watcher]
+        self,
+        network: Callable[[str], nn.Module],
+        federation: Federation,
+        config: ResolvedConfig,
+        sample: Tensor,
+        watchers: Sequence[Watcher],
     ) -> None:
         self._federation, self._config, self._watchers = federation, config, watchers
         self._public = len(federation.public or ())
-        self.cost = cache(lambda name: measure(method.network(name), federation.input_shape, sample.dtype))
-        self.running_names = cache(lambda name: frozenset(running_names(method.network(name))))
-        self._statistics = cache(lambda name: blank(method.network(name), sample))
-        self._scores = cache(lambda name: blank_scores(method.network(name), sample, self._public))
+        self.cost = cache(lambda name: measure(network(name), federation.input_shape, sample.dtype))
+        self.running_names = cache(lambda name: frozenset(running_names(network(name))))
+        self._blank = cache(lambda kind, name: work_of(kind).blank(network(name), sample, self._public))
 
-    def updates(self, engine: Engine, tasks: Iterable[Task], record: Record, least: int = 0) -> Iterator[Update]:
-        """Sends tasks to the engine and lets their updates in, in the order of the tasks.
+    def updates(self, run: Run, tasks: Iterable[Task], record: Record, least: int = 0) -> Iterator[Update]:
+        """Send tasks to the engine and let their updates in, in the order of the tasks.
 
         Raises in the end if there were fewer than `least`, so that who merges them does not come to a result.
         """
@@ -48,7 +53,7 @@ class Intake:
         admitted, before = 0, len(record.dropped)
         torch.set_num_threads(1)  # updates are folded by one thread, beside workers that keep the cores busy
         try:
-            for reply in in_task_order(engine.run(sent), len(sent)):
+            for reply in in_task_order(run(sent), len(sent)):
                 task = sent[reply.position]
                 judged = self._judged(reply, task)
                 record.count(task, judged, self._macs(task) if isinstance(reply, Update) else 0)
@@ -73,12 +78,12 @@ class Intake:
         return start != "never" and round_number > start
 
     def _without_running(self, task: Task) -> Task:
-        """Static batch normalisation: running averages are neither sent nor sent back."""
+        """Leave running averages out, which under static batch normalisation do not travel."""
         names = self.running_names(task.network)
         return replace(task, tensors={name: t for name, t in task.tensors.items() if name not in names})
 
     def _judged(self, reply: Reply, task: Task) -> Reply:
-        """The reply, or in place of an update that must not be merged a failure that cost as many bytes."""
+        """Return the reply, or in place of an update that must not be merged a failure that cost as many bytes."""
         if isinstance(reply, Failure):
             return reply
         reason = objection(reply, task, self._expected(task))
@@ -88,17 +93,15 @@ class Intake:
         return Failure(task.client, reason, reply.position, down=reply.down, up=up)
 
     def _expected(self, task: Task) -> Expected:
-        tensors = task.tensors
-        if task.kind != "train":
-            tensors = (self._scores if task.kind == "distil" else self._statistics)(task.network)
+        work, config = work_of(task.kind), self._config
         return Expected(
-            tensors,
+            task.tensors if work.returns_network else self._blank(task.kind, task.network),
             # What a remote client says of itself may change; its engine holds it to what it said last.
             0 if self._federation.remote else self._federation.samples_of(task.client),
             self._federation.classes,
-            task.kind != "statistics" and self._config.train.masked_loss,
+            work.trains and config.train.masked_loss and config.objective.has_labels,
             self.running_names(task.network),
-            self._config.train.max_change,
+            config.train.max_change,
         )
 
     def _refuse(self, task: Task, failure: Failure, record: Record) -> None:
@@ -112,14 +115,30 @@ class Intake:
         record.dropped.append(entry)
 
     def _macs(self, task: Task) -> int:
-        """MACs that a task spends, as the paper counts them: those of one forward pass × epochs × samples."""
-        epochs = 1 if task.kind == "statistics" else self._config.train.epochs
-        passes = self._federation.samples_of(task.client) * epochs
-        if task.kind == "distil":
-            digested = task.options["digest_epochs"] if "consensus" in task.tensors else 0
-            passes += self._public * (1 + int(digested))
+        """Return the MACs that a task spends, as the paper counts them: those of the samples' forward passes."""
+        samples, train = self._federation.samples_of(task.client), self._config.train
         macs: int = self.cost(task.network).macs
-        return macs * passes
+        return macs * work_of(task.kind).passes(task, samples, self._public, train)
+
+
+def in_task_order(replies: Iterable[Reply], count: int) -> Iterator[Reply]:
+    """Hold back what came early, so that sums do not depend on who was faster.
+
+    Of several replies to one of the `count` tasks the first counts; a reply to no task does not.
+    """
+    early: dict[int, Reply] = {}
+    answered: set[int] = set()
+    following = 0
+    for reply in replies:
+        if type(reply.position) is not int or reply.position in answered or not 0 <= reply.position < count:
+            continue
+        answered.add(reply.position)
+        early[reply.position] = reply
+        while following in early:
+            yield early.pop(following)
+            following += 1
+    for position in sorted(early):  # some task before them was never answered
+        yield early[position]
 
 
 def last_reason(dropped: Sequence[dict[str, Any]]) -> str:
@@ -133,7 +152,7 @@ def _hint(reason: str) -> str:
 
 
 def _size_of_anything(tensors: Tensors) -> int:
-    """In bytes, of what a client sent as its tensors, which need not be such."""
+    """Return the bytes of what a client sent as its tensors, which need not be such."""
     if not isinstance(tensors, dict):
         return 0
     return size_in_bytes({name: t for name, t in tensors.items() if isinstance(t, Tensor) and not t.is_nested})

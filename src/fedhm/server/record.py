@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from fedhm.config.objective import Metrics
 from fedhm.networks.exchange import size_in_bytes
-from fedhm.work.evaluate import Score
 from fedhm.work.messages import Participant, Reply, Task, Update
+from fedhm.work.work import work_of
 
 Item = TypeVar("Item")
 
@@ -30,7 +31,7 @@ class Traffic:
 class Record:
     round: int
     participants: list[Participant] = field(default_factory=list)  # of the attempt that counted
-    scores: dict[str, Score] = field(default_factory=dict)  # by tier; empty where the round was not evaluated
+    metrics: dict[str, Metrics] = field(default_factory=dict)  # by tier; empty where the round was not evaluated
     traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier
     statistics: Traffic = field(default_factory=Traffic)  # of gathering BatchNorm statistics
     diagnostics: dict[str, float] = field(default_factory=dict)
@@ -40,8 +41,8 @@ class Record:
 
     def count(self, task: Task, reply: Reply, macs: int) -> None:
         """Books one task and what came of it: an update that may be used, or in its place a failure."""
-        trained = task.kind != "statistics"
-        traffic = self.traffic.setdefault(task.tier, Traffic()) if trained else self.statistics
+        trains = work_of(task.kind).trains
+        traffic = self.traffic.setdefault(task.tier, Traffic()) if trains else self.statistics
         traffic.clients += 1
         traffic.down += size_in_bytes(task.tensors) if reply.down is None else reply.down
         traffic.up += reply.up or 0
@@ -71,22 +72,22 @@ class Record:
 
     def to_json(self) -> str:
         table = asdict(self)
-        table["scores"] = {tier: score._asdict() for tier, score in self.scores.items()}
         table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
-        return json.dumps(table)
+        # metrics are called scores on disk, as they were from the first version on
+        return json.dumps({"scores" if name == "metrics" else name: value for name, value in table.items()})
 
     @classmethod
     def from_json(cls, line: str) -> "Record":
         table = json.loads(line)
         table["participants"] = [Participant(**p) for p in table["participants"]]
-        table["scores"] = {tier: Score(**score) for tier, score in table["scores"].items()}
+        table["metrics"] = {tier: Metrics(metrics) for tier, metrics in table.pop("scores").items()}
         table["traffic"] = {tier: Traffic(**traffic) for tier, traffic in table["traffic"].items()}
         table["statistics"] = Traffic(**table["statistics"])
         return cls(**table)
 
 
 class Watcher(Protocol):
-    """Is told how a run goes."""
+    """Whoever wants to be told how a run goes."""
 
     def started(self, done: int, rounds: int) -> None: ...
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None: ...

@@ -1,9 +1,10 @@
-"""Distillation: a network learns the scores that others give to inputs without labels.
+"""Distil: bring the network that the client kept towards the logits that come with the task, then train it on its own
+samples; send its logits on the public samples.
 
-On the public inputs xᵢ, with targets tᵢ of shape (classes,), a student f is brought to minimise
+On the public inputs xᵢ, with targets tᵢ of shape (outputs,), a student f is brought to minimise
 
     mean |f(xᵢ) − tᵢ|                            absolute error, by FedMD's clients
-    mean KL(softmax(tᵢ) ‖ softmax(f(xᵢ)))        divergence, by FedDF's server
+    the objective's divergence                   by FedDF's server
 """
 
 from collections.abc import Callable, Iterable
@@ -12,25 +13,68 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedhm.config.settings import TrainConfig
 from fedhm.data.batches import Batch, Feed
 from fedhm.networks.batchnorm import by_batch
 from fedhm.networks.exchange import Tensors
+from fedhm.seeds import torch_generator
+from fedhm.work.bounds import LARGEST_LOGIT, Expected, outside
+from fedhm.work.client import Client
+from fedhm.work.messages import Task, Update
+from fedhm.work.reuse import Ready
+from fedhm.work.train import fit, task_seed
+from fedhm.work.work import Answer
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+CONSENSUS, LOGITS = "consensus", "logits"  # the tensor of a task, if clients agreed on one yet; that of its answer
 
 
-def absolute_error(student: Tensor, teacher: Tensor) -> Tensor:
-    return F.l1_loss(student, teacher)
+class Distil:
+    trains, returns_network = True, False
+    past, short = "distilled", "distil"
 
+    def loaded(self, task: Task) -> Tensors:
+        return task.kept
 
-def divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    return F.kl_div(student.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
+    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+        assert client.public is not None
+        public, held = client.public.on(client.networks.device), client.held
+        with task_seed(client, task):
+            self._digest(client, task, ready.network, public)
+            loss = fit(client, task, ready, held)
+        found = logits(ready.network, public, client.train.batch).cpu()
+        return Answer({LOGITS: found}, loss, held, ready.hand_over(task.kept))
+
+    def _digest(self, client: Client, task: Task, network: nn.Module, public: Feed) -> None:
+        """Bring the network towards the logits that the clients agreed on, if they have yet, by plain SGD."""
+        if CONSENSUS not in task.tensors:
+            return
+        generator = torch_generator(client.seed, "digest", task.round, task.client)
+        optimizer = torch.optim.SGD(network.parameters(), lr=task.options["digest_lr"])
+        consensus = task.tensors[CONSENSUS].to(client.networks.device)
+        for _ in range(int(task.options["digest_epochs"])):
+            follow(network, consensus, F.l1_loss, optimizer, public.shuffled(client.train.batch, generator))
+
+    @torch.no_grad()
+    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
+        output: Tensor = network.eval()(sample)
+        return {LOGITS: output.new_zeros(public, *output.shape[1:])}
+
+    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+        for name, tensor in update.tensors.items():
+            if reason := outside(name, tensor, -LARGEST_LOGIT, LARGEST_LOGIT):
+                return reason
+        return None
+
+    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        digested = int(task.options["digest_epochs"]) if CONSENSUS in task.tensors else 0
+        return samples * train.epochs + public * (1 + digested)
 
 
 def follow(
     network: nn.Module, targets: Tensor, loss: Loss, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]
 ) -> None:
-    """One step on each batch of public inputs, which come with the numbers of their rows in `targets`."""
+    """Make one step on each batch of public inputs, which come with the numbers of their rows in `targets`."""
     network.train()
     with by_batch(network):
         for inputs, rows in batches:
@@ -40,8 +84,8 @@ def follow(
 
 
 @torch.no_grad()
-def scores(network: nn.Module, public: Feed, batch: int) -> Tensor:
-    """The logits (N, classes) of all public inputs.
+def logits(network: nn.Module, public: Feed, batch: int) -> Tensor:
+    """Return the outputs (N, outputs) for all public inputs.
 
     Only BatchNorm looks at its batch, as in training: its running averages need not have travelled with the network.
     """
@@ -50,8 +94,4 @@ def scores(network: nn.Module, public: Feed, batch: int) -> Tensor:
         return torch.cat([network(inputs) for inputs, _ in public.ordered(batch)])
 
 
-@torch.no_grad()
-def blank_scores(network: nn.Module, sample: Tensor, count: int) -> Tensors:
-    """What a client sends of `network` when it has distilled: names, shapes and types. `sample` is a batch of one."""
-    logits: Tensor = network.eval()(sample)
-    return {"scores": logits.new_zeros(count, logits.shape[1])}
+ENTRY_POINT = Distil()

@@ -1,29 +1,24 @@
-"""Accuracy and loss of one network on the test set."""
+"""The metrics of one network on a set of samples."""
 
-from typing import NamedTuple
+from functools import reduce
+from operator import add
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedhm.config.objective import Metrics, Objective
 from fedhm.data.batches import Feed
 from fedhm.machine.device import CPU
 
 
-class Score(NamedTuple):
-    accuracy: float  # in 0…1
-    loss: float
-
-
 @torch.no_grad()
-def evaluate(network: nn.Module, feed: Feed, batch: int) -> Score:
+def evaluate(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Metrics:
+    """Return what the objective measures over all samples of the feed."""
     network.to(feed.device).eval()
-    correct: list[Tensor] = []
-    losses: list[Tensor] = []  # of each batch, summed at the end: none waits for its result
+    found: dict[str, list[Tensor]] = {}  # of each batch, summed at the end: none waits for its result
     for inputs, targets in feed.ordered(batch):
-        logits = network(inputs)
-        correct.append((logits.argmax(1) == targets).sum())
-        losses.append(F.cross_entropy(logits, targets, reduction="sum"))
+        for name, value in objective.sums(network(inputs), targets).items():
+            found.setdefault(name, []).append(value)
     network.to(CPU)
-    samples = len(feed.samples)
-    return Score(sum(torch.stack(correct).tolist()) / samples, sum(torch.stack(losses).tolist()) / samples)
+    sums = {name: reduce(add, torch.stack(values).cpu().double()) for name, values in found.items()}
+    return objective.results(sums, len(feed.samples))

@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from fedhm.networks.exchange import Tensors
-
-Kind = Literal["train", "statistics", "distil"]
 
 
 @dataclass(frozen=True)
@@ -19,15 +16,9 @@ class Participant:
 
 @dataclass(frozen=True)
 class Task:
-    """Server → client: do this with that network.
+    """Server → client: do this with that network."""
 
-    train       train the network on your samples and send it back
-    statistics  run the network over your samples and send its BatchNorm layers' input statistics
-    distil      bring the network that you kept towards the scores that come with the task, then train it on your
-                samples; send its scores on the public samples
-    """
-
-    kind: Kind
+    kind: str  # of work: a module of `fedhm.work`, or an entry point of that group
     round: int  # counted from 1
     client: int
     tier: str  # what the client can afford
@@ -41,7 +32,7 @@ class Task:
 class Update:
     """Client → server: what came of a task."""
 
-    kind: Kind
+    kind: str
     round: int
     client: int
     tier: str

@@ -29,7 +29,7 @@ class Ready:
         """The network's tensors into which `tensors` are to be loaded."""
         return [self.state[name] for name in tensors if name in self.state]
 
-    def surrender(self, names: Iterable[str]) -> Tensors:
+    def hand_over(self, names: Iterable[str]) -> Tensors:
         """What travels of the network under these names, to keep. Whoever uses the network again has to load them."""
         trained = exchanged(self.network)
         return {name: self._given(name, trained[name]) for name in names}

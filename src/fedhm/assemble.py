@@ -1,0 +1,150 @@
+"""From settings, a model and data to a ready experiment: the only place where parts are put together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.config.settings import Config, ResolvedConfig
+from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.federation import Federation, partitioned
+from fedhm.data.samples import Samples
+from fedhm.data.sources.catalogue import SHAPES
+from fedhm.engines.engine import Elsewhere, Engine
+from fedhm.engines.local import LocalEngine, workers_for
+from fedhm.errors import FedhmError
+from fedhm.experiment import Experiment
+from fedhm.machine.device import find_device
+from fedhm.methods.method import AnyMethod, Setup
+from fedhm.models import MODELS
+from fedhm.networks.batchnorm import running_names
+from fedhm.networks.exchange import exchanged
+from fedhm.networks.probe import probe
+from fedhm.runs.fingerprint import data_facts, fingerprint
+from fedhm.seeds import derive
+from fedhm.server.intake import Intake
+from fedhm.server.optimizer import ServerOptimizer
+from fedhm.server.record import Watcher
+from fedhm.server.sampling import check_assignment, check_minimum
+from fedhm.work.client import Client
+from fedhm.work.reuse import Networks, check_compiler
+
+
+@dataclass(frozen=True)
+class Design:
+    """A model with the method that trains it: all that can be told of a run without its data."""
+
+    config: Config
+    model: nn.Module
+    method: AnyMethod
+    sample: Tensor  # a batch of one input
+
+
+def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, public: Feed | None = None) -> Design:
+    """Put a method around a model; `outputs` is how many classes there are, or numbers to predict."""
+    classifier = probe(model, sample, lambda output: config.objective.check_output(output, outputs))
+    setup = Setup(
+        classifier,
+        sample,
+        config.seed,
+        public,
+        fixed=config.federation.heterogeneity == "fixed",
+        objective=config.objective,
+        optimizer_follows=config.server.optimizer != "none",
+    )
+    return Design(config, model, config.method.build(model, setup), sample)
+
+
+def named_design(config: Config) -> Design:
+    """Put the method around the model that a config names, without reading data where the source is a known one."""
+    shape, outputs = input_format(config)
+    return design(config, build_model(config, shape, outputs), torch.zeros(1, *shape), outputs)
+
+
+def assemble(
+    model: nn.Module,
+    federation: Federation,
+    config: Config,
+    engine: Engine | None = None,
+    watchers: Sequence[Watcher] = (),
+) -> Experiment:
+    """Put an experiment together; without an engine, it runs on this machine as its config says."""
+    settings = config.resolved()
+    device = find_device(settings.engine.device)
+    if settings.engine.compile:
+        check_compiler(device)
+    if settings.method.needs_public and not federation.public:
+        raise FedhmError(
+            f"{settings.method.name} distils on public data, of which this run has none: "
+            "set data.public to a source or to 'held-out', or give fedhm.run some with public="
+        )
+    federation.check_targets(settings.objective)
+    public, preprocessing = federation.public_feed(), federation.preprocessing
+    sample, _ = next(Feed(federation.test, preprocessing).ordered(1))
+    method = design(settings, model, sample, federation.classes, public).method
+    check_assignment(settings.federation, federation.size, method.tiers)
+    check_minimum(settings.federation, federation.size)
+    intake = Intake(method.network, federation, settings, sample, watchers)
+    running = running_names(model).union(*(intake.running_names(tier) for tier in method.tiers))
+    optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, running)
+    costs = {tier: intake.cost(tier) for tier in method.tiers}
+    initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
+    return Experiment(
+        settings, method, initial, federation.size, Feed(federation.test, preprocessing, device), intake, optimizer,
+        engine or _own_engine(settings, federation, Networks(method.network, device, settings.engine.compile), public),
+        costs, fingerprint(settings, initial, federation), data_facts(federation), watchers, bool(federation.remote),
+    )  # fmt: skip
+
+
+def _own_engine(config: ResolvedConfig, federation: Federation, networks: Networks, public: Feed | None) -> Engine:
+    if federation.remote:
+        raise FedhmError("the clients' samples lie elsewhere: an experiment must be given an engine to reach them")
+    if config.engine.name != "local":
+        return Elsewhere()
+    clients = [make_client(s, federation.preprocessing, networks, config, public) for s in federation.clients]
+    workers = workers_for(config.engine, config.federation.per_round(federation.size))
+    return LocalEngine(clients, workers, config.engine.threads)
+
+
+def make_client(
+    samples: Samples, preprocessing: Preprocessing, networks: Networks, config: Config, public: Feed | None
+) -> Client:
+    """Put a client together, in whichever process it does its tasks."""
+    return Client(samples, preprocessing, networks, config.train, config.seed, public, config.objective)
+
+
+def read_federation(config: Config) -> Federation:
+    """Read the data that a config names and deal it out to the clients."""
+    if config.data is None and config.engine.name == "flower":
+        raise FedhmError(
+            "this run has no [data] section: it is one of a Flower app, and the same 'flwr run' resumes it"
+        )
+    if config.data is None:
+        raise FedhmError(
+            "this run has no [data] section: it was started from Python with its own data, "
+            "and is resumed there, by fedhm.run with the same arguments"
+        )
+    return partitioned(config.data, config.federation.clients, config.seed)
+
+
+def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """Build the model that a config names, initialised from its seed."""
+    if config.model is None:
+        raise FedhmError("the config has no [model] section")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(config.seed, "model"))
+        return MODELS[config.model.name](num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
+
+
+def input_format(config: Config) -> tuple[tuple[int, ...], int]:
+    """Return input shape and number of outputs, without reading data where the source is a known one."""
+    if config.data is not None and config.data.source in SHAPES:
+        return SHAPES[config.data.source]
+    federation = read_federation(config)
+    return federation.input_shape, federation.classes
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the type of a model's weights."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

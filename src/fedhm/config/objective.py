@@ -1,0 +1,103 @@
+"""An objective says what is learned: the loss, the metrics, and which of them is the headline."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedhm.config.section import Section
+
+
+class Metrics(dict[str, float]):
+    """A network's metrics by their names, which are attributes too: `metrics.accuracy`."""
+
+    def __getattr__(self, name: str) -> float:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"there is no metric '{name}', known are {', '.join(self)}") from None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One of the numbers that tell how good a network is, and how it is shown."""
+
+    name: str  # in records, tables and files
+    more_is_better: bool = True
+    percent: bool = False
+
+    @property
+    def axis(self) -> str:
+        """Return how the axis of a plot is labelled."""
+        return f"test {self.name}{' (%)' if self.percent else ''}"
+
+    @property
+    def quoted(self) -> str:
+        """Return how a sentence calls its unit: `accuracy in percent`."""
+        return f"{self.name}{' in percent' if self.percent else ''}"
+
+    def scaled(self, value: float) -> float:
+        """Return the value as plots and comparisons have it."""
+        return 100 * value if self.percent else value
+
+    def shown(self, value: float) -> str:
+        """Return the value as tables have it."""
+        return f"{100 * value:.2f} %" if self.percent else f"{value:.4f}"
+
+    def brief(self, value: float) -> str:
+        """Return a short form, for lines in which many stand side by side."""
+        return f"{100 * value:.1f}%" if self.percent else f"{value:.3f}"
+
+    def reaches(self, value: float, target: float) -> bool:
+        return value >= target if self.more_is_better else value <= target
+
+
+class Objective(Section, ABC):
+    """An objective with its settings: subclass it to bring one of your own."""
+
+    name: str
+    metrics: ClassVar[tuple[Metric, ...]]  # the headline first
+    has_labels: ClassVar[bool] = False  # a client holds some labels and lacks others
+
+    @property
+    def headline(self) -> Metric:
+        return self.metrics[0]
+
+    @abstractmethod
+    def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
+        """Return what a user gave as labels in the type that is learned, or refuse it; `dtype` is the model's."""
+
+    @abstractmethod
+    def outputs(self, targets: Sequence[Tensor]) -> int:
+        """Return how many outputs a network needs for these targets: classes, or numbers to predict."""
+
+    @abstractmethod
+    def check(self, targets: Tensor, outputs: int, whose: str) -> None:
+        """Refuse targets that a network with so many outputs cannot learn."""
+
+    @abstractmethod
+    def check_output(self, output: Tensor, outputs: int) -> None:
+        """Refuse a model that gives `output` for a single input."""
+
+    @abstractmethod
+    def loss(self, output: Tensor, targets: Tensor, held: tuple[int, ...] | None) -> Tensor:
+        """Return the mean loss of a batch; `held` has the labels that the client holds, if its loss is masked."""
+
+    @abstractmethod
+    def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        """Return, of one batch, the sums from which the metrics of all batches follow."""
+
+    @abstractmethod
+    def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:
+        """Return the metrics from the sums over all batches, in float64, and the number of samples."""
+
+    @abstractmethod
+    def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Return how far a student's outputs are from those that it is to learn, for methods that distil."""
+
+    def held(self, targets: Tensor) -> tuple[int, ...] | None:  # noqa: ARG002
+        """Return the labels among a client's targets, where there are such: a masked loss leaves the others alone."""
+        return None

@@ -1,0 +1,47 @@
+"""A section of the settings, and the kinds of values that several sections have."""
+
+import math
+from fractions import Fraction
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Refuse keys that are not known, and changes after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
+
+
+def as_ratio(value: object) -> object:
+    """Read a ratio that is written as "1/8"."""
+    if isinstance(value, str):
+        try:
+            return float(Fraction(value))
+        except (ValueError, ZeroDivisionError):
+            return value
+    return value
+
+
+def _told_apart(ratios: tuple[float, ...]) -> tuple[float, ...]:
+    if len({f"{ratio:g}" for ratio in ratios}) != len(set(ratios)):
+        raise ValueError("two tiers differ too little to be told apart")
+    return ratios
+
+
+Ratio = Annotated[float, BeforeValidator(as_ratio), Field(gt=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Ratios = Annotated[tuple[Ratio, ...], Field(min_length=1), AfterValidator(_told_apart)]
+
+
+def tier_name(ratio: float) -> str:
+    """Return how a rank ratio is called everywhere: full, 1/2, 1/8, or the plain number."""
+    if ratio == 1:
+        return "full"
+    fraction = Fraction(ratio).limit_denominator(64)
+    return str(fraction) if math.isclose(float(fraction), ratio, rel_tol=1e-9) else f"{ratio:g}"
+
+
+def width_name(width: float) -> str:
+    """Return how a width is called everywhere: full, w0.62."""
+    return "full" if width == 1 else f"w{width:g}"

@@ -1,0 +1,75 @@
+"""Classification: cross-entropy, in which a client may leave labels alone that it does not hold; accuracy."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedhm.config.objective import Metric, Metrics, Objective
+from fedhm.errors import FedhmError
+
+
+class Classification(Objective):
+    name: Literal["classification"] = "classification"
+    metrics: ClassVar = (Metric("accuracy", percent=True), Metric("loss", more_is_better=False))
+    has_labels: ClassVar = True
+
+    def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
+        if given.is_floating_point() and not torch.equal(given, given.round()):
+            raise FedhmError(
+                f"the labels of {whose} must be whole class numbers; to predict numbers, set objective = 'regression'"
+            )
+        return given.long()
+
+    def outputs(self, targets: Sequence[Tensor]) -> int:
+        return 1 + max((int(labels.max()) for labels in targets if len(labels)), default=0)
+
+    def check(self, targets: Tensor, outputs: int, whose: str) -> None:
+        if targets.dtype != torch.int64 or targets.ndim != 1:
+            raise FedhmError(f"{whose} has no class numbers to learn; to predict numbers, set objective = 'regression'")
+        if targets.min() < 0 or targets.max() >= outputs:
+            raise FedhmError(f"{whose} has labels outside 0…{outputs - 1}")
+
+    def check_output(self, output: Tensor, outputs: int) -> None:
+        if output.ndim != 2 or output.shape[1] < outputs:
+            shape = tuple(output.shape)
+            raise FedhmError(f"the model must give a score for each of {outputs} classes, but its output is {shape}")
+
+    def held(self, targets: Tensor) -> tuple[int, ...]:
+        return tuple(targets.unique().tolist())
+
+    def loss(self, output: Tensor, targets: Tensor, held: tuple[int, ...] | None) -> Tensor:
+        return masked_cross_entropy(output, targets, held)
+
+    def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        return {
+            "correct": (output.argmax(1) == targets).sum(),
+            "loss": F.cross_entropy(output, targets, reduction="sum"),
+        }
+
+    def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:
+        return Metrics(accuracy=sums["correct"].item() / samples, loss=sums["loss"].item() / samples)
+
+    def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Return KL(softmax(t) ‖ softmax(f))."""
+        return F.kl_div(student.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
+
+
+def masked_cross_entropy(logits: Tensor, targets: Tensor, held: tuple[int, ...] | None) -> Tensor:
+    """Return the cross-entropy with the logits of labels that a client does not hold at 0: they learn nothing."""
+    if held is not None and len(held) < logits.shape[1]:
+        logits = logits.masked_fill(_missing(held, logits.shape[1], logits.device), 0.0)
+    return F.cross_entropy(logits, targets)
+
+
+@lru_cache(maxsize=1)  # a client asks with every batch
+def _missing(labels: tuple[int, ...], classes: int, device: torch.device) -> Tensor:
+    missing = torch.ones(classes, dtype=torch.bool)
+    missing[list(labels)] = False
+    return missing.to(device)
+
+
+ENTRY_POINT = Classification

@@ -1,0 +1,96 @@
+"""A state as named tensors and JSON, and back by its types: what a checkpoint holds, and what an optimizer steps on.
+
+A value is a tensor or a plain value, or a dict, tuple, named tuple or dataclass of such. Each tensor is named by its
+way through the fields and keys. The outline is the value in JSON, with the tensors' names in their places.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from urllib.parse import quote
+
+from torch import Tensor
+
+from fedhm.networks.exchange import Tensors
+
+Value = TypeVar("Value")
+Way = tuple[str, ...]
+PLAIN = (bool, int, float, str, NoneType)
+
+
+def flatten(value: Any) -> tuple[Tensors, Any]:
+    """Return the tensors in a value by their names, and its outline."""
+    tensors: Tensors = {}
+
+    def outline(part: Any, way: Way) -> Any:
+        if isinstance(part, Tensor):
+            name = "/".join(quote(step, safe="") for step in way)  # a key may hold a slash
+            tensors[name] = part
+            return name
+        if isinstance(part, PLAIN):
+            return part
+        if isinstance(part, dict):
+            return {str(key): outline(inner, (*way, str(key))) for key, inner in part.items()}
+        if (named := _named_parts(part)) is not None:
+            return {name: outline(inner, (*way, name)) for name, inner in named.items()}
+        if isinstance(part, tuple | list):
+            return [outline(inner, (*way, str(number))) for number, inner in enumerate(part)]
+        raise TypeError(f"a state cannot hold a {type(part).__name__} ({'/'.join(way)})")
+
+    return tensors, outline(value, ())
+
+
+def unflatten(kind: type[Value], tensors: Tensors, outline: Any) -> Value:
+    """Return the value that `flatten` took apart; raises ValueError if it was of another kind."""
+    try:
+        read: Value = _read(kind, tensors, outline)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is not a {kind.__name__}: {error!r}") from error
+    return read
+
+
+def mapped(value: Value, change: Callable[[str, Way, Tensor], Tensor]) -> Value:
+    """Return the value with every tensor changed; `change` gets its name, the way to it and the tensor."""
+
+    def apply(part: Any, way: Way) -> Any:
+        if isinstance(part, Tensor):
+            return change("/".join(quote(step, safe="") for step in way), way, part)
+        if isinstance(part, dict):
+            return {key: apply(inner, (*way, str(key))) for key, inner in part.items()}
+        if (named := _named_parts(part)) is not None:
+            return type(part)(**{name: apply(inner, (*way, name)) for name, inner in named.items()})
+        if isinstance(part, tuple | list):
+            return type(part)(apply(inner, (*way, str(number))) for number, inner in enumerate(part))
+        return part
+
+    changed: Value = apply(value, ())
+    return changed
+
+
+def _named_parts(value: Any) -> dict[str, Any] | None:
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    names: tuple[str, ...] | None = getattr(value, "_fields", None)  # of a named tuple
+    return None if names is None else dict(zip(names, value, strict=True))
+
+
+def _read(kind: Any, tensors: Tensors, outline: Any) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Tensor:
+        return tensors[outline]
+    if kind in PLAIN or kind is Any:
+        return outline
+    if origin in (Union, UnionType):
+        (inner,) = (each for each in arguments if each is not NoneType)
+        return None if outline is None else _read(inner, tensors, outline)
+    if origin is dict:
+        key, inner = arguments
+        return {key(name): _read(inner, tensors, part) for name, part in outline.items()}
+    if origin in (tuple, list):
+        kinds = arguments[:1] * len(outline) if origin is list or arguments[-1:] == (...,) else arguments
+        return origin(_read(each, tensors, part) for each, part in zip(kinds, outline, strict=True))
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        hints = get_type_hints(kind)
+        return kind(**{name: _read(hints[name], tensors, part) for name, part in outline.items()})
+    raise TypeError(f"a state cannot hold a {kind}")

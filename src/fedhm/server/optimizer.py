@@ -1,0 +1,79 @@
+"""The server's optimizer: the mean that a round brings is not taken as it is, but as the direction of a step.
+
+With x the weights before the round, and Δ = mean − x the round's pseudo-gradient,
+
+    momentum   m ← β m + Δ                             x ← x + η m               FedAvgM (Hsu et al. 2019)
+    adam       m ← β₁ m + (1 − β₁) Δ
+               v ← β₂ v + (1 − β₂) Δ²                  x ← x + η m / (√v + τ)    FedAdam (Reddi et al. 2021)
+
+m starts at 0, v at τ². Running averages of BatchNorm layers are no weights: they are taken as they were averaged.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedhm.config.settings import ServerConfig
+from fedhm.errors import FedhmError
+from fedhm.networks.exchange import Tensors
+from fedhm.server.flatten import Way, flatten, mapped
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What an optimizer carries from round to round, by the names of tensors in the method's state."""
+
+    first: Tensors = field(default_factory=dict)
+    second: Tensors = field(default_factory=dict)
+
+
+class ServerOptimizer:
+    """Makes its step on those fields of a method's state that the method averages."""
+
+    def __init__(self, config: ServerConfig, method: str, averaged: tuple[str, ...], running: Set[str]) -> None:
+        self.config, self._averaged, self._running = config, averaged, running
+        if self.steps and not averaged:
+            raise FedhmError(f"{method} averages no weights: server.optimizer must be 'none'")
+
+    @property
+    def steps(self) -> bool:
+        return self.config.optimizer != "none"
+
+    def step(self, before: S, merged: S, moments: Moments) -> tuple[S, Moments]:
+        """Return the state whose averaged fields have made the step from `before` that `merged` points to."""
+        if not self.steps:
+            return merged, moments
+        first, second = dict[str, Tensor](), dict[str, Tensor]()
+        old, _ = flatten(self._fields(before))
+
+        def moved(name: str, way: Way, mean: Tensor) -> Tensor:
+            if way[-1] in self._running or not mean.is_floating_point():
+                return mean
+            change = mean - old[name]
+            if self.config.optimizer == "momentum":
+                first[name] = momentum(change, moments.first.get(name), self.config.momentum)
+                return old[name] + self.config.learning_rate * first[name]
+            first[name], second[name] = adam(change, moments.first.get(name), moments.second.get(name), self.config)
+            return old[name] + self.config.learning_rate * first[name] / (second[name].sqrt() + self.config.tau)
+
+        stepped: Any = mapped(self._fields(merged), moved)
+        return replace(merged, **stepped), Moments(first, second)  # type: ignore[type-var]
+
+    def _fields(self, state: Any) -> dict[str, Any]:
+        return {name: getattr(state, name) for name in self._averaged}
+
+
+def momentum(change: Tensor, first: Tensor | None, beta: float) -> Tensor:
+    return change if first is None else beta * first + change
+
+
+def adam(change: Tensor, first: Tensor | None, second: Tensor | None, config: ServerConfig) -> tuple[Tensor, Tensor]:
+    beta_1, beta_2 = config.betas
+    first = torch.zeros_like(change) if first is None else first
+    second = torch.full_like(change, config.tau**2) if second is None else second
+    return beta_1 * first + (1 - beta_1) * change, beta_2 * second + (1 - beta_2) * change.square()

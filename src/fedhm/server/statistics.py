@@ -1,0 +1,39 @@
+"""BatchNorm statistics of every tier's network, gathered at the clients for an evaluation."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from fedhm.errors import FedhmError
+from fedhm.networks.exchange import Tensors
+from fedhm.server.intake import Intake, Run, last_reason
+from fedhm.server.record import Record
+from fedhm.work.messages import Participant, Task
+from fedhm.work.statistics import KIND, pool
+
+
+def gather_statistics(
+    intake: Intake,
+    run: Run,
+    weights: Mapping[str, Tensors],
+    attempts: Iterator[Sequence[Participant]],
+    record: Record,
+) -> Iterator[tuple[str, Tensors]]:
+    """Yield each tier that has statistics, and what they are. What nobody answered for is asked of other clients.
+
+    weights   by tier
+    attempts  whom to ask first, and whom if some tier is still missing then
+    """
+    missing = [tier for tier in weights if intake.running_names(tier)]
+    for chosen in attempts:
+        asked = [(tier, p) for tier in missing for p in chosen]
+        tasks = [Task(KIND, record.round, p.client, p.tier, tier, weights[tier]) for tier, p in asked]
+        updates = intake.updates(run, tasks, record)
+        for tier, of_tier in groupby(updates, key=lambda update: update.network):
+            yield tier, pool(update.tensors for update in of_tier)
+            missing.remove(tier)
+        if not missing:
+            return
+    reason = last_reason([entry for entry in record.dropped if entry["kind"] == KIND])
+    raise FedhmError(
+        f"no client's BatchNorm statistics of tier {missing[0]} could be used in round {record.round}: {reason}"
+    )

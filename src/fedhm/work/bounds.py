@@ -1,0 +1,74 @@
+"""Bounds on the numbers of an answer: a single 1e38 leaves nothing of a mean."""
+
+import math
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedhm.networks.exchange import Tensors
+
+LARGEST_LOGIT = 1e6
+LARGEST_LOSS = 1e30  # sums of such are finite
+LARGEST_MEAN = 1e10  # of what a BatchNorm layer sees, perhaps raw inputs; of a variance, the square of it
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the server knows of an answer before it comes."""
+
+    tensors: Tensors  # of the answer's names, shapes and types; of statistics, `values` are those that one sample gives
+    samples: int  # of the client; 0: it has not said yet
+    classes: int
+    labelled: bool = False  # it says which labels its client holds
+    running: Set[str] = frozenset()  # the names of running averages among the weights
+    max_change: float = 0.0  # norm of the change of all weights, in units of what was sent; 0 is no limit
+
+
+def change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
+    """Return why weights are too far from those that were sent, or not finite; None if they are not."""
+    squares = 0.0
+    for name, tensor in tensors.items():
+        if name in expected.running:
+            if reason := outside(name, tensor, *moments(name.endswith("running_var"))):
+                return reason
+        else:
+            distance = _distance(tensor, sent[name])
+            if math.isnan(distance):
+                return f"'{name}' holds NaN or infinite values"
+            squares += distance * distance
+    moved, most = math.sqrt(squares), expected.max_change
+    # The norm of what was sent need not be known of a change that would be small enough for any.
+    if most and moved > most and moved > most * _norm(t for name, t in sent.items() if name not in expected.running):
+        return f"its change has norm {moved:.1e}, over {most:g} × that of what was sent"
+    return None
+
+
+def _distance(tensor: Tensor, sent: Tensor) -> float:
+    """Return ‖tensor − sent‖; NaN if `tensor` is not finite. Where the type's own range is too small, in float64."""
+    if tensor.element_size() > 2 and math.isfinite(distance := torch.dist(tensor, sent).item()):
+        return distance
+    return torch.dist(tensor.double(), sent.double()).item() if bool(tensor.isfinite().all()) else math.nan
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """Return the norm of all tensors together."""
+    return math.hypot(*(torch.linalg.vector_norm(tensor, dtype=torch.float64).item() for tensor in tensors))
+
+
+def moments(variance: bool) -> tuple[float, float]:
+    """Return the lowest and highest value of a mean or variance of what a BatchNorm layer sees."""
+    return (0.0, LARGEST_MEAN**2) if variance else (-LARGEST_MEAN, LARGEST_MEAN)
+
+
+def outside(name: str, tensor: Tensor, lowest: float, highest: float) -> str | None:
+    """Return which value of a tensor is not finite, or not within bounds; None if all are."""
+    if not tensor.numel():
+        return None
+    smallest, largest = (value.item() for value in tensor.aminmax())
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        return f"'{name}' holds NaN or infinite values"
+    if lowest <= smallest and largest <= highest:
+        return None
+    return f"'{name}' has the value {smallest if smallest < lowest else largest:.3g}, not in {lowest:g}…{highest:g}"

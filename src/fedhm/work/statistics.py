@@ -1,0 +1,139 @@
+"""Gather BatchNorm statistics: run the network over the client's samples, and send what its layers saw.
+
+A client runs the model over its samples, without gradients and normalising by batch, and counts for every BatchNorm
+layer how many values each channel saw, their mean and their variance. Counts, means and variances of several clients
+pool exactly to those of their joint data:
+
+    N = Σ nᵢ    M = Σ nᵢ mᵢ / N    V = Σ nᵢ (vᵢ + (mᵢ − M)²) / N
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedhm.config.settings import TrainConfig
+from fedhm.networks.batchnorm import tracked_layers
+from fedhm.networks.exchange import Tensors
+from fedhm.work.bounds import Expected, moments, outside
+from fedhm.work.client import Client
+from fedhm.work.messages import Task, Update
+from fedhm.work.reuse import Ready
+from fedhm.work.work import Answer
+
+KIND = "statistics"
+
+
+class Statistics:
+    trains = returns_network = False
+    past, short = "gathered statistics", "BN"
+
+    def loaded(self, task: Task) -> Tensors:
+        return task.tensors
+
+    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+        # Nothing is kept for a backward pass, so four times the batch fits where training does.
+        batches = client.feed.ordered(4 * client.train.batch)
+        return Answer(gather(ready.network, (inputs for inputs, _ in batches)))
+
+    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
+        """Return also how many values each channel sees of one sample; means and variances are zero.
+
+        A layer that never runs gives nothing.
+        """
+        gathered = gather(network, [torch.cat([sample, sample])])  # one sample alone may have no variance
+        return {name: t / 2 if name.endswith("/values") else torch.zeros_like(t) for name, t in gathered.items()}
+
+    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+        for name, tensor in update.tensors.items():
+            part = name.rpartition("/")[2]
+            if part == "values":  # a network may compute what does not depend on its batch, of two samples at least
+                lowest, highest = 1.0, expected.tensors[name].item() * max(2, update.samples)
+            else:
+                lowest, highest = moments(part == "variance")
+            if reason := outside(name, tensor, lowest, highest):
+                return reason
+        return None
+
+    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        return samples
+
+
+class Moments(NamedTuple):
+    values: Tensor  # (): how many each channel saw
+    mean: Tensor  # (channels,)
+    variance: Tensor  # (channels,), of the population
+
+    def pooled(self, other: "Moments") -> "Moments":
+        count = self.values + other.values
+        share = other.values / count
+        shift = other.mean - self.mean
+        variance = self.variance + share * (other.variance - self.variance) + share * (1 - share) * shift**2
+        return Moments(count, self.mean + share * shift, variance)
+
+
+@torch.no_grad()
+def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
+    """The input statistics of every BatchNorm layer over all batches, as tensors to send.
+
+    With momentum 1 a layer's running statistics are those of its last batch, which it computes anyway.
+    """
+    found: dict[str, list[tuple[float, Tensor, Tensor]]] = {}
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        def hook(layer: _BatchNorm, arguments: tuple[Tensor, ...], _: Tensor) -> None:
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            values = arguments[0].numel() / arguments[0].shape[1]
+            found.setdefault(name, []).append((values, layer.running_mean.clone(), layer.running_var.clone()))
+
+        return layers[name].register_forward_hook(hook)
+
+    network.eval()  # as the network will be evaluated: only BatchNorm is to look at its batch
+    layers = tracked_layers(network)
+    handles = [watch(name) for name in layers]
+    momenta = {name: layer.momentum for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.train()
+            layer.momentum = 1.0
+        for batch in inputs:
+            network(batch)
+    finally:
+        for name, layer in layers.items():
+            layer.momentum = momenta[name]
+        for handle in handles:
+            handle.remove()
+    joined = {name: _joined(batches) for name, batches in found.items()}
+    return {f"{name}/{part}": t for name, m in joined.items() for part, t in m._asdict().items()}
+
+
+def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> Moments:
+    """Of all batches of one layer: how many values, their means, and their variances as layers store them."""
+    counts, means, variances = zip(*batches, strict=True)
+    values = torch.tensor(counts, dtype=torch.float64)[:, None]
+    mean = torch.stack(means).cpu().double()
+    variance = torch.stack(variances).cpu().double() * (values - 1) / values  # a layer stores the unbiased estimate
+    total = values.sum()
+    middle = (values * mean).sum(0) / total
+    return Moments(total, middle, (values * (variance + (mean - middle) ** 2)).sum(0) / total)
+
+
+def pool(gathered: Iterable[Tensors]) -> Tensors:
+    """Merges what the clients sent into the statistics of their joint data, named as a network stores them."""
+    total: dict[str, Moments] = {}
+    for tensors in gathered:
+        for name in {key.rpartition("/")[0] for key in tensors}:
+            seen = Moments(*(tensors[f"{name}/{part}"] for part in Moments._fields))
+            total[name] = total[name].pooled(seen) if name in total else seen
+    stored: Tensors = {}
+    for name, pooled in total.items():
+        prefix = f"{name}." if name else ""
+        stored[f"{prefix}running_mean"] = pooled.mean
+        stored[f"{prefix}running_var"] = pooled.variance
+    return stored
+
+
+ENTRY_POINT = Statistics()

@@ -1,0 +1,95 @@
+"""Train the network on the client's samples, and send it back."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.config.settings import TrainConfig
+from fedhm.lowrank.decay import add_decay, factorized_layers
+from fedhm.lowrank.layers import LowRank
+from fedhm.machine.device import seeded
+from fedhm.networks.exchange import Tensors
+from fedhm.seeds import derive, torch_generator
+from fedhm.work.bounds import Expected, change
+from fedhm.work.client import Client
+from fedhm.work.messages import Task, Update
+from fedhm.work.reuse import Ready
+from fedhm.work.work import Answer
+
+
+class Train:
+    trains = returns_network = True
+    past, short = "trained", "train"
+
+    def loaded(self, task: Task) -> Tensors:
+        return task.tensors
+
+    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+        with task_seed(client, task):
+            held = client.held
+            loss = fit(client, task, ready, held)
+        return Answer(ready.hand_over(task.tensors), loss, held)
+
+    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
+        raise AssertionError("an answer has the tensors of its task")
+
+    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+        return change(update.tensors, task.tensors, expected)
+
+    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        return samples * train.epochs
+
+
+def task_seed(client: Client, task: Task) -> AbstractContextManager[None]:
+    """Seed what only knows global generators, such as dropout, for one task alone."""
+    return seeded(derive(client.seed, "network", task.round, task.client, task.network), client.networks.device)
+
+
+def fit(client: Client, task: Task, ready: Ready, held: tuple[int, ...] | None) -> float:
+    """Make the local steps of one round; return the mean loss of the last epoch."""
+    train, feed, loss_of = client.train, client.feed, client.objective.loss
+    generator = torch_generator(client.seed, "batches", task.round, task.client, task.network)
+    network, forward = ready.network, ready.forward
+    layers = factorized_layers(network) if train.frobenius_decay else []
+    optimizer = local_optimizer(network, train, train.learning_rate(task.round))
+    network.train()
+    total = torch.zeros(())
+    for _ in range(train.epochs):
+        total = torch.zeros((), device=feed.device)  # summed as a tensor: no step waits for its loss
+        for inputs, targets in feed.shuffled(train.batch, generator):
+            optimizer.zero_grad()
+            loss = loss_of(forward(inputs), targets, held)
+            loss.backward()
+            add_decay(layers, train.frobenius_decay)
+            if train.clip_norm:
+                nn.utils.clip_grad_norm_(network.parameters(), train.clip_norm)
+            optimizer.step()
+            total += loss.detach() * len(targets)
+    return total.item() / len(client.samples)
+
+
+def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> torch.optim.Optimizer:
+    """Return torch's optimizer for a network's parameters, with weight decay where Frobenius decay is not."""
+    factors = {id(p) for m in network.modules() if isinstance(m, LowRank) for p in (m.u, m.v)}
+    trained = [p for p in network.parameters() if p.requires_grad]
+    # Frobenius decay takes the place of weight decay on the factors
+    undecayed = set() if train.decay_factors or not train.frobenius_decay else factors
+    groups = [
+        {"params": [p for p in trained if id(p) not in undecayed], "weight_decay": train.weight_decay},
+        {"params": [p for p in trained if id(p) in undecayed], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    dense = all(p.is_floating_point() for p in trained) and not _has_sparse_gradients(network)
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr, train.betas, train.eps, amsgrad=train.amsgrad, fused=dense or None)
+    # where there is one operation for each tensor, there is nothing to fuse, and it is faster without
+    fused = dense and (train.momentum > 0 or train.weight_decay > 0)
+    return torch.optim.SGD(groups, lr, train.momentum, train.dampening, nesterov=train.nesterov, fused=fused or None)
+
+
+def _has_sparse_gradients(network: nn.Module) -> bool:
+    return any(isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse for layer in network.modules())
+
+
+ENTRY_POINT = Train()

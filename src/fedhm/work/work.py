@@ -1,0 +1,64 @@
+"""The protocol of a kind of client work: how it runs, what its answer looks like, how that is bounded, what it costs.
+
+A kind is one file of this package that ends in `ENTRY_POINT = …`, or an object that another package names in the
+entry-point group `fedhm.work`. Tasks carry its name, and nobody else asks for it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from fedhm.config.plugins import find
+from fedhm.config.settings import TrainConfig
+from fedhm.networks.exchange import Tensors
+from fedhm.work.bounds import Expected
+from fedhm.work.client import Client
+from fedhm.work.messages import Task, Update
+from fedhm.work.reuse import Ready
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a task, before it is an update."""
+
+    tensors: Tensors
+    loss: float = 0.0  # mean over the last epoch
+    labels: tuple[int, ...] | None = None  # that the client holds, where its loss was masked to them
+    kept: Tensors = field(default_factory=dict)
+
+
+class Work(Protocol):
+    trains: bool  # it is counted as training, tier by tier; all other work is counted apart
+    returns_network: bool  # its answer has the very tensors that its task has
+    past: str  # what a client did, in a sentence: it trained
+    short: str  # for a progress bar, which must fit 80 columns
+
+    def loaded(self, task: Task) -> Tensors:
+        """Return the tensors that the task's network is loaded with."""
+        ...
+
+    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+        """Do the task, on the client."""
+        ...
+
+    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
+        """Return an answer's names, shapes and types, where it does not return the network.
+
+        `sample` is a batch of one input, `public` the number of public samples.
+        """
+        ...
+
+    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+        """Return why the values of an answer, which has the right tensors, must not be used; None if they may."""
+        ...
+
+    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        """Return how many samples go forward through the network, as the paper counts computation."""
+        ...
+
+
+def work_of(kind: str) -> Work:
+    """Return the work of a kind by its name."""
+    found: Work = find("work", kind)
+    return found
