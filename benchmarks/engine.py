@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedhm.assemble import assemble
 from fedhm.config.reading import parse
 from fedhm.data.batches import Batch, Feed
 from fedhm.data.federation import Federation, gathered
@@ -48,7 +49,7 @@ def experiment(model: nn.Module, data: Federation, method: str, **train: float) 
         "method": {"name": method},
         "engine": {"workers": 1, "threads": 1},
     }
-    return Experiment(model, data, parse(table, "the benchmark"))
+    return assemble(model, data, parse(table, "the benchmark"))
 
 
 def pair(of: Experiment, model: nn.Module, data: Federation, tier: str) -> dict[str, Case]:

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedhm.config.method import FedHMConfig
+from fedhm.assemble import assemble
 from fedhm.config.settings import Config
 from fedhm.data.federation import gathered
 from fedhm.experiment import Experiment
-from fedhm.methods.fedhm import FedHM
+from fedhm.methods.fedhm import FedHM, FedHMConfig
 from fedhm.methods.method import Setup, State
 from fedhm.models import cnn
 from fedhm.networks.exchange import exchanged
@@ -59,9 +59,9 @@ def rounds(clients: int, count: int) -> Numbers:
     start = time.process_time()
     federation = gathered([*zip(x, y, strict=True)], (x[0], y[0]))
     config, model = Config.model_validate(settings), cnn(width=1 / 8)
-    experiment = Experiment(model, federation, config)
+    experiment = assemble(model, federation, config)
     setup = time.process_time() - start
-    server = Experiment(model, federation, config, Echo())
+    server = assemble(model, federation, config, Echo())
     return {"setup": setup, "server": later_rounds(server), "seconds": later_rounds(experiment)}
 
 
@@ -99,7 +99,7 @@ def merge(width: int, count: int) -> Numbers:
     for number in range(1, 2 + count):
         updates = trained(method, state, number)
         begin = time.process_time()
-        state = method.merge(state, updates)
+        state = method.merge(state, updates, number)
         seconds.append(time.process_time() - begin)
     return {"start": start, "seconds": median(seconds[1:])}
 

@@ -15,14 +15,14 @@ from dataclasses import replace
 
 import torch
 
+from fedhm.assemble import build_model, read_federation
 from fedhm.config.reading import parse
 from fedhm.lowrank.unroll import join, roll, split, unroll
 from fedhm.lowrank.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
-from fedhm.methods.fedhm import FedHM, _factors
-from fedhm.methods.method import State
+from fedhm.methods.fedhm import FedHM, FedHMState
 from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.run import build_model, prepare, read_federation
+from fedhm.run import prepare
 from fedhm.server.sampling import participants
 from fedhm.work.messages import Update
 from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
@@ -67,20 +67,20 @@ class Run:
         return [reply for reply in self.engine.run(tasks) if isinstance(reply, Update)]
 
 
-def ours(method: FedHM, state: State, updates: Sequence[Update]) -> State:
-    merged = method.merge(state, updates)
+def ours(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> FedHMState:
+    merged = method.merge(state, updates, 1)
     for tier in method.tiers[1:]:
         method.weights(merged, tier)
     return merged
 
 
-def plain(method: FedHM, state: State, updates: Sequence[Update]) -> dict[str, Tensors]:
+def plain(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> dict[str, Tensors]:
     """The paper's algorithm line by line; the full model under "full"."""
     merged = plain_mean(method, state, updates)
     return {"full": merged} | {tier: plain_factors(method, merged, tier) for tier in method.tiers[1:]}
 
 
-def plain_mean(method: FedHM, state: State, updates: Sequence[Update]) -> Tensors:
+def plain_mean(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> Tensors:
     recovered: list[Tensors] = []
     for update in updates:
         model = {name: t for name, t in update.tensors.items() if name in state.weights}
@@ -103,20 +103,20 @@ def plain_factors(method: FedHM, weights: Tensors, tier: str) -> Tensors:
     return factors
 
 
-def factorized_warm(method: FedHM, before: State, weights: Tensors) -> None:
+def factorized_warm(method: FedHM, before: FedHMState, weights: Tensors) -> None:
     def decomposed(layer: str) -> None:
-        decompose(unroll(weights[f"{layer}.weight"]), method._largest[layer], _factors(before.memory, layer))
+        decompose(unroll(weights[f"{layer}.weight"]), method._largest[layer], before.factors[layer])
 
     side_by_side(decomposed, list(method._largest))
 
 
-def truncation_ratios(method: FedHM, state: State) -> dict[str, float]:
+def truncation_ratios(method: FedHM, state: FedHMState) -> dict[str, float]:
     """By tier, the largest ratio of a layer's truncation error to the smallest possible one."""
     worst = dict.fromkeys(method.tiers[1:], 0.0)
     for layer in method._largest:
         matrix = unroll(state.weights[f"{layer}.weight"]).double()
         spectrum = torch.linalg.svdvals(matrix)
-        factors = _factors(state.memory, layer)
+        factors = state.factors[layer]
         for tier in worst:
             if layer in method.plans[tier]:
                 left, right = factors.prefix(method.plans[tier][layer])
@@ -133,7 +133,7 @@ def merged_memory(run: Run, updates: Sequence[Update], clients: int) -> float:
             update = updates[number % len(updates)]
             yield replace(update, tensors={name: t.clone() for name, t in update.tensors.items()})
 
-    return peak_memory(lambda: run.method.merge(run.state, arriving()))
+    return peak_memory(lambda: run.method.merge(run.state, arriving(), 1))
 
 
 def main() -> None:
@@ -157,7 +157,7 @@ def main() -> None:
     exact = 0.0
     for number in range(1, options.rounds + 1):
         updates = run.train()
-        merged = run.method.merge(run.state, updates)
+        merged = run.method.merge(run.state, updates, 1)
         if number > options.rounds - options.measured:
             for name, seconds in interleaved(
                 cases(run.method, run.state, updates, merged.weights), 1, warmup=0
@@ -171,7 +171,9 @@ def main() -> None:
     report(options, run, updates, times, errors, exact)
 
 
-def cases(method: FedHM, state: State, updates: Sequence[Update], merged: Tensors) -> dict[str, Callable[[], object]]:
+def cases(
+    method: FedHM, state: FedHMState, updates: Sequence[Update], merged: Tensors
+) -> dict[str, Callable[[], object]]:
     return {
         "fedhm": lambda: ours(method, state, updates),
         "plain": lambda: plain(method, state, updates),

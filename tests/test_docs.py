@@ -1,13 +1,14 @@
 """The docs are true: settings are all described, links lead somewhere, examples run."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedhm.config.plugins import known
 from fedhm.config.reading import _known_keys, presets
-from fedhm.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -15,8 +16,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
 
 def test_every_setting_is_described_with_its_section() -> None:
     text = (ROOT / "docs" / "settings.md").read_text()
-    for method in METHODS:
-        for key in _known_keys(method):
+    for method, objective in product(known("methods"), known("objectives")):
+        for key in _known_keys({"method": {"name": method}, "objective": {"name": objective}}):
             section, _, name = key.rpartition(".")
             if section:
                 start = text.index(f"## [{section}]")

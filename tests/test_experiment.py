@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from conftest import small_config, small_model
+from fedhm.assemble import assemble
 from fedhm.data.federation import Federation
-from fedhm.engines.engine import in_task_order
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
+from fedhm.server.intake import in_task_order
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 
 
@@ -44,7 +45,7 @@ class Meddling:
 
 
 def run(data: Federation, engine: type[Meddling] | None = None, /, **sections: dict[str, object]) -> Result:
-    experiment = Experiment(small_model(), data, small_config(**sections))
+    experiment = assemble(small_model(), data, small_config(**sections))
     if engine is not None:
         experiment.engine = engine(experiment)
     return experiment.run()
@@ -61,7 +62,7 @@ def test_seeds_decide_everything(federation: Federation) -> None:
     first = run(federation)
     torch.manual_seed(1)
     assert same(first, run(federation))
-    other = Experiment(small_model(), federation, small_config().model_copy(update={"seed": 1})).run()
+    other = assemble(small_model(), federation, small_config().model_copy(update={"seed": 1})).run()
     assert not same(first, other)
 
 
@@ -152,7 +153,7 @@ def test_a_client_whose_network_raises_is_named(federation: Federation) -> None:
     lonely = [federation.clients[0].subset(torch.tensor([0])), *federation.clients[1:]]
     config = small_config(method={"name": "fedhm", "tiers": [1, "1/8"]}, federation={"participation": 1.0})
     with pytest.raises(FedhmError, match=r"client 0 .* in round 1 .*: Expected more than 1 value per channel"):
-        Experiment(model, replace(federation, clients=lonely), config).run()
+        assemble(model, replace(federation, clients=lonely), config).run()
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused_at_once(federation: Federation) -> None:
@@ -162,15 +163,15 @@ def test_a_model_that_does_not_fit_the_data_is_refused_at_once(federation: Feder
         (small_model().double(), "does not accept the test set's inputs"),
     ):
         with pytest.raises(FedhmError, match=sentence):
-            Experiment(model, federation, small_config())
+            assemble(model, federation, small_config())
 
 
 def test_remote_clients_need_an_engine_and_give_the_same_numbers_through_it(federation: Federation) -> None:
     far = replace(federation, clients=[], remote=(20,) * 8)
     with pytest.raises(FedhmError, match="must be given an engine"):
-        Experiment(small_model(), far, small_config())
-    near = Experiment(small_model(), federation, small_config())
-    result = Experiment(small_model(), far, small_config(), engine=near.engine).run()
+        assemble(small_model(), far, small_config())
+    near = assemble(small_model(), federation, small_config())
+    result = assemble(small_model(), far, small_config(), engine=near.engine).run()
     assert same(result, near.run())
 
 
@@ -181,8 +182,8 @@ def test_the_number_of_threads_is_given_back(federation: Federation) -> None:
 
 
 def test_the_local_engine_gives_one_reply_for_each_task(federation: Federation) -> None:
-    experiment = Experiment(small_model(), federation, small_config())
-    state = experiment.method.start(experiment._initial)
+    experiment = assemble(small_model(), federation, small_config())
+    state = experiment.method.start(experiment.initial)
     chosen = [Participant(client, "1/8") for client in (5, 0, 5)]
     replies = list(experiment.engine.run(experiment.method.tasks(state, chosen, 1)))
     assert [(reply.client, reply.position) for reply in replies] == [(5, 0), (0, 1), (5, 2)]

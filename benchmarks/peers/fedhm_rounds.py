@@ -4,10 +4,10 @@ import sys
 
 import torch
 
+from fedhm.assemble import assemble
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config
 from fedhm.data.federation import gathered
-from fedhm.experiment import Experiment
 from fedhm.server.record import Record
 from peers.turns import Turns
 from peers.workload import BATCH, LR, ROUNDS, clients, cnn
@@ -49,7 +49,7 @@ def main() -> None:
     watcher = Paced()
     workers, count = map(int, sys.argv[1:])
     data = clients(count)
-    Experiment(cnn(), gathered(data, data[0]), config(workers), watchers=[watcher]).run()
+    assemble(cnn(), gathered(data, data[0]), config(workers), watchers=[watcher]).run()
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Result:
         return self.metrics
 
 
-@dataclass(frozen=True)
+@dataclass
 class Experiment:
     """A run, of parts that are ready: `fedhm.assemble` puts them together."""
 

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 import fedhm
 from conftest import small_config, small_model
+from fedhm.assemble import assemble
 from fedhm.config.settings import EngineConfig
 from fedhm.data.federation import Federation
-from fedhm.engines.engine import in_task_order
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.engines.pool import WINDOW
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment, Result
+from fedhm.experiment import Result
 from fedhm.runs.folder import RunFolder
+from fedhm.server.intake import in_task_order
 from fedhm.server.record import Record
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 
@@ -39,7 +40,7 @@ def _no_child_is_left() -> Iterator[None]:
 
 def run(data: Federation, workers: int, model: nn.Module | None = None, **sections: dict[str, object]) -> Result:
     engine = {"threads": 1, "server_threads": 1, **sections.pop("engine", {}), "workers": workers}
-    return Experiment(model or small_model(), data, small_config(**sections, engine=engine)).run()
+    return assemble(model or small_model(), data, small_config(**sections, engine=engine)).run()
 
 
 def outcome(result: Result) -> tuple[list[dict[str, Any]], dict[str, dict[str, Tensor]]]:
@@ -296,8 +297,8 @@ def test_an_idle_worker_that_is_killed_is_noticed() -> None:
 def test_one_worker_is_this_process_with_the_threads_of_a_task(federation: Federation) -> None:
     seen: list[tuple[int, int]] = []
     model = troubled(federation, lambda: seen.append((os.getpid(), torch.get_num_threads())))
-    experiment = Experiment(model, federation, small_config(method={"name": "fedavg"}))
-    tasks = experiment.method.tasks(experiment.method.start(experiment._initial), [Participant(3, "full")], 1)
+    experiment = assemble(model, federation, small_config(method={"name": "fedavg"}))
+    tasks = experiment.method.tasks(experiment.method.start(experiment.initial), [Participant(3, "full")], 1)
     engine = LocalEngine(experiment.engine._clients, 1, 2)  # type: ignore[attr-defined]
     (reply,) = engine.run(tasks)
     assert not isinstance(reply, Failure)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm import Config, Experiment, Federation, Samples
-from fedhm.config.method import tier_name
+from fedhm.config.section import tier_name
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.partition import dirichlet_equal
 from fedhm.data.sources.digits import read_digits

@@ -14,11 +14,11 @@ import pytest
 import torch
 from faulty import task
 
+from fedhm.assemble import assemble
 from fedhm.cli import main
 from fedhm.config.reading import load_config, parse, parse_flat
 from fedhm.data.federation import gathered
 from fedhm.engines.engine import Engine
-from fedhm.experiment import Experiment
 from fedhm.flower.models import OwnModel
 from fedhm.flower.processes.connection import ask, status, submit
 from fedhm.flower.processes.fleet_folder import connection_of
@@ -121,8 +121,8 @@ def what_the_others_give() -> dict[str, torch.Tensor]:
     config = parse_flat({**given, "train.on_bad_update": "drop", "engine.workers": 1}, "test")
     federation = gathered([task.samples(client) for client in range(4)], task.samples(100))
     model = OwnModel(task.build_model, 0).build()
-    honest = Experiment(model, federation, config).engine
-    return Experiment(model, federation, config, Failing(honest)).run().networks["full"].state_dict()
+    honest = assemble(model, federation, config).engine
+    return assemble(model, federation, config, Failing(honest)).run().networks["full"].state_dict()
 
 
 class Failing:

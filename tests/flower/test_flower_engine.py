@@ -21,7 +21,7 @@ from fedhm.work.messages import Failure, Task, Update
 from flower_loopback import GarbledError, Loopback, LoopbackNode
 
 CONFIG = parse({"federation": {"clients": 3}, "method": {"name": "fedavg"}, "train": {"batch": 4}}, "test").resolved()
-TERMS = Terms(CONFIG.to_toml(), 2, Preprocessing())
+TERMS = Terms(CONFIG.resolved(), 2, Preprocessing())
 
 
 def build_model() -> nn.Module:

@@ -12,10 +12,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 from torch import nn
 
+from fedhm.assemble import assemble
 from fedhm.config.reading import parse
 from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import remote_federation
-from fedhm.experiment import Experiment, Result
+from fedhm.experiment import Result
 from fedhm.flower import client_app
 from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import OwnModel
@@ -207,10 +208,10 @@ def run(kind: type[Hostile] | type[Silent]) -> tuple[list[Hostile | Silent], Res
     apps = [client_app(build_model, lambda _: samples(0)), *(other.app for other in others)]
     grid = Loopback({100 + number: LoopbackNode(app, {"partition-id": number}) for number, app in enumerate(apps)})
     federation = remote_federation(samples(99), 3, [8] * CLIENTS, Preprocessing())
-    terms = Terms(config.to_toml(), 3, federation.preprocessing)
+    terms = Terms(config.resolved(), 3, federation.preprocessing)
     roster = Roster(grid, CLIENTS, greeting(terms), print)
     engine = FlowerEngine(grid, roster, terms, deadline=0, fp16=False)
-    return others, Experiment(OwnModel(build_model, 0).build(), federation, config, engine).run()
+    return others, assemble(OwnModel(build_model, 0).build(), federation, config, engine).run()
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
+from fedhm.assemble import design
 from fedhm.config.reading import parse_flat
 from fedhm.config.settings import Config
 from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import Federation, remote_federation
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app, server_app
-from fedhm.flower.models import OwnModel, method_of
+from fedhm.flower.models import OwnModel
 from fedhm.flower.server import run_on
 from fedhm.measure.cost import training_memory
 from fedhm.runs.folder import read_config
@@ -85,7 +86,7 @@ def test_memory_buys_the_largest_tier_that_fits(tmp_path: Path) -> None:
 
 
 def memory(config: Config, tier: str) -> int:
-    method = method_of(OwnModel(build_model, 0), config, torch.zeros(1, 12), 3)
+    method = design(config, OwnModel(build_model, 0).build(), torch.zeros(1, 12), 3).method
     return training_memory(method.network(tier), (12,), config.train.batch)
 
 

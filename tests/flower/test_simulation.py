@@ -19,9 +19,11 @@ from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records
 from flower_up import not_ignoring_ctrl_c, wait_until
+from installed import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 APPS = Path(__file__).parent / "apps"
+OWN_METHOD = Path(__file__).parents[2] / "examples" / "own_method.py"
 SMALL = [
     "data.train_samples=240",
     "federation.clients=4",
@@ -32,6 +34,7 @@ SMALL = [
 METHODS = {
     "fp16": ["engine.fp16=true"],
     "fedavg": ["method.name=fedavg"],
+    "fedmedian": ["method.name=fedmedian", "method.strength=0.9"],  # of a package of a user's
     "heterofl": ["method.name=heterofl"],
     "splitmix": ["method.name=splitmix"],
     "fedmd": ["method.name=fedmd", "data.public=held-out", "data.public_samples=40"],
@@ -97,7 +100,8 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
     assert (tmp_path / "run" / "report.md").exists()
 
 
-def test_every_kind_of_method_ends_as_with_the_local_engine(tmp_path: Path) -> None:
+def test_every_kind_of_method_ends_as_with_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "site", OWN_METHOD, "methods", {"fedmedian": "FedMedian"}, monkeypatch)
     configs = {name: settings(*changes) for name, changes in METHODS.items()}
     news = tmp_path / "status.json"
     given = {

@@ -8,12 +8,13 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 
+from fedhm.config.reading import parse
 from fedhm.data.batches import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower.wire import Outbox, Terms, read_replies, read_tasks, reply_parcel, travelled
 from fedhm.work.messages import Failure, Task, Update
 
-TERMS = Terms("seed = 1\n", 10, Preprocessing((0.5,), (0.25,), 2, True))
+TERMS = Terms(parse({"seed": 1}, "test").resolved(), 10, Preprocessing((0.5,), (0.25,), 2, True))
 
 
 def tensors() -> dict[str, torch.Tensor]:

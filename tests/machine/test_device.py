@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from conftest import small_config, small_model
+from fedhm.assemble import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment
 from fedhm.machine.device import CPU, find_device, seeded
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "meta", "toaster"])
 def test_a_device_that_is_not_there_is_refused(name: str, federation: Federation) -> None:
     with pytest.raises(FedhmError, match=f"engine.device = '{name}' cannot be used"):
-        Experiment(small_model(), federation, small_config(engine={"device": name}))
+        assemble(small_model(), federation, small_config(engine={"device": name}))
 
 
 def test_auto_is_a_device_that_is_there() -> None:
@@ -24,7 +24,7 @@ def test_auto_is_a_device_that_is_there() -> None:
 
 
 def test_updates_and_models_are_on_the_cpu(federation: Federation) -> None:
-    result = Experiment(small_model(), federation, small_config(engine={"device": "auto"})).run()
+    result = assemble(small_model(), federation, small_config(engine={"device": "auto"})).run()
     for network in result.networks.values():
         assert all(tensor.device == CPU for tensor in network.state_dict().values())
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.config.method import FedDFConfig, FedMDConfig
+from fedhm.assemble import assemble
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples, concatenate
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
-from fedhm.methods.feddf import FedDF
-from fedhm.methods.fedmd import FedMD
-from fedhm.methods.method import Setup, State
+from fedhm.methods.feddf import FedDF, FedDFConfig, FedDFState
+from fedhm.methods.fedmd import FedMD, FedMDConfig, FedMDState
+from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.seeds import torch_generator
 from fedhm.server.record import Record
@@ -37,7 +37,7 @@ def sharing(federation: Federation) -> Federation:
 
 
 def run(data: Federation, method: dict[str, object], **sections: dict[str, object]) -> Result:
-    return Experiment(small_model(), data, small_config(method=method, **sections)).run()
+    return assemble(small_model(), data, small_config(method=method, **sections)).run()
 
 
 # ---- FedDF's rule, in double precision: Adam divides by gradients, and would magnify the last digits of float32
@@ -51,13 +51,13 @@ INPUTS = doubles(PUBLIC, 1, 6, 6)
 SETUP = Setup("9", INPUTS[:1], 3, Feed(Samples(INPUTS, torch.arange(PUBLIC)), Preprocessing()))
 
 
-def feddf(**settings: object) -> tuple[FedDF, State]:
+def feddf(**settings: object) -> tuple[FedDF, FedDFState]:
     model = small_model().double()
     method = FedDF(model, FedDFConfig.model_validate({**FEDDF, "steps": 4, **settings}), SETUP)
     return method, method.start(exchanged(model))
 
 
-def answers(method: FedDF, state: State) -> list[Update]:
+def answers(method: FedDF, state: FedDFState) -> list[Update]:
     """Two clients of the full tier, one of half the width and none of the smallest; running averages travel."""
     people = [Participant(0, "full"), Participant(1, "w0.5"), Participant(2, "full")]
     updates = []
@@ -78,7 +78,7 @@ def test_feddf_averages_in_tiers_then_follows_the_mean_of_all_clients(weighting:
     method, state = feddf(weighting=weighting)
     updates = answers(method, state)
     a, b, c = (update.tensors for update in updates)
-    merged = method.merge(state, iter(updates)).weights
+    merged = method.merge(state, iter(updates), 6).models
 
     teacher = sum(logits(method.network(u.tier), u.tensors) for u in updates) / 3
     share = 0.5 if weighting == "uniform" else 10 / 22
@@ -106,14 +106,14 @@ def test_feddf_averages_in_tiers_then_follows_the_mean_of_all_clients(weighting:
                     parameter -= 1e-3 * first[name] / (1 - 0.9**step) / root
         expected = {**average, **{name: parameter.detach() for name, parameter in student.named_parameters()}}
         for name, tensor in expected.items():  # running averages are those of the clients' mean
-            torch.testing.assert_close(merged[f"{tier}/{name}"], tensor, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(merged[tier][name], tensor, rtol=1e-6, atol=1e-9)
 
 
 def test_feddf_takes_classifier_rows_only_from_clients_that_hold_the_label() -> None:
     method, state = feddf(lr=1e-30)
     updates = answers(method, state)
     updates[0] = replace(updates[0], labels=(0, 1))
-    rows = method.merge(state, updates).weights["full/9.weight"]
+    rows = method.merge(state, updates, 6).models["full"]["9.weight"]
     a, c = updates[0].tensors["9.weight"], updates[2].tensors["9.weight"]
     torch.testing.assert_close(rows[:2], (a[:2] + c[:2]) / 2)
     torch.testing.assert_close(rows[2:], c[2:])
@@ -124,7 +124,7 @@ def test_tiers_of_feddf_begin_as_slices_but_share_nothing() -> None:
     full, half = (method.weights(state, tier) for tier in ("full", "w0.5"))
     torch.testing.assert_close(half["0.weight"], full["0.weight"][:4])
     torch.testing.assert_close(half["3.weight"], full["3.weight"][:8, :4] * 2**0.5)  # at the scale of its own width
-    merged = method.merge(state, answers(method, state)[:1])
+    merged = method.merge(state, answers(method, state)[:1], 1)
     assert (method.weights(merged, "w0.5")["3.weight"] - half["3.weight"]).abs().max() < 1.1e-3  # one step of Adam
     assert (method.weights(merged, "full")["3.weight"] - full["3.weight"]).abs().max() > 0.1
 
@@ -132,7 +132,7 @@ def test_tiers_of_feddf_begin_as_slices_but_share_nothing() -> None:
 # ---- FedMD's rule
 
 
-def fedmd() -> tuple[FedMD, State]:
+def fedmd() -> tuple[FedMD, FedMDState]:
     model = small_model()
     sample = torch.zeros(1, 1, 6, 6)
     config = FedMDConfig.model_validate({**FEDMD, "digest_epochs": 3, "digest_lr": 0.2})
@@ -141,7 +141,7 @@ def fedmd() -> tuple[FedMD, State]:
 
 
 def told(task: Task, value: float) -> Update:
-    scores = {"scores": torch.full((PUBLIC, CLASSES), value)}
+    scores = {"logits": torch.full((PUBLIC, CLASSES), value)}
     kept = {name: torch.full_like(t, value) for name, t in task.kept.items()}
     update = Update("distil", task.round, task.client, task.tier, task.network, scores, 9, None, 0.5)
     return replace(update, kept=kept)
@@ -153,12 +153,12 @@ def test_fedmd_agrees_on_the_mean_of_the_rounds_scores() -> None:
     tasks = list(method.tasks(state, people, 1))
     assert all(t.kind == "distil" and t.tensors == {} for t in tasks)
     assert tasks[0].options == {"digest_epochs": 3, "digest_lr": 0.2}
-    state = method.merge(state, (told(t, float(t.client)) for t in tasks))
+    state = method.merge(state, (told(t, float(t.client)) for t in tasks), 1)
     tasks = list(method.tasks(state, [*people[:2], Participant(0, "full")], 2))
     for t in tasks:
         torch.testing.assert_close(t.tensors["consensus"], torch.full((PUBLIC, CLASSES), (1 + 3 + 4) / 3))
-    state = method.merge(state, (told(t, 10.0 * t.client) for t in tasks[:2]))
-    torch.testing.assert_close(state.memory["consensus"], torch.full((PUBLIC, CLASSES), 20.0))
+    state = method.merge(state, (told(t, 10.0 * t.client) for t in tasks[:2]), 2)
+    torch.testing.assert_close(state.consensus, torch.full((PUBLIC, CLASSES), 20.0))
 
 
 def test_every_client_of_fedmd_keeps_a_model_of_its_own() -> None:
@@ -167,7 +167,7 @@ def test_every_client_of_fedmd_keeps_a_model_of_its_own() -> None:
     assert torch.equal(initial["w0.5"]["0.weight"], exchanged(small_model())["0.weight"][:4])
     people = [Participant(1, "w0.5"), Participant(3, "full"), Participant(4, "w0.5")]
     tasks = list(method.tasks(state, people, 1))
-    state = method.merge(state, (told(t, float(t.client)) for t in reversed(tasks)))
+    state = method.merge(state, (told(t, float(t.client)) for t in reversed(tasks)), 1)
     values = {t.client: float(t.kept["3.weight"].mean()) for t in method.tasks(state, people, 2)}
     assert values == {1: 1.0, 3: 3.0, 4: 4.0}
     (new,) = method.tasks(state, [Participant(7, "w0.5")], 2)
@@ -178,7 +178,7 @@ def test_every_client_of_fedmd_keeps_a_model_of_its_own() -> None:
 
     assert (shown("full"), shown("w0.5")) == (3.0, 1.0)  # of several the lowest number
     assert torch.equal(method.weights(state, "w0.25")["3.weight"], initial["w0.25"]["3.weight"])
-    state = method.merge(state, [told(new, 7.0)])
+    state = method.merge(state, [told(new, 7.0)], 1)
     assert (shown("full"), shown("w0.5")) == (3.0, 7.0)  # the last to take part
 
 
@@ -211,7 +211,7 @@ def test_chance_is_seeded(sharing: Federation, method: dict[str, object]) -> Non
     finals = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        finals.append(Experiment(model, sharing, small_config(method=method)).run().networks["full"].state_dict())
+        finals.append(assemble(model, sharing, small_config(method=method)).run().networks["full"].state_dict())
         assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(seed)))
     assert all(torch.equal(tensor, finals[1][name]) for name, tensor in finals[0].items())
 
@@ -249,14 +249,14 @@ def test_a_resumed_run_ends_the_same(
 @BOTH
 def test_without_public_data_they_refuse_at_once(federation: Federation, method: dict[str, object]) -> None:
     with pytest.raises(FedhmError, match=rf"{method['name']} distils on public data, of which this run has none: set"):
-        Experiment(small_model(), federation, small_config(method=method))
+        assemble(small_model(), federation, small_config(method=method))
 
 
 @BOTH
 def test_a_config_file_names_public_data(method: dict[str, object]) -> None:
     changes = [f"method.name={method['name']}", "data.public=held-out", "train.rounds=1", "model.width=0.25"]
     experiment = fedhm.prepare(fedhm.load_config("digits", changes))
-    assert experiment.public == 1000
+    assert experiment.intake._public == 1000
     assert set(experiment.run().scores) == {"full", "w0.62", "w0.5", "w0.35"}
 
 
@@ -284,15 +284,15 @@ class Lying:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tensors": {"scores": torch.zeros(PUBLIC - 1, CLASSES)}}, "'scores' has shape (39, 4) instead of (40, 4)"),
-        ({"tensors": {"scores": torch.full((PUBLIC, CLASSES), torch.inf)}}, "'scores' holds NaN or infinite values"),
-        ({"tensors": {}}, "it lacks the tensor 'scores'"),
+        ({"tensors": {"logits": torch.zeros(PUBLIC - 1, CLASSES)}}, "'logits' has shape (39, 4) instead of (40, 4)"),
+        ({"tensors": {"logits": torch.full((PUBLIC, CLASSES), torch.inf)}}, "'logits' holds NaN or infinite values"),
+        ({"tensors": {}}, "it lacks the tensor 'logits'"),
         ({"kept": {}}, "it lacks the tensor '0.bias'"),
     ],
 )
 def test_bad_scores_cost_only_themselves(sharing: Federation, changes: dict[str, Tensors], reason: str) -> None:
     sections = {"train": {"on_bad_update": "drop", "rounds": 1}, "federation": {"participation": 1.0}}
-    experiment = Experiment(small_model(), sharing, small_config(method=FEDMD, **sections))
+    experiment = assemble(small_model(), sharing, small_config(method=FEDMD, **sections))
     experiment.engine = Lying(experiment, **changes)
     (record,) = experiment.run().records
     assert [(entry["client"], entry["reason"]) for entry in record.dropped] == [(3, reason)]

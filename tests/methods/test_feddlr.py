@@ -8,15 +8,15 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.config.method import FedDLRConfig
+from fedhm.assemble import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment, Result
+from fedhm.experiment import Result
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.unroll import unroll
 from fedhm.measure.cost import measure
-from fedhm.methods.feddlr import Factored, FedDLR
+from fedhm.methods.feddlr import Factored, FedDLR, FedDLRConfig
 from fedhm.methods.method import Setup, State
 from fedhm.networks.exchange import Tensors, exchanged, load, size_in_bytes
 from fedhm.work.messages import Participant, Update
@@ -57,16 +57,16 @@ def test_the_server_recovers_averages_and_factorizes_again(weighting: str) -> No
     trained: list[Tensors] = []
     updates: list[Update] = []
     for client, samples in enumerate((3, 1, 4)):
-        full = load(method.network("1/4"), state.weights)
+        full = load(method.network("1/4"), state.packed)
         with torch.no_grad():
             for parameter in full.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
         trained.append({name: t.clone() for name, t in full.state_dict().items()})
         updates.append(Update("train", 1, client, "1/4", "1/4", exchanged(full), samples, None, 0.1))
-    merged = method.merge(state, iter(updates))
+    merged = method.merge(state, iter(updates), 1)
     shares = torch.tensor([1.0, 1.0, 1.0] if weighting == "uniform" else [3.0, 1.0, 4.0], dtype=torch.float64)
     shares /= shares.sum()
-    network = load(method.network("1/4"), merged.weights)
+    network = load(method.network("1/4"), merged.packed)
     for layer, rank in method.form.plan.items():
         mean = sum(a * truncated(t[f"{layer}.weight"], rank) for a, t in zip(shares, trained, strict=True))
         U, spectrum, Vt = torch.linalg.svd(mean)
@@ -79,7 +79,7 @@ def test_the_server_recovers_averages_and_factorizes_again(weighting: str) -> No
 
 
 def run(federation: Federation, model: nn.Module, **sections: dict[str, object]) -> Result:
-    return Experiment(model, federation, small_config(**sections)).run()
+    return assemble(model, federation, small_config(**sections)).run()
 
 
 def test_at_ratio_1_it_is_fedavg_bit_for_bit(federation: Federation) -> None:
@@ -94,12 +94,12 @@ def test_at_ratio_1_it_is_fedavg_bit_for_bit(federation: Federation) -> None:
 
 
 def test_factors_of_full_rank_end_where_fedavg_does(federation: Federation) -> None:
-    experiment = Experiment(small_model(), federation, small_config(method={"name": "feddlr", "tier": 1}))
+    experiment = assemble(small_model(), federation, small_config(method={"name": "feddlr", "tier": 1}))
     method = experiment.method
     assert isinstance(method, FedDLR)
     model = small_model()
     method.form = Factored({layer: largest_rank(model.get_submodule(layer).weight.shape) for layer in LAYERS})
-    assert {"3.u", "7.v"} <= set(start(method, model).weights)
+    assert {"3.u", "7.v"} <= set(start(method, model).packed)
     state = experiment.run().networks["full"].state_dict()
     for name, tensor in run(federation, small_model(), method={"name": "fedavg"}).networks["full"].state_dict().items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-4)
@@ -164,10 +164,10 @@ def test_a_layer_that_is_used_twice_travels_once() -> None:
     model = nn.Sequential(nn.Linear(6, 24), shared, nn.ReLU(), shared, nn.Linear(24, 3))
     method = FedDLR(model, FedDLRConfig(tier=0.25))
     state = start(method, model)
-    assert {name for name in state.weights if name.startswith(("1.", "3."))} == {"1.u", "1.v", "1.bias"}
-    network = load(method.network("1/4"), state.weights)
+    assert {name for name in state.packed if name.startswith(("1.", "3."))} == {"1.u", "1.v", "1.bias"}
+    network = load(method.network("1/4"), state.packed)
     assert network[1] is network[3]
-    assert exchanged(network).keys() == state.weights.keys()
+    assert exchanged(network).keys() == state.packed.keys()
 
 
 def test_what_it_cannot_do_is_said() -> None:

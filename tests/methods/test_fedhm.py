@@ -13,16 +13,16 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.config.method import FedAvgConfig, FedHMConfig, tier_name
+from fedhm.assemble import assemble
+from fedhm.config.section import tier_name
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment
 from fedhm.lowrank.hybrid import plan_of, to_full
 from fedhm.lowrank.layers import PufferfishConv2d
 from fedhm.lowrank.svd import truncation_error
 from fedhm.lowrank.unroll import Form, unroll
-from fedhm.methods.fedavg import FedAvg
-from fedhm.methods.fedhm import FedHM, _weight
+from fedhm.methods.fedavg import FedAvg, FedAvgConfig
+from fedhm.methods.fedhm import FedHM, FedHMConfig, _weight
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.work.messages import Participant, Task, Update
@@ -74,7 +74,7 @@ def test_models_are_recovered_and_averaged_by_weight(weighting: str, form: Form)
     method = FedHM(model, config)
     state = start(method, model)
     updates = [answer(task, samples=task.client + 1) for task in round_of(method, state, TIERS)]
-    merged = method.merge(state, iter(updates))
+    merged = method.merge(state, iter(updates), 1)
 
     ratios = [1, 1 / 2, 1 / 4, 1 / 8]
     exponents = {
@@ -114,7 +114,7 @@ def test_the_update_form_adds_what_clients_changed(form: Form) -> None:
     state = start(method, model)
     tasks = round_of(method, state, TIERS)
     updates = [answer(task) for task in tasks]
-    merged = method.merge(state, iter(updates))
+    merged = method.merge(state, iter(updates), 1)
     for name, old in state.weights.items():
         change = torch.zeros_like(old)
         for task, update in zip(tasks, updates, strict=True):
@@ -131,15 +131,15 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
     for form in ("models", "updates"):
         method = FedHM(model, FedHMConfig.model_validate({"aggregate": form}))
         state = start(method, model)
-        before = truncation_error(state.memory["7/spectrum"], 12)  # beyond the largest low rank, 24 / 2
+        before = truncation_error(state.factors["7"].spectrum, 12)  # beyond the largest low rank, 24 / 2
         for _ in range(2):
             idle = [
                 Update("train", 1, t.client, t.tier, t.network, t.tensors, 1, None, 0.0)
                 for t in round_of(method, state, TIERS)
             ]
-            state = method.merge(state, iter(idle))
+            state = method.merge(state, iter(idle), 1)
             energies[form].append(state.diagnostics["energy_beyond/1/2"])
-        tail[form] = truncation_error(state.memory["7/spectrum"], 12) / before
+        tail[form] = truncation_error(state.factors["7"].spectrum, 12) / before
     assert tail["models"] == pytest.approx(0.25**2, rel=1e-6)
     assert tail["updates"] == pytest.approx(1, rel=1e-6)
     assert energies["models"][1] < energies["models"][0] / 10
@@ -159,7 +159,7 @@ def test_all_clients_at_full_rank_is_fedavg_bit_for_bit(seed: int, counts: list[
             tasks = round_of(method, state, ["full"] * len(counts))
             labels = [None if n % 2 else (0, 2) for n in counts]
             updates = [answer(t, seed, held, n) for t, held, n in zip(tasks, labels, counts, strict=True)]
-            merged.append(method.merge(state, iter(updates)).weights)
+            merged.append(method.merge(state, iter(updates), 1).weights)
         assert merged[0].keys() == merged[1].keys()
         assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])
 
@@ -168,7 +168,7 @@ def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) 
     runs = []
     for method in ({"name": "fedhm", "tiers": [1]}, {"name": "fedavg", "tier": 1}):
         config = small_config(method=method, train={"rounds": 3})
-        runs.append(Experiment(small_model(), federation, config).run())
+        runs.append(assemble(small_model(), federation, config).run())
     states = [run.networks["full"].state_dict() for run in runs]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert runs[0].scores == runs[1].scores
@@ -180,7 +180,7 @@ def test_warm_up_rounds_are_fedavg_bit_for_bit(federation: Federation, weighting
     fedhm = {"name": "fedhm", "warmup": 3, "weighting": weighting, "aggregate": aggregate}
     fedavg = {"name": "fedavg", "weighting": "samples" if weighting == "samples" else "uniform"}
     warm, plain = (
-        Experiment(small_model(), federation, small_config(method=method, train={"rounds": 3})).run()
+        assemble(small_model(), federation, small_config(method=method, train={"rounds": 3})).run()
         for method in (fedhm, fedavg)
     )
     states = [run.networks["full"].state_dict() for run in (warm, plain)]
@@ -210,18 +210,18 @@ def test_after_the_warm_up_every_tier_trains_its_own_network(tiers: tuple[float,
             network = load(method.network(task.network), task.tensors)
             assert exchanged(network).keys() == task.tensors.keys()
             assert (plan_of(network) == {}) == (task.network == "full")
-        state = method.merge(state, (answer(task) for task in tasks))
+        state = method.merge(state, (answer(task) for task in tasks), round_number)
     assert set(method.tiers) == {tier_name(ratio) for ratio in tiers}
 
 
 def test_a_run_without_a_full_tier_warms_up_on_the_full_network(federation: Federation) -> None:
     config = small_config(method={"tiers": [1 / 4, 1 / 8], "warmup": 1}, evaluation={"static_from": "never"})
-    experiment = Experiment(small_model(), federation, config)
+    experiment = assemble(small_model(), federation, config)
     result = experiment.run()
     assert set(result.networks) == set(result.costs) == {"1/4", "1/8"}
     for tier, cost in result.costs.items():
         sent = [record.traffic[tier].down / record.traffic[tier].clients for record in result.records]
-        assert sent == [experiment.cost("full").bytes, cost.bytes]
+        assert sent == [experiment.intake.cost("full").bytes, cost.bytes]
 
 
 @pytest.mark.parametrize("aggregate", ["models", "updates"])
@@ -249,7 +249,7 @@ def test_classifier_rows_come_from_those_who_hold_the_label() -> None:
     state = start(method, model)
     tasks = round_of(method, state, ["full", "1/8"])
     updates = [answer(tasks[0], labels=(0, 1)), answer(tasks[1], labels=(1, 2))]
-    merged = method.merge(state, iter(updates)).weights["9.weight"]
+    merged = method.merge(state, iter(updates), 1).weights["9.weight"]
     first, second = (update.tensors["9.weight"] for update in updates)
     assert torch.equal(merged[0], first[0])
     torch.testing.assert_close(merged[1], (first[1] + second[1]) / 2)
@@ -261,8 +261,8 @@ def test_diagnostics_are_zero_without_truncation_and_positive_with() -> None:
     model = small_model()
     method = FedHM(model, FedHMConfig())
     state = start(method, model)
-    alone = method.merge(state, (answer(t) for t in round_of(method, state, ["full", "full"]))).diagnostics
-    mixed = method.merge(state, (answer(t) for t in round_of(method, state, TIERS))).diagnostics
+    alone = method.merge(state, (answer(t) for t in round_of(method, state, ["full", "full"])), 1).diagnostics
+    mixed = method.merge(state, (answer(t) for t in round_of(method, state, TIERS)), 1).diagnostics
     kappas = {name: value for name, value in alone.items() if name.startswith("kappa")}
     assert kappas == pytest.approx({"kappa_uv": 0.0, "kappa_sigma1": 0.0, "kappa_sigma2": 0.0}, abs=1e-25)
     assert alone.keys() == mixed.keys()
@@ -274,7 +274,7 @@ def test_diagnostics_tell_what_lies_beyond_each_tier(form: Form) -> None:
     model = small_model().double()
     method = FedHM(model, FedHMConfig(form=form))
     state = start(method, model)
-    merged = method.merge(state, (answer(t) for t in round_of(method, state, TIERS)))
+    merged = method.merge(state, (answer(t) for t in round_of(method, state, TIERS)), 1)
     found = {name: value for name, value in merged.diagnostics.items() if name.startswith("energy_beyond/")}
     assert list(found) == [f"energy_beyond/{tier}" for tier in TIERS[1:]]
     for tier in TIERS[1:]:
@@ -304,7 +304,7 @@ def test_merging_folds_one_update_at_a_time() -> None:
             yield update
             del update
 
-    method.merge(state, stream())  # type: ignore[arg-type]
+    method.merge(state, stream(), 1)  # type: ignore[arg-type]
     assert len(alive) == 12
 
 
@@ -323,5 +323,5 @@ def test_fedavg_of_a_small_tier_averages_its_factors() -> None:
     spectrum = torch.linalg.svdvals(model[7].weight.detach())
     assert hybrid_error.item() == pytest.approx(truncation_error(spectrum, 6), rel=1e-4)
     updates = [answer(task) for task in round_of(method, state, ["1/4"] * 2)]
-    merged = method.merge(state, iter(copy.copy(updates)))
+    merged = method.merge(state, iter(copy.copy(updates)), 1)
     torch.testing.assert_close(merged.weights["7.u"], (updates[0].tensors["7.u"] + updates[1].tensors["7.u"]) / 2)

@@ -8,12 +8,11 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.config.method import FedParaConfig
+from fedhm.assemble import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment
 from fedhm.lowrank.hybrid import to_full
-from fedhm.methods.fedpara import FedPara
+from fedhm.methods.fedpara import FedPara, FedParaConfig
 from fedhm.methods.method import Setup, State
 from fedhm.networks.exchange import exchanged, load
 from fedhm.work.messages import Participant, Update
@@ -61,26 +60,26 @@ def test_merging_is_the_plain_mean_of_the_factors(weighting: str) -> None:
         Update("train", 1, client, method.tier, method.tier, tensors, samples, None, 0.1)
         for client, (tensors, samples) in enumerate(zip(moved, (5, 1, 2), strict=True))
     ]
-    merged = method.merge(state, iter(updates)).weights
+    merged = method.merge(state, iter(updates), 1).weights
     for name, tensor in merged.items():
         expected = sum(share * tensors[name] for share, tensors in zip(shares / shares.sum(), moved, strict=True))
         torch.testing.assert_close(tensor, expected)
     # rows of labels that nobody holds keep their value, as with every method
     partial = Update("train", 1, 0, method.tier, method.tier, moved[0], 1, (0, 1), 0.1)
-    rows = method.merge(state, iter([partial])).weights["9.weight"]
+    rows = method.merge(state, iter([partial]), 1).weights["9.weight"]
     assert torch.equal(rows, torch.cat([moved[0]["9.weight"][:2], state.weights["9.weight"][2:]]))
 
 
 def test_it_learns(federation: Federation) -> None:
     config = small_config(method={"name": "fedpara", "ratio": 0.2}, train={"rounds": 8, "epochs": 3})
-    result = Experiment(small_model(), federation, config).run()
+    result = assemble(small_model(), federation, config).run()
     assert result.scores["fedpara-0.2"].accuracy > 0.85
 
 
 def test_the_cost_is_less_on_the_wire_and_the_same_in_macs(federation: Federation) -> None:
     costs = {}
     for method in ("fedpara", "fedavg"):
-        experiment = Experiment(small_model(), federation, small_config(method={"name": method}))
+        experiment = assemble(small_model(), federation, small_config(method={"name": method}))
         (costs[method],) = experiment.costs.values()
     assert costs["fedpara"].macs == costs["fedavg"].macs
     assert costs["fedpara"].bytes < 0.6 * costs["fedavg"].bytes

@@ -4,17 +4,18 @@ Two toys: one slices channels as HeteroFL does, one trains several base networks
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from conftest import small_config
-from fedhm import methods
+from fedhm.assemble import assemble
+from fedhm.config.method import MethodConfig
 from fedhm.data.federation import Federation
-from fedhm.experiment import Experiment
 from fedhm.methods.mean import WeightedMean
-from fedhm.methods.method import State
+from fedhm.methods.method import Method, ModelState
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.work.messages import Participant, Task, Update
 
@@ -25,23 +26,23 @@ def slim(width: int) -> nn.Module:
     )
 
 
-class Slices:
+class Slices(Method[ModelState]):
     """A narrow client trains the first channels; each element is averaged over those who hold it."""
 
     tiers = levels = ("full", "half")
     widths = {"full": 8, "half": 4}  # noqa: RUF012
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self) -> None:
         self._shapes = {tier: {n: t.shape for n, t in exchanged(slim(w)).items()} for tier, w in self.widths.items()}
 
-    def start(self, weights: Tensors) -> State:
-        return State(weights)
+    def start(self, weights: Tensors) -> ModelState:
+        return ModelState(weights)
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
             yield Task("train", round_number, p.client, p.tier, p.tier, self.weights(state, p.tier))
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
+    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         sums = {name: torch.zeros_like(t) for name, t in state.weights.items()}
         counts = {name: torch.zeros_like(t) for name, t in state.weights.items()}
         for update in updates:
@@ -49,12 +50,12 @@ class Slices:
                 where = tuple(slice(size) for size in tensor.shape)
                 sums[name][where] += tensor
                 counts[name][where] += 1
-        return State({n: torch.where(counts[n] > 0, sums[n] / counts[n], old) for n, old in state.weights.items()})
+        return ModelState({n: torch.where(counts[n] > 0, sums[n] / counts[n], old) for n, old in state.weights.items()})
 
     def network(self, name: str) -> nn.Module:
         return slim(self.widths[name])
 
-    def weights(self, state: State, tier: str) -> Tensors:
+    def weights(self, state: ModelState, tier: str) -> Tensors:
         shapes = self._shapes[tier].items()
         return {n: state.weights[n][tuple(slice(s) for s in shape)].contiguous() for n, shape in shapes}
 
@@ -68,48 +69,50 @@ class Ensemble(nn.Module):
         return torch.stack([member(x) for member in self.members]).mean(0)
 
 
-class Mix:
+class Mix(Method[ModelState]):
     """A tier is a number of base networks; a client gets one task for each that it can afford."""
 
     tiers = levels = ("3", "1")
 
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def start(self, weights: Tensors) -> State:  # noqa: ARG002
+    def start(self, weights: Tensors) -> ModelState:
         torch.manual_seed(0)
-        return State({f"{base}/{n}": t.clone() for base in range(3) for n, t in exchanged(slim(3)).items()})
+        return ModelState({f"{base}/{n}": t.clone() for base in range(3) for n, t in exchanged(slim(3)).items()})
 
-    def tasks(self, state: State, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
             for number in range(int(p.tier)):
                 base = (p.client + number) % 3
                 own = {n.removeprefix(f"{base}/"): t for n, t in state.weights.items() if n.startswith(f"{base}/")}
                 yield Task("train", round_number, p.client, p.tier, f"base {base}", own)
 
-    def merge(self, state: State, updates: Iterable[Update]) -> State:
+    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         mean = WeightedMean(state.weights)
         for update in updates:
             for name, tensor in update.tensors.items():
                 mean.add(f"{update.network.removeprefix('base ')}/{name}", tensor, 1.0)
-        return State(mean.result())
+        return ModelState(mean.result())
 
     def network(self, name: str) -> nn.Module:
         return slim(3) if name.startswith("base") else Ensemble(int(name))
 
-    def weights(self, state: State, tier: str) -> Tensors:
+    def weights(self, state: ModelState, tier: str) -> Tensors:
         named = ((n.partition("/"), t) for n, t in state.weights.items())
         return {f"members.{base}.{rest}": t for (base, _, rest), t in named if int(base) < int(tier)}
 
 
-@pytest.mark.parametrize("method", [Slices, Mix])
-def test_other_methods_run_in_the_same_loop(
-    method: type, federation: Federation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(methods.METHODS, "fedhm", method)
-    config = small_config(train={"rounds": 6, "epochs": 2})
+class Toy(MethodConfig):
+    name: Literal["toy"] = "toy"
+    mixes: bool = False
+
+    def build(self, model: nn.Module, setup: object) -> Slices | Mix:
+        return Mix() if self.mixes else Slices()
+
+
+@pytest.mark.parametrize(("mixes", "tiers"), [(False, Slices.tiers), (True, Mix.tiers)])
+def test_other_methods_run_in_the_same_loop(mixes: bool, tiers: tuple[str, ...], federation: Federation) -> None:
+    config = small_config(train={"rounds": 6, "epochs": 2}).model_copy(update={"method": Toy(mixes=mixes)})
     torch.manual_seed(0)
-    result = Experiment(slim(8), federation, config).run()
-    assert set(result.scores) == set(method.tiers)  # type: ignore[attr-defined]
+    result = assemble(slim(8), federation, config).run()
+    assert set(result.scores) == set(tiers)
     assert all(score.accuracy > 0.6 for score in result.scores.values())
     assert all(record.traffic for record in result.records)

@@ -10,18 +10,19 @@ import torch
 from torch import nn
 
 from conftest import small_config, small_model
-from fedhm.config.method import FedRolexConfig, FjORDConfig, HeteroFLConfig, SlimmedConfig, SplitMixConfig, width_name
+from fedhm.assemble import assemble
+from fedhm.config.section import width_name
 from fedhm.config.settings import Config
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
-from fedhm.experiment import Experiment, Result
+from fedhm.experiment import Result
 from fedhm.measure.cost import measure, training_memory
-from fedhm.methods.fedrolex import FedRolex
-from fedhm.methods.fjord import FjORD
-from fedhm.methods.heterofl import HeteroFL
+from fedhm.methods.fedrolex import FedRolex, FedRolexConfig
+from fedhm.methods.fjord import FjORD, FjORDConfig
+from fedhm.methods.heterofl import HeteroFL, HeteroFLConfig
 from fedhm.methods.method import Setup
-from fedhm.methods.slimmed import Slimmed
-from fedhm.methods.splitmix import SplitMix
+from fedhm.methods.slimmed import Slimmed, SlimmedConfig
+from fedhm.methods.splitmix import SplitMix, SplitMixConfig
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.runs.tier_files import load_tier, save_tier
 from fedhm.work.messages import Participant, Reply, Task, Update
@@ -31,7 +32,7 @@ SETUP = Setup("9", torch.zeros(1, 1, 6, 6), seed=3)
 
 def run(fed: Federation, method: dict[str, object], **sections: dict[str, object]) -> Result:
     train = {"rounds": 3, "epochs": 1, **sections.pop("train", {})}
-    return Experiment(small_model(), fed, small_config(method=method, train=train, **sections)).run()
+    return assemble(small_model(), fed, small_config(method=method, train=train, **sections)).run()
 
 
 def answer(task: Task, tensors: Tensors, labels: tuple[int, ...] | None = None, samples: int = 1) -> Update:
@@ -78,7 +79,7 @@ def test_heterofl_at_width_one_is_fedavg(federation: Federation, weighting: str)
 def test_splitmix_with_one_base_is_fedavg_on_that_width(federation: Federation, base: float) -> None:
     slimmed = run(federation, {"name": "slimmed", "width": base})
     method = {"name": "splitmix", "base": base, "tiers": [1], "rescaled_init": False}
-    experiment = Experiment(small_model(), federation, small_config(method=method, train={"rounds": 3, "epochs": 1}))
+    experiment = assemble(small_model(), federation, small_config(method=method, train={"rounds": 3, "epochs": 1}))
     experiment.engine = Renaming(experiment.engine, "base 0", width_name(base))
     splitmix = experiment.run()
     ours = {n.removeprefix("members.0."): t for n, t in exchanged(splitmix.networks[f"1x{base:g}"]).items()}
@@ -99,7 +100,7 @@ def test_fedrolex_that_never_rolls_is_heterofl(federation: Federation) -> None:
 def test_fjord_with_one_width_is_heterofl_of_that_width(federation: Federation) -> None:
     fjord = run(federation, {"name": "fjord", "tiers": [0.5]})
     method = {"name": "heterofl", "tiers": [0.5], "scaler": False}
-    experiment = Experiment(small_model(), federation, small_config(method=method, train={"rounds": 3, "epochs": 1}))
+    experiment = assemble(small_model(), federation, small_config(method=method, train={"rounds": 3, "epochs": 1}))
     experiment.engine = Renaming(experiment.engine, "w0.5", "ordered w0.5")
     heterofl = experiment.run()
     # drawing the width of a batch uses the network's generator, which nothing else here does
@@ -121,7 +122,7 @@ def test_heterofl_averages_each_number_over_those_who_hold_it() -> None:
         answer(t, {n: torch.full_like(x, values[t.client]) for n, x in t.tensors.items()}, labels[t.client])
         for t in tasks
     ]
-    merged = method.merge(state, updates).weights
+    merged = method.merge(state, updates, 1).weights
     inner = torch.full((16, 8, 3, 3), 1.0)
     inner[:8, :4] = 7 / 3
     torch.testing.assert_close(merged["3.weight"], inner)
@@ -141,7 +142,7 @@ def test_fedrolex_trains_every_channel_in_turn() -> None:
         tasks = list(method.tasks(state, [Participant(0, "w0.5")], round_number))
         window = [(round_number - 1 + i) % 16 for i in range(8)]
         assert torch.equal(tasks[0].tensors["4.weight"], state.weights["4.weight"][window])
-        state = method.merge(state, [answer(t, {n: x + 1 for n, x in t.tensors.items()}) for t in tasks])
+        state = method.merge(state, [answer(t, {n: x + 1 for n, x in t.tensors.items()}) for t in tasks], round_number)
         assert torch.equal(method.weights(state, "w0.5")["4.weight"], state.weights["4.weight"][window])
     torch.testing.assert_close(state.weights["4.weight"], exchanged(model)["4.weight"] + 8)  # each in half the rounds
 
@@ -200,8 +201,7 @@ def test_splitmix_ensembles_logits_of_the_first_bases() -> None:
     x = torch.randn(5, 1, 6, 6)
     singles = []
     for base in range(3):
-        own = {n.removeprefix(f"{base}/"): t for n, t in state.weights.items() if n.startswith(f"{base}/")}
-        singles.append(load(method.network(f"base {base}"), own).eval()(x))
+        singles.append(load(method.network(f"base {base}"), state.bases[base]).eval()(x))
     for tier, count in (("3x0.5", 3), ("2x0.5", 2), ("1x0.5", 1)):
         mixed = load(method.network(tier), method.weights(state, tier)).eval()(x)
         torch.testing.assert_close(mixed, sum(singles[:count]) / count)
@@ -215,10 +215,10 @@ def test_splitmix_averages_each_base_over_those_who_trained_it() -> None:
     tasks = list(method.tasks(state, [Participant(0, "2x0.5"), Participant(1, "1x0.5")], 1))
     assert len(tasks) == 3
     updates = [answer(t, {n: torch.full_like(x, float(i)) for n, x in t.tensors.items()}) for i, t in enumerate(tasks)]
-    merged = method.merge(state, updates).weights
+    merged = method.merge(state, updates, 1).bases
     for base in range(2):
         values = [float(i) for i, t in enumerate(tasks) if t.network == f"base {base}"]
-        torch.testing.assert_close(merged[f"{base}/3.weight"], torch.full((8, 4, 3, 3), sum(values) / len(values)))
+        torch.testing.assert_close(merged[base]["3.weight"], torch.full((8, 4, 3, 3), sum(values) / len(values)))
 
 
 def test_initial_scales() -> None:
@@ -228,12 +228,12 @@ def test_initial_scales() -> None:
     setup = Setup("4", torch.zeros(1, 50))
     full = exchanged(model)
     slimmed = Slimmed(model, SlimmedConfig(width=0.25), setup).start(full).weights
-    bases = SplitMix(model, SplitMixConfig(base=0.25, tiers=(2, 1)), setup).start(full).weights
+    bases = SplitMix(model, SplitMixConfig(base=0.25, tiers=(2, 1)), setup).start(full).bases
     fresh = nn.Linear(100, 100).weight.std().item()
     assert slimmed["2.weight"].std().item() == pytest.approx(fresh, rel=0.05)
     for base in range(2):
-        assert bases[f"{base}/2.weight"].std().item() == pytest.approx(fresh * 0.25**0.5, rel=0.05)
-    assert torch.equal(bases["0/0.weight"], full["0.weight"][:100])
+        assert bases[base]["2.weight"].std().item() == pytest.approx(fresh * 0.25**0.5, rel=0.05)
+    assert torch.equal(bases[0]["0.weight"], full["0.weight"][:100])
     assert torch.equal(slimmed["0.weight"], full["0.weight"][:100])  # the stem has all its inputs
 
 
@@ -282,7 +282,7 @@ def test_a_tier_listed_twice_has_two_shares_of_the_clients(federation: Federatio
     config: Config = small_config(
         method={"name": "heterofl", "tiers": [0.5, 0.5, 0.25]}, federation={"participation": 1.0}, train={"rounds": 1}
     )
-    result = Experiment(small_model(), federation, config).run()
+    result = assemble(small_model(), federation, config).run()
     assert list(result.scores) == ["w0.5", "w0.25"]
     shares = Counter(p.tier for p in result.records[0].participants)
     assert shares == {"w0.5": 6, "w0.25": 2}

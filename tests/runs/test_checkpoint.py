@@ -1,25 +1,36 @@
 """Checkpoints come back bit for bit; damaged and foreign ones are told apart."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.methods.method import State
+from fedhm.machine.files import write_tensors
+from fedhm.methods.method import ModelState, State
+from fedhm.networks.exchange import Tensors
 from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 
 
-def state(seed: int = 0) -> State:
+@dataclass(frozen=True)
+class Memory(State):
+    weights: Tensors
+    memory: dict[str, Tensor]
+
+
+def state(seed: int = 0) -> Memory:
     torch.manual_seed(seed)
     weights = {"a.weight": torch.randn(4, 3).to(memory_format=torch.contiguous_format), "b": torch.tensor(1.5)}
-    return State(weights, {"a/left": torch.randn(4, 2), "half": torch.randn(3).bfloat16()}, {"kappa_uv": 0.1})
+    memory = {"a/left": torch.randn(4, 2), "half": torch.randn(3).bfloat16()}
+    return Memory(weights, memory, diagnostics={"kappa_uv": 0.1})
 
 
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, Checkpoint(7, state()), "run")
-    found = newest_checkpoint(tmp_path, "run")
+    found = newest_checkpoint(tmp_path, "run", Memory)
     assert found is not None
     assert found.round == 7
     assert found.state.diagnostics == {"kappa_uv": 0.1}
@@ -30,7 +41,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "none", "run") is None
+    assert newest_checkpoint(tmp_path / "none", "run", Memory) is None
     for number in range(8, 12):
         save_checkpoint(tmp_path, Checkpoint(number, state(number)), "run")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -50,7 +61,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
         if content[position : position + 1] == b" ":
             continue  # between the entries of a header, and at its end, a space means nothing
         with pytest.raises(FedhmError, match=r"is damaged|is not a checkpoint"):
-            newest_checkpoint(tmp_path, "run")
+            newest_checkpoint(tmp_path, "run", Memory)
 
 
 @pytest.mark.parametrize("length", [0, 5, 200])
@@ -60,9 +71,9 @@ def test_a_cut_file_is_noticed_and_the_way_out_said(tmp_path: Path, length: int)
     path = max(tmp_path.iterdir())
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(FedhmError, match=r"is damaged(.|\n)*remove it to go on from the one before"):
-        newest_checkpoint(tmp_path, "run")
+        newest_checkpoint(tmp_path, "run", Memory)
     path.unlink()
-    found = newest_checkpoint(tmp_path, "run")
+    found = newest_checkpoint(tmp_path, "run", Memory)
     assert found is not None
     assert found.round == 1
 
@@ -70,7 +81,19 @@ def test_a_cut_file_is_noticed_and_the_way_out_said(tmp_path: Path, length: int)
 def test_foreign_files_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, Checkpoint(1, state()), "another")
     with pytest.raises(FedhmError, match="belongs to another run"):
-        newest_checkpoint(tmp_path, "run")
+        newest_checkpoint(tmp_path, "run", Memory)
     save_file({"x": torch.ones(1)}, tmp_path / "round-000009.safetensors")
     with pytest.raises(FedhmError, match="is not a checkpoint of this library"):
-        newest_checkpoint(tmp_path, "run")
+        newest_checkpoint(tmp_path, "run", Memory)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "round-000003.safetensors", {"weights/a": torch.ones(1)}, {"format": "fedhm-checkpoint-1"})
+    with pytest.raises(FedhmError, match=r"earlier version.*finish the run with that version, or start it again"):
+        newest_checkpoint(tmp_path, "run", Memory)
+
+
+def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, Checkpoint(1, ModelState({"a": torch.ones(1)})), "run")
+    with pytest.raises(FedhmError, match="holds the state of another version of the method"):
+        newest_checkpoint(tmp_path, "run", Memory)

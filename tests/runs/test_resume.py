@@ -17,10 +17,10 @@ from torch import nn
 
 import fedhm
 from conftest import small_model
-from fedhm.machine import files
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Result
+from fedhm.machine import files
 from fedhm.runs.folder import RunFolder
 from fedhm.server.record import Record
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.networks.batchnorm import blank, gather
-from fedhm.server.admission import Expected, objection
+from fedhm.server.admission import objection
+from fedhm.work.bounds import Expected
 from fedhm.work.messages import Task, Update
+from fedhm.work.statistics import Statistics, gather
 
 OWN = {"own": torch.zeros(3)}
 TASK = Task("train", 3, 5, "1/2", "1/2", {"a": torch.ones(2, 3), "b": torch.ones(2)}, OWN)
@@ -167,14 +168,14 @@ def test_running_averages_have_bounds_of_their_own(name: str, value: float, reas
     ("value", "reason"),
     [
         (-500.0, None),
-        (3e38, "'scores' has the value 3e+38, not in -1e+06…1e+06"),
-        (float("inf"), "'scores' holds NaN or infinite values"),
+        (3e38, "'logits' has the value 3e+38, not in -1e+06…1e+06"),
+        (float("inf"), "'logits' holds NaN or infinite values"),
     ],
 )
-def test_scores_are_bounded(value: float, reason: str | None) -> None:
+def test_logits_are_bounded(value: float, reason: str | None) -> None:
     task = replace(TASK, kind="distil", tensors={})
-    update = replace(UPDATE, kind="distil", tensors={"scores": torch.full((7, 4), value)})
-    assert objection(update, task, replace(KNOWN, tensors={"scores": torch.zeros(7, 4)})) == reason
+    update = replace(UPDATE, kind="distil", tensors={"logits": torch.full((7, 4), value)})
+    assert objection(update, task, replace(KNOWN, tensors={"logits": torch.zeros(7, 4)})) == reason
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_scores_are_bounded(value: float, reason: str | None) -> None:
 )
 def test_statistics_are_checked_as_well(changes: dict[str, torch.Tensor], reason: str | None) -> None:
     network = nn.Sequential(OrderedDict(bn=nn.BatchNorm2d(2)))
-    expected = blank(network, torch.zeros(1, 2, 3, 3))  # nine values of one sample
+    expected = Statistics().blank(network, torch.zeros(1, 2, 3, 3), 0)  # nine values of one sample
     good = gather(network, [torch.randn(7, 2, 3, 3), torch.randn(3, 2, 3, 3)])
     assert good["bn/values"] == 90
     task = replace(TASK, kind="statistics")

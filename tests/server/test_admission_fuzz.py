@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from conftest import small_config, small_model
+from fedhm.assemble import assemble
 from fedhm.data.federation import Federation
-from fedhm.engines.engine import in_task_order
 from fedhm.experiment import Experiment
 from fedhm.server.admission import objection
+from fedhm.server.intake import in_task_order
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 
 Damage = Callable[[Update, random.Random], dict[str, Any]]
@@ -116,8 +117,8 @@ DAMAGES: list[Damage] = [
 def test_none_of_thousands_is_let_in(federation: Federation, method: str) -> None:
     sections: dict[str, dict[str, object]] = {"evaluation": {"static_from": 1}, "method": {"name": method}}
     data = replace(federation, public=federation.clients[5])
-    experiment = Experiment(small_model(), data, small_config(**sections))
-    state = experiment.method.start(experiment._initial)
+    experiment = assemble(small_model(), data, small_config(**sections))
+    state = experiment.method.start(experiment.initial)
     levels = experiment.method.levels
     everybody = [Participant(client, levels[client % len(levels)]) for client in range(8)]
     weights = {tier: experiment.method.weights(state, tier) for tier in experiment.method.tiers}
@@ -182,7 +183,7 @@ def test_damaged_replies_leave_the_weights_as_if_their_clients_had_failed(
             "federation": {"participation": 1.0},
             "evaluation": {"static_from": static_from},
         }
-        experiment = Experiment(small_model(), federation, small_config(**sections))
+        experiment = assemble(small_model(), federation, small_config(**sections))
         experiment.engine = Damaging(experiment, damage)
         results.append(experiment.run())
     first, second = results

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedhm.networks.batchnorm import blank, gather, pool, running_names
+from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import load
+from fedhm.work.statistics import Statistics, gather, pool
 
 
 @settings(deadline=None, max_examples=50)
@@ -58,6 +59,6 @@ def test_a_layer_that_never_runs_is_not_expected() -> None:
             return y
 
     network = Forgetful()
-    expected = blank(network, torch.zeros(1, 3))
+    expected = Statistics().blank(network, torch.zeros(1, 3), 0)
     sent = gather(network, [torch.randn(5, 3)])
     assert {n: (t.shape, t.dtype) for n, t in sent.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}

@@ -13,8 +13,9 @@ from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.objectives.classification import masked_cross_entropy
 from fedhm.seeds import torch_generator
-from fedhm.work.client import Client, masked_cross_entropy
+from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.reuse import Networks
 

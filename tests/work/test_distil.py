@@ -1,24 +1,26 @@
 """Learning from scores: the losses written out, and BatchNorm that looks at batches but remembers nothing."""
 
-from typing import get_args
-
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from conftest import small_model
+from fedhm.config.plugins import known
 from fedhm.config.settings import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.networks.batchnorm import by_batch
 from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.report.progress import SHORT
+from fedhm.objectives.classification import Classification
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
-from fedhm.work.distil import absolute_error, blank_scores, divergence, follow, scores
-from fedhm.work.messages import Kind, Task
+from fedhm.work.distil import Distil, follow, logits
+from fedhm.work.messages import Task
 from fedhm.work.reuse import Networks
+from fedhm.work.work import work_of
 
+DIVERGENCE = Classification().divergence
 COUNT = 22
 
 
@@ -56,8 +58,8 @@ def consensus() -> torch.Tensor:
 def test_the_losses_are_those_of_the_papers() -> None:
     student, teacher = torch.randn(5, 4).double(), torch.randn(5, 4).double()
     p, q = teacher.softmax(1), student.softmax(1)
-    torch.testing.assert_close(divergence(student, teacher), (p * (p / q).log()).sum() / 5)
-    torch.testing.assert_close(absolute_error(student, teacher), (student - teacher).abs().sum() / 20)
+    torch.testing.assert_close(DIVERGENCE(student, teacher), (p * (p / q).log()).sum() / 5)
+    torch.testing.assert_close(F.l1_loss(student, teacher), (student - teacher).abs().sum() / 20)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -76,11 +78,11 @@ def test_batch_statistics_are_used_and_stored_ones_left_alone(training: bool) ->
 
 def test_scores_are_logits_by_batch_in_the_order_of_the_samples() -> None:
     model = nn.Sequential(nn.Dropout(0.5), network())
-    found = scores(model, public(), 8)
+    found = logits(model, public(), 8)
     plain = network().train()
     torch.testing.assert_close(found, torch.cat([plain(part) for part in inputs().split(8)]).detach())
     assert not found.requires_grad
-    blank = blank_scores(model, inputs()[:1], COUNT)["scores"]
+    blank = Distil().blank(model, inputs()[:1], COUNT)["logits"]
     assert (blank.shape, blank.dtype) == (found.shape, found.dtype)
 
 
@@ -99,9 +101,9 @@ def test_digesting_is_plain_sgd_on_absolute_errors() -> None:
     assert set(update.kept) == set(kept())
     for name, p in plain.named_parameters():
         torch.testing.assert_close(update.kept[name], p.detach())
-    assert list(update.tensors) == ["scores"]
+    assert list(update.tensors) == ["logits"]
     torch.testing.assert_close(
-        update.tensors["scores"], torch.cat([plain(part) for part in inputs().split(8)]).detach()
+        update.tensors["logits"], torch.cat([plain(part) for part in inputs().split(8)]).detach()
     )
 
 
@@ -126,13 +128,13 @@ def test_a_client_then_revisits_its_own_samples() -> None:
 
 def test_following_scores_brings_a_network_to_them() -> None:
     teacher, student = network(), small_model(seed=1).double()
-    targets = scores(teacher, public(), COUNT)
-    before = divergence(scores(student, public(), COUNT), targets)
+    targets = logits(teacher, public(), COUNT)
+    before = DIVERGENCE(logits(student, public(), COUNT), targets)
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
     for _ in range(30):
-        follow(student, targets, divergence, optimizer, public().ordered(COUNT))
-    assert divergence(scores(student, public(), COUNT), targets) < 0.05 * before
+        follow(student, targets, DIVERGENCE, optimizer, public().ordered(COUNT))
+    assert DIVERGENCE(logits(student, public(), COUNT), targets) < 0.05 * before
 
 
 def test_every_kind_of_task_has_a_short_name_for_the_bar() -> None:
-    assert set(SHORT) == set(get_args(Kind))
+    assert {work_of(kind).short for kind in known("work")} == {"train", "BN", "distil"}

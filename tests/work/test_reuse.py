@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fedhm.assemble as assembly
 from conftest import small_config
-from fedhm import experiment
+from fedhm.assemble import assemble
+from fedhm.config.plugins import known
 from fedhm.data.federation import Federation
-from fedhm.experiment import Experiment, Result
-from fedhm.methods import METHODS
+from fedhm.experiment import Result
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.work.reuse import Networks
 
@@ -67,11 +68,11 @@ def restless_model() -> nn.Module:
 def run(data: Federation, method: str, static_from: int | str) -> Result:
     sections = {"method": {"name": method}, "evaluation": {"static_from": static_from}}
     config = small_config(**sections, federation={"participation": 1.0})
-    return Experiment(restless_model(), replace(data, public=data.test), config).run()
+    return assemble(restless_model(), replace(data, public=data.test), config).run()
 
 
 @pytest.mark.parametrize("static_from", [0, "never"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", known("methods"))
 def test_no_method_can_tell(
     method: str, static_from: int | str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,10 +83,10 @@ def test_no_method_can_tell(
             super().__init__(*arguments)  # type: ignore[arg-type]
             made.append(self)
 
-    monkeypatch.setattr(experiment, "Networks", Watched)
+    monkeypatch.setattr(assembly, "Networks", Watched)
     reused = run(federation, method, static_from)
     assert made[0]._idle
-    monkeypatch.setattr(experiment, "Networks", partial(Networks, most=0))
+    monkeypatch.setattr(assembly, "Networks", partial(Networks, most=0))
     fresh = run(federation, method, static_from)
     assert reused.scores == fresh.scores
     for tier, network in fresh.networks.items():
@@ -198,9 +199,9 @@ def test_compiled_networks_train_like_others(federation: Federation, monkeypatch
         compilations.append(what)
         return compile_network(what)
 
-    plain = Experiment(model, federation, small_config(**sections)).run().networks["full"].state_dict()
+    plain = assemble(model, federation, small_config(**sections)).run().networks["full"].state_dict()
     monkeypatch.setattr(torch, "compile", watched)
-    result = Experiment(model, federation, small_config(**sections, engine={"threads": 1, "compile": True})).run()
+    result = assemble(model, federation, small_config(**sections, engine={"threads": 1, "compile": True})).run()
     found = result.networks["full"].state_dict()
     assert found.keys() == plain.keys()
     for name, tensor in plain.items():

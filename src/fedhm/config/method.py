@@ -10,6 +10,7 @@ A method is one file, with a subclass of `MethodConfig` in it:
             return Running(self, model, setup)   # a fedhm.Method
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -66,15 +67,15 @@ class Family:
     called: Callable[[float], str]  # a size has one name, however it was written
 
 
-class MethodConfig(Section):
+class MethodConfig(Section, ABC):
     """A method with its settings, before it has a model: subclass it to bring a method of your own."""
 
     name: str
     needs_public: ClassVar[bool] = False  # it cannot do without public samples
 
+    @abstractmethod
     def build(self, model: nn.Module, setup: Any) -> Any:
         """Return the running method, a `fedhm.Method`, for a model; `setup` is a `fedhm.methods.method.Setup`."""
-        raise NotImplementedError(f"{type(self).__name__} must have a method `build(model, setup)`")
 
     # What reports and comparisons ask
 

@@ -26,17 +26,19 @@ class UnknownNameError(FedhmError):
     """Nobody provides anything of this name."""
 
 
-@cache
+_provided: dict[tuple[Group, str], Any] = {}
+
+
+def provide(group: Group, name: str, thing: Any) -> None:
+    """Make something known by its name in this process alone, as in a notebook; packages have entry points."""
+    _provided[group, name] = thing
+
+
 def find(group: Group, name: str) -> Any:
     """Return what a name stands for."""
-    if name in _modules(group) and (own := _of_module(group, name)) is not None:
-        return own
-    for point in entry_points(group=f"fedhm.{group}", name=name):
-        try:
-            return point.load()
-        except Exception as error:  # whatever another package raises when it is imported
-            raise FedhmError(f"the {CALLED[group]} '{name}' cannot be loaded from {point.value}: {error!r}") from error
-    raise UnknownNameError(f"there is no {CALLED[group]} '{name}', known are {', '.join(known(group))}")
+    if (group, name) not in _provided:
+        _provided[group, name] = _found(group, name)
+    return _provided[group, name]
 
 
 def make(group: Group, name: str) -> Any:
@@ -47,8 +49,20 @@ def make(group: Group, name: str) -> Any:
 def known(group: Group) -> list[str]:
     """Return every name that `find` takes."""
     own = [name for name in _modules(group) if _of_module(group, name) is not None]
-    names = dict.fromkeys([*own, *(point.name for point in entry_points(group=f"fedhm.{group}"))])
+    provided = [name for its_group, name in _provided if its_group == group]
+    names = {*own, *provided, *(point.name for point in entry_points(group=f"fedhm.{group}"))}
     return sorted(names, key=lambda name: (name != FIRST, name))
+
+
+def _found(group: Group, name: str) -> Any:
+    if name in _modules(group) and (own := _of_module(group, name)) is not None:
+        return own
+    for point in entry_points(group=f"fedhm.{group}", name=name):
+        try:
+            return point.load()
+        except Exception as error:  # whatever another package raises when it is imported
+            raise FedhmError(f"the {CALLED[group]} '{name}' cannot be loaded from {point.value}: {error!r}") from error
+    raise UnknownNameError(f"there is no {CALLED[group]} '{name}', known are {', '.join(known(group))}")
 
 
 @cache

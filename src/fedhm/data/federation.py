@@ -108,6 +108,8 @@ def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
     train = _chosen(left, config.train_samples, config.source, seed)
     if clients > len(train):
         raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
+    if train.labels.is_floating_point() and config.partition != "iid":
+        raise FedhmError(f"data.partition = '{config.partition}' deals out labels, of which {config.source} has none")
     labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
     rng = numpy_generator(seed, "partition")
     parts = PARTITIONS[config.partition](labels, clients, config.alpha, rng)

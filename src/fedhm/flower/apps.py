@@ -7,8 +7,6 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedhm.config.reading import parse_text
-from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.flower.wire import Terms, read_tasks, reply_parcel
@@ -17,7 +15,7 @@ from fedhm.work.messages import Failure, Reply, Task
 
 __all__ = ["ClientApp", "Context", "Grid", "ServerApp", "client_number", "make_client_app", "make_server_app"]
 
-MakeClient = Callable[[Context, Config, Terms], Client]
+MakeClient = Callable[[Context, Terms], Client]
 
 
 def make_client_app(make_client: MakeClient) -> ClientApp:
@@ -32,7 +30,7 @@ def make_client_app(make_client: MakeClient) -> ClientApp:
         try:
             if type(memory) is not int or memory < 0:
                 raise FedhmError(f"the node config's memory must be a whole number of MiB, not {memory!r}")
-            samples = len(make_client(context, _config(terms), terms).samples)
+            samples = len(make_client(context, terms).samples)
             node = Node(number, samples, tier, memory << 20)
         except Exception as error:  # of a user's model and data: the server shall know whose they are
             node = Node(number, 0, problem=f"{type(error).__name__}: {error}".splitlines()[0])
@@ -41,11 +39,11 @@ def make_client_app(make_client: MakeClient) -> ClientApp:
     @app.train()
     def work(message: Message, context: Context) -> Message:
         terms = Terms.read(message.content)
-        config, number = _config(terms), client_number(context)
-        torch.set_num_threads(config.engine.threads)
-        client = make_client(context, config, terms)
+        engine, number = terms.config.engine, client_number(context)
+        torch.set_num_threads(engine.threads)
+        client = make_client(context, terms)
         replies = [_answer(client, number, task) for task in read_tasks(message.content)]
-        return Message(reply_parcel(replies, config.engine.fp16), reply_to=message)
+        return Message(reply_parcel(replies, engine.fp16), reply_to=message)
 
     return app
 
@@ -71,7 +69,3 @@ def _answer(client: Client, number: int, task: Task) -> Reply:
         return client.run(task)
     except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
         return Failure(task.client, str(error))
-
-
-def _config(terms: Terms) -> Config:
-    return parse_text(terms.config, "the server's config")

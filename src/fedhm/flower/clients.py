@@ -6,16 +6,16 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from fedhm.config.reading import parse_text
-from fedhm.config.settings import Config
-from fedhm.data.batches import Feed
+from fedhm.assemble import design, make_client, read_federation
+from fedhm.config.settings import ResolvedConfig
+from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import DataLike, Federation, PublicLike, own_public, own_samples, public_feed
+from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import ClientApp, Context, client_number, make_client_app
-from fedhm.flower.models import Model, NamedModel, OwnModel, dtype_of, method_of
+from fedhm.flower.models import Model, NamedModel, OwnModel, weights_dtype
 from fedhm.flower.wire import Terms
 from fedhm.machine.device import find_device
-from fedhm.run import read_federation
 from fedhm.work.client import Client
 from fedhm.work.reuse import Networks
 
@@ -26,7 +26,7 @@ def client_app(
     *,
     public: Callable[[], PublicLike] | None = None,
 ) -> ClientApp:
-    """A Flower ClientApp that trains whichever network its server sends.
+    """Return a Flower ClientApp that trains whichever network its server sends.
 
     model   makes the full model, from which the method derives its networks
     data    this node's samples: a pair (inputs, labels) of arrays, or a dataset of such pairs; `context.node_config`
@@ -37,47 +37,55 @@ def client_app(
     how many MiB it can spare for training (`memory=512`), and where it computes (`device="cuda"`).
     """
 
-    def make_client(context: Context, config: Config, terms: Terms) -> Client:
+    def make_one(context: Context, terms: Terms) -> Client:
+        config = terms.config
         own = OwnModel(model, config.seed)
-        everybodys = public_feed(own_public(public(), dtype_of(own)), terms.preprocessing) if public else None
-        samples = own_samples(data(context), f"client {client_number(context)}", dtype_of(own))
-        batch, _ = next(Feed(samples, terms.preprocessing).ordered(1))
-        networks = _networks(own, terms, _device(context, config), tuple(batch.shape), batch.dtype)
-        return Client(samples, terms.preprocessing, networks, config.train, config.seed, everybodys)
+        dtype = weights_dtype(own)
+        everybodys = public_feed(own_public(public(), dtype), terms.preprocessing) if public else None
+        samples = own_samples(data(context), f"client {client_number(context)}", dtype, config.objective)
+        networks = _networks(own, terms, _device(context, config), *_format(samples, terms.preprocessing))
+        return make_client(samples, terms.preprocessing, networks, config, everybodys)
 
-    return make_client_app(make_client)
+    return make_client_app(make_one)
 
 
 def named_client_app() -> ClientApp:
-    """For runs from a config, which names model and data: every node reads the data and takes its own part."""
+    """Return the app of runs from a config, which names model and data: each node takes its part of the data."""
 
-    def make_client(context: Context, config: Config, terms: Terms) -> Client:
-        federation, number = _federation(terms.config), client_number(context)
+    def make_one(context: Context, terms: Terms) -> Client:
+        config, number = terms.config, client_number(context)
+        federation = _federation(config)
         if number >= len(federation.clients):
             raise FedhmError(f"this node has partition-id={number}, but the run has {len(federation.clients)} clients")
-        batch, _ = next(Feed(federation.test, federation.preprocessing).ordered(1))
-        named = NamedModel(terms.config, federation.input_shape, federation.classes)
-        networks = _networks(named, terms, _device(context, config), tuple(batch.shape), batch.dtype)
-        parts = (federation.preprocessing, networks, config.train, config.seed, federation.public_feed())
-        return Client(federation.clients[number], *parts)
+        named = NamedModel(config, federation.input_shape, federation.classes)
+        input_format = _format(federation.test, federation.preprocessing)
+        networks = _networks(named, terms, _device(context, config), *input_format)
+        samples, public = federation.clients[number], federation.public_feed()
+        return make_client(samples, federation.preprocessing, networks, config, public)
 
-    return make_client_app(make_client)
+    return make_client_app(make_one)
 
 
-def _device(context: Context, config: Config) -> str:
+def _device(context: Context, config: ResolvedConfig) -> str:
     return str(context.node_config.get("device", config.engine.device))
+
+
+def _format(samples: Samples, preprocessing: Preprocessing) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and type of a batch of one input."""
+    batch, _ = next(Feed(samples, preprocessing).ordered(1))
+    return tuple(batch.shape), batch.dtype
 
 
 # A SuperNode starts a process for every message; but those of a simulation do many messages, of many clients.
 
 
 @lru_cache(maxsize=1)
-def _federation(config: str) -> Federation:
-    return read_federation(parse_text(config, "the config"))
+def _federation(config: ResolvedConfig) -> Federation:
+    return read_federation(config)
 
 
 @lru_cache(maxsize=1)
 def _networks(model: Model, terms: Terms, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Networks:
-    config = parse_text(terms.config, "the config")
-    method = method_of(model, config, torch.zeros(shape, dtype=dtype), terms.classes)
-    return Networks(method.network, find_device(device), config.engine.compile)
+    """Return the networks of the method, which needs no public samples here: those are the server's and the tasks'."""
+    built = design(terms.config, model.build(), torch.zeros(shape, dtype=dtype), terms.classes)
+    return Networks(built.method.network, find_device(device), terms.config.engine.compile)

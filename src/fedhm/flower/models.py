@@ -1,18 +1,14 @@
-"""The model of a run, made the same in every process that needs it, and the method around it."""
+"""The model of a run, made the same in every process that needs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedhm.config.reading import parse_text
-from fedhm.config.settings import Config
-from fedhm.methods import make_method
-from fedhm.methods.method import Method, Setup
-from fedhm.networks.probe import probe
-from fedhm.run import build_model
+from fedhm.assemble import build_model, dtype_of
+from fedhm.config.settings import ResolvedConfig
 from fedhm.seeds import derive
 
 
@@ -33,25 +29,18 @@ class OwnModel:
 class NamedModel:
     """That which a config names."""
 
-    config: str
+    config: ResolvedConfig
     input_shape: tuple[int, ...]
-    classes: int
+    outputs: int
 
     def build(self) -> nn.Module:
-        return build_model(parse_text(self.config, "the config"), self.input_shape, self.classes)
+        return build_model(self.config, self.input_shape, self.outputs)
 
 
 Model = OwnModel | NamedModel
 
 
 @lru_cache(maxsize=4)
-def dtype_of(model: Model) -> torch.dtype:
-    """That of its weights."""
-    return next((p.dtype for p in model.build().parameters() if p.is_floating_point()), torch.float32)
-
-
-def method_of(model: Model, config: Config, batch: Tensor, classes: int) -> Method:
-    """The run's method, for the networks and tiers that it has."""
-    whole = model.build()
-    fixed = config.federation.heterogeneity == "fixed"
-    return make_method(whole, config.method, Setup(probe(whole, batch, classes), batch, config.seed, fixed=fixed))
+def weights_dtype(model: Model) -> torch.dtype:
+    """Return the type of a model's weights, without building it with every message."""
+    return dtype_of(model.build())

@@ -7,21 +7,21 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
-from fedhm.config.reading import parse_flat, parse_text
-from fedhm.config.settings import Config
+from fedhm.assemble import assemble, design, read_federation
+from fedhm.config.reading import parse_flat, parse_resolved
+from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import DataLike, Federation, PublicLike, remote_federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
 from fedhm.flower.grid_engine import FlowerEngine
-from fedhm.flower.models import Model, NamedModel, OwnModel, dtype_of, method_of
+from fedhm.flower.models import Model, NamedModel, OwnModel, weights_dtype
 from fedhm.flower.nodes import Roster
 from fedhm.flower.status import StatusFile
 from fedhm.flower.tiers import chosen_tiers
 from fedhm.flower.wire import Terms, greeting
 from fedhm.report.progress import progress
-from fedhm.run import as_begun, read_federation, report_on
+from fedhm.run import as_begun, report_on
 from fedhm.runs.folder import RunFolder
 from fedhm.server.record import Watcher
 
@@ -59,7 +59,8 @@ def server_app(
 
         def federation(sizes: tuple[int, ...]) -> Federation:
             everybodys = public() if public else None
-            return remote_federation(test(), classes, sizes, preprocessing, everybodys, dtype_of(own))
+            dtype = weights_dtype(own)
+            return remote_federation(test(), classes, sizes, preprocessing, everybodys, dtype, config.objective)
 
         out = str(context.run_config.get("out", ""))
         with progress(Console()) as bar:
@@ -75,9 +76,8 @@ def named_server_app() -> ServerApp:
         said = context.run_config
         status = StatusFile(Path(str(said["status"])))
         try:
-            run_named(
-                grid, parse_text(str(said["config"]), "the run's config"), Path(str(said["out"])), [status], status.said
-            )
+            config = parse_resolved(str(said["config"]), "the run's config")
+            run_named(grid, config, Path(str(said["out"])), [status], status.said)
         except FedhmError as error:
             status.ended(str(error))
             raise
@@ -90,10 +90,10 @@ def named_server_app() -> ServerApp:
 
 
 def run_named(
-    grid: Grid, config: Config, out: Path, watchers: Sequence[Watcher], say: Callable[[str], None] = print
+    grid: Grid, config: ResolvedConfig, out: Path, watchers: Sequence[Watcher], say: Callable[[str], None] = print
 ) -> None:
     federation = read_federation(config)
-    named = NamedModel(config.to_toml(), federation.input_shape, federation.classes)
+    named = NamedModel(config, federation.input_shape, federation.classes)
     run_on(grid, config, named, lambda _: federation, out, watchers, say)
 
 
@@ -108,28 +108,30 @@ def run_on(
 ) -> None:
     """Waits for the clients, then runs the rounds that are left."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"name": "flower"})})
-    config = as_begun(config, out).resolved()
+    settings = as_begun(config, out).resolved()
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(out)) if out and (out / "config.toml").exists() else None
-        clients = config.federation.clients
+        clients = settings.federation.clients
         bare = make_federation((0,) * clients)
         batch, _ = next(Feed(bare.test, bare.preprocessing).ordered(1))
-        method = method_of(model, config, batch, bare.classes)  # what is wrong with it is said before anyone waits
-        roster = Roster(grid, clients, greeting(_terms(config, bare)), say)
+        # what is wrong with it is said before anyone waits
+        method = design(settings, model.build(), batch, bare.classes, bare.public_feed()).method
+        roster = Roster(grid, clients, greeting(_terms(settings, bare)), say)
         if folder:
-            roster.wait(clients, config.engine.patience)  # who is missing may come back later
+            roster.wait(clients, settings.engine.patience)  # who is missing may come back later
         else:
-            roster.require_all(config.engine.patience)
-            tiers = chosen_tiers(config, method, batch, roster.introduced())
+            roster.require_all(settings.engine.patience)
+            tiers = chosen_tiers(settings, method, batch, roster.introduced())
             roster.leave_out(tiers.refused)
-            changed = config.federation.model_copy(update={"assignment": tiers.assignment})
-            config = config.model_copy(update={"federation": changed})
-            folder = stack.enter_context(RunFolder.create(out, config)) if out else None
+            changed = settings.federation.model_copy(update={"assignment": tiers.assignment})
+            settings = settings.model_copy(update={"federation": changed})
+            folder = stack.enter_context(RunFolder.create(out, settings)) if out else None
         known = roster.introduced()
         federation = make_federation(tuple(known[c].samples if c in known else 0 for c in range(clients)))
-        engine = FlowerEngine(grid, roster, _terms(config, federation), config.engine.deadline, config.engine.fp16)
+        place = settings.engine
+        engine = FlowerEngine(grid, roster, _terms(settings, federation), place.deadline, place.fp16)
         try:
-            Experiment(model.build(), federation, config, engine, watchers).run(folder)
+            assemble(model.build(), federation, settings, engine, watchers).run(folder)
         except FedhmError:
             if folder:
                 folder.remove_if_nothing_was_done()
@@ -138,5 +140,5 @@ def run_on(
         report_on(out)
 
 
-def _terms(config: Config, federation: Federation) -> Terms:
-    return Terms(config.to_toml(), federation.classes, federation.preprocessing)
+def _terms(config: ResolvedConfig, federation: Federation) -> Terms:
+    return Terms(config, federation.classes, federation.preprocessing)

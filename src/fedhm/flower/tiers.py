@@ -9,7 +9,7 @@ from fedhm.config.settings import Config
 from fedhm.flower.mail import printable
 from fedhm.flower.nodes import Node
 from fedhm.measure.cost import training_memory
-from fedhm.methods.method import Method
+from fedhm.methods.method import AnyMethod
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Tiers:
     refused: dict[int, str]  # clients that can have none, and why
 
 
-def chosen_tiers(config: Config, method: Method, batch: Tensor, nodes: Mapping[int, Node]) -> Tiers:
+def chosen_tiers(config: Config, method: AnyMethod, batch: Tensor, nodes: Mapping[int, Node]) -> Tiers:
     """A client that says nothing gets the tier of its number; one whose wish cannot be met is left out."""
     asking = {client: node for client, node in nodes.items() if node.tier or node.memory}
     settled = config.federation.assignment or config.federation.heterogeneity == "dynamic"
@@ -27,7 +27,10 @@ def chosen_tiers(config: Config, method: Method, batch: Tensor, nodes: Mapping[i
     memory: dict[str, int] = {}
     if any(not node.tier for node in asking.values()):
         shape = tuple(batch.shape[1:])
-        memory = {t: training_memory(method.network(t), shape, config.train.batch, batch.dtype) for t in method.tiers}
+        memory = {
+            t: training_memory(method.network(t), shape, config.train.batch, batch.dtype, config.train.optimizer)
+            for t in method.tiers
+        }
     assignment: list[str] = []
     refused: dict[int, str] = {}
     for client in range(config.federation.clients):
@@ -44,7 +47,7 @@ def chosen_tiers(config: Config, method: Method, batch: Tensor, nodes: Mapping[i
     return Tiers(tuple(assignment), refused)
 
 
-def _why(node: Node, method: Method, memory: Mapping[str, int], batch: int) -> str:
+def _why(node: Node, method: AnyMethod, memory: Mapping[str, int], batch: int) -> str:
     if node.tier:
         return f"it asks for tier '{printable(node.tier)}', known are {', '.join(method.tiers)}"
     tier, size = min(memory.items(), key=lambda item: item[1])

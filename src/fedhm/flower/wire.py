@@ -6,6 +6,7 @@ A message holds all of a client's tasks of one exchange, since an exchange takes
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
+from fedhm.config.reading import parse_resolved
+from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.work import work_of
 
 NOTE = "fedhm"  # the record with all that is not a tensor
 PARTS = ("tensors", "kept")
@@ -33,19 +37,26 @@ Values = dict[str, Any]
 class Terms:
     """What the server tells every client of the run; it comes with each message, since no process lives for two."""
 
-    config: str  # as TOML
+    config: ResolvedConfig
     classes: int
     preprocessing: Preprocessing
 
     def note(self) -> dict[str, str]:
-        return {"terms": json.dumps(asdict(self))}
+        said = {"config": self.config.to_toml(), "classes": self.classes, "preprocessing": asdict(self.preprocessing)}
+        return {"terms": json.dumps(said)}
 
     @classmethod
     def read(cls, content: RecordDict) -> "Terms":
-        values = json.loads(str(content.config_records[NOTE]["terms"]))
-        pixels = values["preprocessing"]
-        pixels |= {"mean": tuple(pixels["mean"]), "std": tuple(pixels["std"])}
-        return cls(values["config"], values["classes"], Preprocessing(**pixels))
+        return _terms(str(content.config_records[NOTE]["terms"]))
+
+
+@lru_cache(maxsize=1)  # the same with every message
+def _terms(text: str) -> Terms:
+    values = json.loads(text)
+    pixels = values["preprocessing"]
+    pixels |= {"mean": tuple(pixels["mean"]), "std": tuple(pixels["std"])}
+    config = parse_resolved(values["config"], "the server's config")
+    return Terms(config, values["classes"], Preprocessing(**pixels))
 
 
 def greeting(terms: Terms) -> RecordDict:
@@ -101,7 +112,7 @@ def reply_parcel(replies: Iterable[Reply], fp16: bool) -> RecordDict:
             continue
         listed.append(_values(reply))
         if reply.tensors:
-            records[f"tensors.{number}"] = _record(reply.tensors, fp16 and reply.kind == "train")
+            records[f"tensors.{number}"] = _record(reply.tensors, fp16 and work_of(reply.kind).returns_network)
         if reply.kept:
             records[f"kept.{number}"] = _record(reply.kept)
     records[NOTE] = ConfigRecord({"replies": json.dumps(listed)})
@@ -135,7 +146,7 @@ def _read_reply(content: RecordDict, number: int, values: Any, task: Task, fp16:
         for part in PARTS:
             arrays = content.array_records.get(f"{part}.{number}") or ArrayRecord()
             values[part] = {name: _tensor(arrays[name]) for name in arrays}
-        if fp16 and task.kind == "train":
+        if fp16 and work_of(task.kind).returns_network:
             values["tensors"] = {name: _as_sent(t, task.tensors.get(name)) for name, t in values["tensors"].items()}
         return Update(**values)
     except Exception as error:  # whatever a client may have put into its bytes

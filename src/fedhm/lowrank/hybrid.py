@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import Hadamard, HadamardConv2d, HadamardLinear
-from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, PufferfishConv2d, largest_rank
+from fedhm.lowrank.layers import LAYERS, LowRank, PufferfishConv2d, largest_rank
 from fedhm.lowrank.plan import RankPlan, obstacle, weight_owners
 from fedhm.networks.copied import copied
 
@@ -20,15 +20,12 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
     are zero, for a network whose weights are loaded right after.
     """
     form = plan.form if isinstance(plan, RankPlan) else "spatial"
-    convolution = PufferfishConv2d if form == "pufferfish" else LowRankConv2d
 
     def factorized(name: str, dense: nn.Conv2d | nn.Linear) -> LowRank:
         rank, largest = plan[name], largest_rank(dense.weight.shape, form)
         if not isinstance(rank, Integral) or not 1 <= rank <= largest:
             raise FedhmError(f"rank {rank} is impossible for layer '{name}': it must lie between 1 and {largest}")
-        if isinstance(dense, nn.Conv2d):
-            return convolution(dense, rank, spectral=spectral)
-        return LowRankLinear(dense, rank, spectral=spectral)
+        return LAYERS[type(dense)][form](dense, rank, spectral=spectral)
 
     return _with_new_layers(model, plan, factorized)
 

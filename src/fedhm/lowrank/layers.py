@@ -109,6 +109,13 @@ class PufferfishConv2d(LowRankConvolution):
         return F.conv2d(x, self.v, self.bias)
 
 
+# Which layers are factorized, by their exact type and the form: a row for each, to which others may be added.
+LAYERS: dict[type[nn.Module], dict[Form, type[LowRank]]] = {
+    nn.Conv2d: {"spatial": LowRankConv2d, "pufferfish": PufferfishConv2d},
+    nn.Linear: {"spatial": LowRankLinear, "pufferfish": LowRankLinear},
+}
+
+
 def largest_rank(shape: torch.Size, form: Form = "spatial") -> int:
     """The rank at which a factorized layer can express every weight of `shape`."""
     return min(unrolled_shape(shape, form))

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.layers import LAYERS, largest_rank
 from fedhm.lowrank.unroll import Form, unrolled_shape
 
 ROOT = "(model)"  # a model that has weights of its own, outside its layers
@@ -135,11 +135,11 @@ def obstacle(layer: nn.Module, owners: Counter[int]) -> str | None:
         return "its weight is computed from other parameters"
     if any(is_lazy(p) for p in layer.parameters(recurse=False)):
         return "its weight has no shape before the model has run once"
-    if type(layer) not in (nn.Conv2d, nn.Linear):
+    if type(layer) not in LAYERS:
         kind = type(layer).__name__
         if isinstance(layer, nn.Conv2d | nn.Linear):
             return f"a {kind}, whose owner may use its weight without calling it"
-        return f"a {kind}: only Conv2d and Linear are factorized"
+        return f"a {kind}: only {' and '.join(known.__name__ for known in LAYERS)} are factorized"
     assert isinstance(layer, nn.Conv2d | nn.Linear)
     if not isinstance(layer._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from other parameters"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedhm.config.method import Entry, Family, MethodConfig
 from fedhm.config.section import Ratio, tier_name
+from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.svd import factorize
 from fedhm.lowrank.unroll import join, roll, split, unroll
@@ -97,6 +98,8 @@ class FedDLR(Method[FedDLRState]):
         return self._truncated(state.weights)
 
     def network(self, name: str) -> nn.Module:
+        if name not in self.tiers:
+            raise FedhmError(f"FedDLR has one network, '{self.tiers[0]}', not '{name}'")
         return travels_as(to_hybrid(self._model, {}), self.form)
 
     def weights(self, state: FedDLRState, tier: str) -> Tensors:

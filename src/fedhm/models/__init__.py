@@ -5,8 +5,9 @@ from collections.abc import Callable
 from torch import nn
 
 from fedhm.models.cnn import cnn
+from fedhm.models.mlp import mlp
 from fedhm.models.resnet import resnet18, resnet34
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"cnn": cnn, "resnet18": resnet18, "resnet34": resnet34}
+MODELS: dict[str, Callable[..., nn.Module]] = {"cnn": cnn, "mlp": mlp, "resnet18": resnet18, "resnet34": resnet34}
 
-__all__ = ["MODELS", "cnn", "resnet18", "resnet34"]
+__all__ = ["MODELS", "cnn", "mlp", "resnet18", "resnet34"]

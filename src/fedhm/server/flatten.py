@@ -20,12 +20,13 @@ PLAIN = (bool, int, float, str, NoneType)
 
 
 def flatten(value: Any) -> tuple[Tensors, Any]:
-    """Return the tensors in a value by their names, and its outline."""
+    """Return the tensors in a value by their names, and its outline; one that comes twice has its first name."""
     tensors: Tensors = {}
+    names: dict[int, str] = {}
 
     def outline(part: Any, way: Way) -> Any:
         if isinstance(part, Tensor):
-            name = "/".join(quote(step, safe="") for step in way)  # a key may hold a slash
+            name = names.setdefault(id(part), "/".join(quote(step, safe="") for step in way))  # a key may hold a slash
             tensors[name] = part
             return name
         if isinstance(part, PLAIN):

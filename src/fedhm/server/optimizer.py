@@ -19,7 +19,7 @@ from torch import Tensor
 from fedhm.config.settings import ServerConfig
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors
-from fedhm.server.flatten import Way, flatten, mapped
+from fedhm.server.flatten import Way, mapped
 
 S = TypeVar("S")
 
@@ -48,8 +48,8 @@ class ServerOptimizer:
         """Return the state whose averaged fields have made the step from `before` that `merged` points to."""
         if not self.steps:
             return merged, moments
-        first, second = dict[str, Tensor](), dict[str, Tensor]()
-        old, _ = flatten(self._fields(before))
+        first, second, old = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+        mapped(self._fields(before), lambda name, _, tensor: old.setdefault(name, tensor))
 
         def moved(name: str, way: Way, mean: Tensor) -> Tensor:
             if way[-1] in self._running or not mean.is_floating_point():

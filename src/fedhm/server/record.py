@@ -39,6 +39,11 @@ class Record:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
 
+    @property
+    def scores(self) -> dict[str, Metrics]:
+        """Return the metrics by the name that the first version had for them, which files still have."""
+        return self.metrics
+
     def count(self, task: Task, reply: Reply, macs: int) -> None:
         """Books one task and what came of it: an update that may be used, or in its place a failure."""
         trains = work_of(task.kind).trains

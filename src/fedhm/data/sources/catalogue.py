@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedhm.data.samples import Source
 from fedhm.data.sources.cifar import holds_cifar10, holds_cifar100, read_cifar10, read_cifar100
+from fedhm.data.sources.diabetes import read_diabetes
 from fedhm.data.sources.digits import read_digits
 from fedhm.data.sources.huggingface import read_huggingface
 from fedhm.data.sources.idx import holds_idx_files, read_fashion_mnist
@@ -18,6 +19,7 @@ HUGGINGFACE = "hf:"
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 SOURCES: dict[str, Callable[[Path], Source]] = {
+    "diabetes": lambda _: read_diabetes(),
     "digits": lambda _: read_digits(),
     "fashion-mnist": read_fashion_mnist,
     "cifar10": read_cifar10,
@@ -25,8 +27,9 @@ SOURCES: dict[str, Callable[[Path], Source]] = {
     "tinyimagenet": read_tiny_imagenet,
 }
 
-# (channels, height, width) and number of classes, so that costs can be told without the data
-SHAPES: dict[str, tuple[tuple[int, int, int], int]] = {
+# the shape of an input and the number of outputs, so that costs can be told without the data
+SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "diabetes": ((10,), 1),
     "digits": ((1, 8, 8), 10),
     "fashion-mnist": ((1, 28, 28), 10),
     "cifar10": ((3, 32, 32), 10),

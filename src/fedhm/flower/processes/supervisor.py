@@ -2,8 +2,8 @@
 
 Flower's processes start others, some in sessions of their own, so that ending a process or its group leaves some
 behind. This file is run by its path, `python supervisor.py PARENT_PID LINGER -- COMMAND …`: importing the package would
-cost each of Flower's processes seconds. LINGER is how many seconds a command outlives a parent that vanished: a SuperLink
-has to hear its SuperNodes say goodbye, or else it refuses them for a minute when they come again.
+cost each of Flower's processes seconds. LINGER is how many seconds a command outlives a parent that vanished: a
+SuperLink has to hear its SuperNodes say goodbye, or else it refuses them for a minute when they come again.
 """
 
 import ctypes

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from fedhm.config.reading import parse_text
+from fedhm.config.reading import parse_resolved
 from fedhm.flower.apps import Context, Grid, make_server_app
 from fedhm.flower.server import run_named
 from fedhm.flower.status import StatusFile
@@ -13,7 +13,7 @@ def serve(grid: Grid, context: Context) -> None:
     status = StatusFile(Path(str(context.run_config["status"])))
     try:
         for name, text in json.loads(str(context.run_config["configs"])).items():
-            run_named(grid, parse_text(text, name), Path(str(context.run_config["out"])) / name, [status])
+            run_named(grid, parse_resolved(text, name), Path(str(context.run_config["out"])) / name, [status])
     except BaseException as error:
         status.ended(repr(error))
         raise

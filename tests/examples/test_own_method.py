@@ -1,0 +1,111 @@
+"""A method from outside the package: as an object, by its name, in comparisons. On Flower: tests/flower."""
+
+import runpy
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+import fedhm
+from conftest import small_config, small_model
+from fedhm.assemble import assemble
+from fedhm.compare.entries import known as known_entries
+from fedhm.config.plugins import known
+from fedhm.config.reading import load_config, parse
+from fedhm.data.federation import Federation
+from fedhm.errors import FedhmError
+from installed import install
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_method.py"
+Data = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture
+def data() -> Data:
+    torch.manual_seed(0)
+    x = torch.randn(120, 6)
+    y = (x @ torch.randn(6, 3)).argmax(1)
+    return [(x[i::6], y[i::6]) for i in range(6)]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert float(capsys.readouterr().out.removeprefix("accuracy ").removesuffix("%\n")) > 85
+
+
+def test_an_object_is_run_saved_and_resumed(data: Data, tmp_path: Path) -> None:
+    own = runpy.run_path(str(EXAMPLE))["FedMedian"]
+    settings = {"train": {"rounds": 2, "lr": 0.1}, "engine": {"threads": 1}}
+
+    def run(rounds: int) -> fedhm.Result:
+        changed = {**settings, "train": {**settings["train"], "rounds": rounds}}
+        return fedhm.run(network(), data[1:], data[0], changed, method=own(strength=0.5))
+
+    whole = run(2)
+    method = own(strength=0.5)
+    result = fedhm.run(network(), data[1:], data[0], settings, tmp_path / "run", method=method)
+    assert 'name = "fedmedian"\nstrength = 0.5' in (tmp_path / "run" / "config.toml").read_text()
+    with pytest.raises(FedhmError, match="there is no method 'fedmedian'"):  # it is not installed
+        fedhm.resume(tmp_path / "run")
+    assert result.metrics == whole.metrics
+
+
+def test_an_installed_method_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "site", EXAMPLE, "methods", {"fedmedian": "FedMedian"}, monkeypatch)
+    config = load_config("digits", ["method.name=fedmedian", "method.strength=0.5"])
+    assert config.method.model_dump() == {"name": "fedmedian", "strength": 0.5}
+    assert "fedmedian" in known("methods")
+    assert "fedmedian" in known_entries()
+    with pytest.raises(FedhmError, match=r"unknown key 'method.strenght', did you mean 'method.strength'"):
+        load_config("digits", ["method.name=fedmedian", "method.strenght=0.5"])
+    with pytest.raises(FedhmError, match=r"there is no method 'fedmedia', known are fedhm, fedavg.*fedmedian"):
+        load_config("digits", ["method.name=fedmedia"])
+
+
+def test_a_package_that_does_not_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken_method.py"
+    broken.write_text("import a_module_that_is_not_there\n")
+    install(tmp_path / "site", broken, "methods", {"broken": "Method"}, monkeypatch)
+    with pytest.raises(FedhmError, match=r"the method 'broken' cannot be loaded from broken_method:Method.*not_there"):
+        parse({"method": {"name": "broken"}}, "test")
+
+
+def test_wrong_methods_are_one_sentence(data: Data) -> None:
+    class Own(fedhm.MethodConfig):
+        name: Literal["own"] = "own"
+
+        def build(self, model: nn.Module, setup: object) -> object:  # noqa: ARG002
+            raise AssertionError
+
+    cases: list[tuple[object, dict[str, object], str]] = [
+        (3, {}, "method must be a name or a fedhm.MethodConfig, not a int"),
+        (Own(), {"method": {"name": "fedhm"}}, "the method is given twice"),
+        ("fedsgd", {}, "there is no method 'fedsgd'"),
+    ]
+    for method, config, sentence in cases:
+        with pytest.raises(FedhmError, match=sentence):
+            fedhm.run(network(), data[1:], data[0], config, method=method)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="abstract"):
+        fedhm.MethodConfig(name="x")  # type: ignore[abstract]
+    assert fedhm.run(network(), data[1:], data[0], {"train": {"rounds": 1}}, method="fedavg").metrics.keys() == {"full"}
+
+
+def test_no_round_is_merged_under_another_number(federation: Federation) -> None:
+    seen: list[int] = []
+    experiment = assemble(small_model(), federation, small_config(train={"rounds": 3}))
+    merge = experiment.method.merge
+
+    def watched(state: object, updates: object, round_number: int) -> object:
+        seen.append(round_number)
+        return merge(state, updates, round_number)
+
+    experiment.method.merge = watched  # type: ignore[method-assign]
+    experiment.run()
+    assert seen == [1, 2, 3]

@@ -1,0 +1,107 @@
+"""Objectives: metrics against scikit-learn's, targets that are refused, and a run from a config."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, log_loss, mean_squared_error, r2_score
+from torch import nn
+
+import fedhm
+from fedhm.cli import main
+from fedhm.config.objective import Metrics, Objective
+from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.samples import Samples
+from fedhm.errors import FedhmError
+from fedhm.objectives.classification import Classification
+from fedhm.objectives.regression import Regression
+from fedhm.work.evaluate import evaluate
+
+
+class Given(nn.Module):
+    """A network that gives its inputs as outputs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def measured(objective: Objective, outputs: torch.Tensor, targets: torch.Tensor, batch: int) -> Metrics:
+    return evaluate(Given(), Feed(Samples(outputs, targets), Preprocessing()), batch, objective)
+
+
+@given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 3), st.integers(1, 50), st.floats(-1e3, 1e3))
+def test_regression_is_that_of_scikit_learn(seed: int, count: int, columns: int, batch: int, shift: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randn(count, columns, generator=generator, dtype=torch.float64) + shift
+    f = y + torch.randn(count, columns, generator=generator, dtype=torch.float64)
+    found = measured(Regression(), f, y, batch)
+    assert found.r2 == pytest.approx(r2_score(y, f), rel=1e-6, abs=1e-6)
+    assert found.mse == pytest.approx(mean_squared_error(y, f), rel=1e-9)
+    if columns == 1:
+        assert measured(Regression(), f, y[:, 0], batch) == pytest.approx(found)
+
+
+@given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 50))
+def test_classification_is_that_of_scikit_learn(seed: int, count: int, batch: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    labels = torch.randint(4, (count,), generator=generator)
+    found = measured(Classification(), logits, labels, batch)
+    assert found.accuracy == pytest.approx(accuracy_score(labels, logits.argmax(1)))
+    assert found.loss == pytest.approx(log_loss(labels, logits.softmax(1), labels=range(4)))
+
+
+def test_targets_without_variance_are_met_or_not() -> None:
+    y = torch.full((5,), 3.0)
+    assert measured(Regression(), y[:, None], y, 2).r2 == 1
+    assert measured(Regression(), y[:, None] + 1, y, 2).r2 == 0
+
+
+def test_metrics_are_called_by_their_names() -> None:
+    metrics = Metrics(r2=0.5)
+    assert metrics.r2 == metrics["r2"] == 0.5
+    with pytest.raises(AttributeError, match="there is no metric 'accuracy', known are r2"):
+        _ = metrics.accuracy
+
+
+@pytest.mark.parametrize(
+    ("labels", "objective", "sentence"),
+    [
+        (torch.rand(20), "classification", "to predict numbers, set objective = 'regression'"),
+        (torch.full((20,), float("nan")), "regression", "hold NaN or infinite values"),
+        (torch.rand(20, 2, 2), "regression", "one row of numbers per sample"),
+        (torch.rand(20, 2), "regression", "the model must give 2 numbers for each sample, but its output is"),
+        (torch.rand(20), "quantiles", "there is no objective 'quantiles', known are classification, regression"),
+    ],
+)
+def test_what_cannot_be_learned_is_one_sentence(labels: torch.Tensor, objective: str, sentence: str) -> None:
+    x = torch.randn(20, 5)
+    with pytest.raises(FedhmError, match=sentence):
+        fedhm.run(nn.Linear(5, 1), [(x, labels)], (x, labels), objective=objective)
+
+
+def test_whole_numbers_can_be_predicted_too() -> None:
+    x = torch.randn(40, 5)
+    y = (3 * x[:, 0]).round().long()
+    settings = {"train": {"rounds": 8, "lr": 0.1, "batch": 8}, "method": {"name": "fedavg"}}
+    torch.manual_seed(0)
+    result = fedhm.run(nn.Linear(5, 1), [(x[:20], y[:20]), (x[20:], y[20:])], (x, y), settings, objective="regression")
+    assert result.metrics["full"].r2 > 0.8
+
+
+def test_a_preset_of_regression_runs_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "diabetes", "--out", str(out), "--set", "train.rounds=4"]) == 0
+    said = capsys.readouterr().out
+    assert "r2" in said
+    assert "mse" in said
+    assert "accuracy" not in said
+    record = json.loads((out / "records.jsonl").read_text().splitlines()[-1])
+    assert set(record["scores"]["full"]) == {"r2", "mse"}
+    assert (out / "r2-by-round.png").exists()
+    assert fedhm.resume(out).metrics["full"].r2 == record["scores"]["full"]["r2"]
+    with pytest.raises(FedhmError, match="deals out labels, of which diabetes has none"):
+        fedhm.prepare(fedhm.load_config("diabetes", ["data.partition=dirichlet"]))

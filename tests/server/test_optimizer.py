@@ -1,0 +1,128 @@
+"""The server's optimizers: the published formulas, for every method, and through a killed and resumed run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import small_config, small_model
+from fedhm.assemble import assemble
+from fedhm.config.plugins import known
+from fedhm.config.settings import ServerConfig
+from fedhm.data.federation import Federation
+from fedhm.errors import FedhmError
+from fedhm.methods.method import ModelState
+from fedhm.networks.batchnorm import running_names
+from fedhm.runs.checkpoint import newest_checkpoint
+from fedhm.runs.folder import RunFolder
+from fedhm.server.flatten import flatten
+from fedhm.server.optimizer import Moments, ServerOptimizer
+
+
+def steps(config: ServerConfig, means: list[float], running: float = 7.0) -> list[ModelState]:
+    optimizer = ServerOptimizer(config, "fedavg", ("weights",), {"bn.running_mean"})
+    state, moments = ModelState({"w": torch.zeros(()).double(), "bn.running_mean": torch.zeros(())}), Moments()
+    states: list[ModelState] = []
+    for mean in means:
+        merged = ModelState({"w": torch.tensor(mean).double(), "bn.running_mean": torch.tensor(running)})
+        state, moments = optimizer.step(state, merged, moments)
+        states.append(state)
+    return states
+
+
+def test_momentum_is_fedavgm() -> None:
+    """Hsu et al. 2019: v ← β v + Δ, x ← x + η v."""
+    config = ServerConfig(optimizer="momentum", momentum=0.5, lr=0.8)
+    x = v = 0.0
+    for mean, state in zip([1.0, 3.0, -2.0], steps(config, [1.0, 3.0, -2.0]), strict=True):
+        v = 0.5 * v + (mean - x)
+        x += 0.8 * v
+        assert state.weights["w"].item() == pytest.approx(x, rel=1e-6)
+        assert state.weights["bn.running_mean"] == 7.0  # no weight: as it was averaged
+
+
+def test_adam_is_fedadam() -> None:
+    """Reddi et al. 2021, algorithm 2: no bias correction, v starts at τ²."""
+    config = ServerConfig(optimizer="adam", lr=0.1, betas=(0.9, 0.99), tau=1e-2)
+    x, m, v = 0.0, 0.0, 1e-4
+    for mean, state in zip([1.0, 3.0, -2.0], steps(config, [1.0, 3.0, -2.0]), strict=True):
+        delta = mean - x
+        m, v = 0.9 * m + 0.1 * delta, 0.99 * v + 0.01 * delta**2
+        x += 0.1 * m / (v**0.5 + 1e-2)
+        assert state.weights["w"].item() == pytest.approx(x, rel=1e-5)
+
+
+def test_momentum_zero_is_the_mean_itself() -> None:
+    config = ServerConfig(optimizer="momentum", momentum=0.0)
+    assert [s.weights["w"].item() for s in steps(config, [1.0, 3.0])] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("method", sorted(set(known("methods")) - {"fedmd"}))
+@pytest.mark.parametrize("static_from", [0, "never"])
+def test_it_steps_after_every_methods_mean(method: str, static_from: int | str, federation: Federation) -> None:
+    """In the first round, momentum with η = ½ goes half of the way from the start to the mean."""
+    federation = replace(federation, public=federation.test)
+    sections = {"method": {"name": method}, "evaluation": {"static_from": static_from}, "train": {"rounds": 1}}
+    plain = assemble(small_model(), federation, small_config(**sections))
+    half = assemble(small_model(), federation, small_config(**sections, server={"optimizer": "momentum", "lr": 0.5}))
+    start, mean, moved = plain.method.start(plain.initial), next_state(plain), next_state(half)
+    assert half.optimizer.steps
+    running = running_names(small_model())
+    for field in mean.averaged:
+        olds, means, news = (flatten(getattr(state, field))[0] for state in (start, mean, moved))
+        if method == "feddlr":  # which truncates what comes of the step
+            continue
+        for name, old in olds.items():
+            wanted = means[name] if name.rpartition("/")[2] in running else old + 0.5 * (means[name] - old)
+            torch.testing.assert_close(news[name], wanted, msg=f"{method} {name}")
+    for tier in half.method.tiers:
+        half.method.network(tier)
+        assert half.method.weights(moved, tier).keys() == half.method.weights(mean, tier).keys()
+
+
+def next_state(experiment):  # type: ignore[no-untyped-def]
+    from fedhm.server.record import Record
+
+    state, _ = experiment._next_state(experiment.method.start(experiment.initial), Moments(), Record(1))
+    return state
+
+
+def test_what_fedhm_sends_follows_the_step(federation: Federation) -> None:
+    """Its factors are those of the weights after the step, not of the mean."""
+    config = small_config(method={"name": "fedhm", "tiers": [1, "1/2"]}, server={"optimizer": "momentum", "lr": 0.5})
+    experiment = assemble(small_model(), federation, config)
+    moved = next_state(experiment)
+    factors, _ = experiment.method._factorized(moved.weights)
+    for layer, expected in factors.items():
+        torch.testing.assert_close(
+            moved.factors[layer].left @ moved.factors[layer].right, expected.left @ expected.right, rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_method_without_a_mean_is_refused(federation: Federation) -> None:
+    federation = replace(federation, public=federation.test)
+    config = small_config(method={"name": "fedmd"}, server={"optimizer": "adam"})
+    with pytest.raises(FedhmError, match=r"fedmd averages no weights: server.optimizer must be 'none'"):
+        assemble(small_model(), federation, config)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_its_moments_are_part_of_a_checkpoint(optimizer: str, federation: Federation, tmp_path: Path) -> None:
+    def config(rounds: int):  # type: ignore[no-untyped-def]
+        return small_config(train={"rounds": rounds}, server={"optimizer": optimizer}).resolved()
+
+    whole = assemble(small_model(), federation, config(4)).run()
+    with RunFolder.create(tmp_path / "run", config(4)) as folder:
+        first = assemble(small_model(), federation, config(4))
+        kept = first.fingerprint
+        first.config = config(2)  # as if it was killed after two rounds
+        first.run(folder)
+        checkpoint = newest_checkpoint(tmp_path / "run" / "checkpoints", kept, first.method.state_type)
+        assert checkpoint is not None
+        assert checkpoint.moments.first
+        assert bool(checkpoint.moments.second) == (optimizer == "adam")
+        resumed = assemble(small_model(), federation, config(4)).run(folder)
+    for tier, network in whole.networks.items():
+        for name, tensor in network.state_dict().items():
+            assert torch.equal(tensor, resumed.networks[tier].state_dict()[name])

@@ -1,0 +1,34 @@
+"""Every block of docs/extending.md runs, in the order of the page."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedhm.config import plugins
+from fedhm.data.sources import catalogue
+from fedhm.lowrank import layers
+
+PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
+
+
+@pytest.fixture
+def tables() -> Iterator[None]:
+    """The tables that the page adds to, which are as they were afterwards."""
+    added_to: list[dict[Any, Any]] = [plugins._provided, catalogue.SOURCES, catalogue.SHAPES, layers.LAYERS]
+    before = [dict(table) for table in added_to]
+    yield
+    for table, old in zip(added_to, before, strict=True):
+        table.clear()
+        table.update(old)
+
+
+@pytest.mark.usefixtures("tables")
+def test_what_the_page_says_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 6
+    namespace: dict[str, object] = {"__name__": "extending"}
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"block {number} of {PAGE.name}", "exec"), namespace)
