@@ -16,9 +16,9 @@ from PIL import Image
 from rich.console import Console
 
 from fedhm.cli import main
+from fedhm.config.objective import Metric, Metrics
 from fedhm.report.progress import LiveBar
 from fedhm.server.record import Record
-from fedhm.work.evaluate import Score
 
 QUICK = ["train.rounds=3", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=1"]
 
@@ -182,10 +182,10 @@ def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path, capsys: pyt
 
 def test_the_narrow_terminal_shows_round_and_accuracy() -> None:
     out = io.StringIO()
-    with LiveBar(Console(file=out, force_terminal=True, width=80)) as bar:
+    with LiveBar(Console(file=out, force_terminal=True, width=80), Metric("accuracy", percent=True)) as bar:
         bar.started(0, 40)
-        scores = {tier: Score(0.9915, 0.1) for tier in ("full", "1/2", "1/4", "1/8")}
-        bar.round_done(Record(37, scores=scores))
+        metrics = {tier: Metrics(accuracy=0.9915, loss=0.1) for tier in ("full", "1/2", "1/4", "1/8")}
+        bar.round_done(Record(37, metrics=metrics))
     shown = re.sub(r"\x1b\[[\d;?]*\w", "", out.getvalue())
     assert re.search(r"round 37/40 ━.* left .*99\.2/99\.2/99\.2/99\.2%", shown)
 

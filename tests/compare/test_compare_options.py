@@ -7,7 +7,7 @@ import pytest
 
 from fedhm.cli import main
 from fedhm.compare.command import _config, _default_folder
-from fedhm.config.method import FedHMConfig
+from fedhm.methods.fedhm import FedHMConfig
 
 
 def options(*changes: str, setting: str | None = None, data: str | None = None) -> Namespace:

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.colors import to_hex
 
 from conftest import small_config, small_model
+from fedhm.assemble import assemble
 from fedhm.data.federation import Federation
-from fedhm.experiment import Experiment
 from fedhm.report.energy import RESOLUTION, save_collapse_plot
 from fedhm.report.plots import tier_colours
 from fedhm.report.save import save_report
@@ -21,7 +21,7 @@ TIERS = ("1/2", "1/4", "1/8")
 
 def finished(federation: Federation, run: str, **method: Any) -> Run:
     config = small_config(method={"name": "fedhm", **method}, train={"rounds": 3})
-    result = Experiment(small_model(), federation, config).run()
+    result = assemble(small_model(), federation, config).run()
     return Run(run, config, result.records, result.costs)
 
 

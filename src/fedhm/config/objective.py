@@ -1,7 +1,7 @@
 """An objective says what is learned: the loss, the metrics, and which of them is the headline."""
 
-from abc import ABC, abstractmethod
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
