@@ -28,7 +28,8 @@ METHODS = "fedhm,heterofl,splitmix,fedavg,lowrank,slimmed"
 WIDE = 105  # characters that the table of what was spent takes with its last column
 DESCRIPTION = """\
 Runs several methods on the same data with the same seeds and prints the paper's table: a row for each capability
-level, accuracy as mean ± deviation over the seeds. The same command again runs only what is missing."""
+level, accuracy or another headline metric as mean ± deviation over the seeds. The same command again runs only what is
+missing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         metavar="VALUE",
-        help="an accuracy, or of what else the objective's headline is: what it costs to get there "
-        "(default: what all reach)",
+        help="an accuracy, or a value of another headline metric: what it costs to get there (default: what all reach)",
     )
     parser.add_argument(
         "--jobs",

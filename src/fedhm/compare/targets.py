@@ -37,7 +37,8 @@ def _easier(metric: Metric, value: float) -> float:
     digits = 2 if metric.percent or not value else 1 - math.floor(math.log10(abs(value)))
     scale = 10.0**digits
     down = math.floor(value * scale + 1e-9)
-    return (down if metric.more_is_better else -math.floor(-value * scale + 1e-9)) / scale
+    rounded = (down if metric.more_is_better else -math.floor(-value * scale + 1e-9)) / scale
+    return rounded if metric.reaches(value, rounded) else value  # which differ in their last bit
 
 
 def costs_to_reach(target: float, entries: Sequence[Compared], reference: Compared) -> list[Reached]:
