@@ -15,8 +15,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+import fedhm
+from conftest import small_model
 from fedhm.cli import main
 from fedhm.config.objective import Metric, Metrics
+from fedhm.data.federation import Federation
 from fedhm.report.progress import LiveBar
 from fedhm.server.record import Record
 
@@ -99,6 +102,25 @@ def test_sizes_of_split_mix_hold_one_base_at_a_time(capsys: pytest.CaptureFixtur
     assert len({row[-2] for row in rows}) == 1  # training memory
     sent = [float(row[4]) for row in rows]  # kB each way
     assert sent == pytest.approx([sent[-1] * count for count in (9, 3, 2, 1)], rel=1e-3)
+
+
+def test_sizes_tell_the_memory_of_the_configs_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    memory: dict[str, float] = {}
+    for optimizer in ("sgd", "adamw"):
+        assert main(["sizes", "digits", "--set", f"train.optimizer={optimizer}"]) == 0
+        (row,) = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines() if "│ full" in line]
+        memory[optimizer] = float(row[-2])
+    copy = 4 * 110_698 / 1e6  # MB, of the parameters
+    assert copy - 0.01 < memory["adamw"] - memory["sgd"] < 1.5 * copy  # one more, and what passes while it steps
+
+
+def test_a_run_from_python_is_resumed_there(
+    federation: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train": {"rounds": 1}, "engine": {"threads": 1}}
+    fedhm.run(small_model(), federation.clients, federation.test, settings, tmp_path / "run")
+    sentence = failure(capsys, "resume", str(tmp_path / "run"))
+    assert "it was started from Python with its own data, and is resumed there, by fedhm.run" in sentence
 
 
 def test_sizes_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from fedhm.assemble import build_model
 from fedhm.compare.entries import entries
 from fedhm.compare.reference import Reference
 from fedhm.config.reading import load_config, parse
 from fedhm.lowrank.plan import find_classifier
-from fedhm.methods import make_method
 from fedhm.methods.method import Setup
-from fedhm.run import build_model
 
 # preset → method → a number for each tier, with the number of levels that share it
 TABLE: dict[str, dict[str, list[tuple[float, int]]]] = {
@@ -69,7 +68,7 @@ def test_sizes_are_the_papers(preset: str, method: str, models: dict[str, nn.Mod
     setup = Setup(find_classifier(model), torch.zeros(1, 3, 16, 16))
     found: list[tuple[float, int]] = []
     for entry in entries([method], Reference(load_config(preset))):  # a family has one for each size
-        built = make_method(model, parse({"method": entry.method}, "test").method, setup)
+        built = parse({"method": entry.method}, "test").method.build(model, setup)
         found += [(parameters(built.network(tier)), list(built.levels).count(tier)) for tier in built.tiers]
     expected = TABLE[preset][method]
     assert [share for _, share in found] == [share for _, share in expected]

@@ -24,7 +24,7 @@ from fedhm.runs.history import read_runs
 
 class Terminal(Console):
     def on_broken_pipe(self) -> None:
-        """Let the run go on when the reader of our output went away, as `head` does."""
+        """Keep running when the reader of our output went away, as `head` does."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

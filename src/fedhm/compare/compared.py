@@ -17,7 +17,7 @@ from fedhm.server.record import Record, Traffic
 
 
 class Spread(NamedTuple):
-    """Over the seeds."""
+    """A mean and a deviation over the seeds."""
 
     mean: float
     deviation: float | None  # of the sample; None for one seed
@@ -39,7 +39,7 @@ class Compared:
 
     @property
     def metric(self) -> Metric:
-        """Return the one that the runs are compared by."""
+        """Return the metric that runs are compared by."""
         return self.first.config.objective.headline
 
     @property
@@ -69,7 +69,7 @@ class Compared:
         return spread([self.metric.scaled(list(self.values(run, tier).values())[-1]) for run in self.runs])
 
     def curve(self, tier: str) -> list[tuple[int, Spread]]:
-        """Return the same by round, at the rounds in which every run was evaluated."""
+        """Return the metric by round, scaled as `final`, at the rounds in which every run was evaluated."""
         values = [self.values(run, tier) for run in self.runs]
         shared = sorted(set.intersection(*(set(of_run) for of_run in values)))
         return [(number, spread([self.metric.scaled(of_run[number]) for of_run in values])) for number in shared]
@@ -80,7 +80,7 @@ class Compared:
         return statistics.fmean(known) if known else None
 
     def bytes(self, tier: str | None = None) -> float:
-        """Return those of the whole training, by the tier's participants or by all; mean over the seeds."""
+        """Return the bytes of the whole training, by the tier's participants or by all; mean over the seeds."""
         return statistics.fmean(_total(run.records, sent, tier) for run in self.runs)
 
     def macs(self, tier: str | None = None) -> float:

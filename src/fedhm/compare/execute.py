@@ -159,7 +159,7 @@ class _LiveBar:
 
 
 class _Lines:
-    """For logs: a line for each run that begins or ends."""
+    """A line for each run that begins or ends, for logs."""
 
     def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
         self._console, self._of = console, len(cells)

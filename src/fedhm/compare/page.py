@@ -21,7 +21,7 @@ NOT_SHOWN = ("engine.", "data.folder", "seed")
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """Of entries that are comparable: others are refused."""
+    """The report on entries that are comparable: others are refused."""
 
     entries: Sequence[Compared]
     command: str

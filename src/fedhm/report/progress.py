@@ -52,7 +52,7 @@ class LiveBar:
 
 
 class Lines:
-    """For logs: one line for each round."""
+    """One line for each round, for logs."""
 
     def __init__(self, console: Console, headline: Metric) -> None:
         self._console, self._headline = console, headline
