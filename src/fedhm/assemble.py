@@ -39,6 +39,7 @@ class Design:
     model: nn.Module
     method: AnyMethod
     sample: Tensor  # a batch of one input
+    classifier: str | None = None  # the layer that gives the outputs, where there is one
 
 
 def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, public: Feed | None = None) -> Design:
@@ -53,7 +54,7 @@ def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, publi
         objective=config.objective,
         optimizer_follows=config.server.optimizer != "none",
     )
-    return Design(config, model, config.method.build(model, setup), sample)
+    return Design(config, model, config.method.build(model, setup), sample, classifier)
 
 
 def named_design(config: Config) -> Design:

@@ -67,15 +67,19 @@ def resume(
     out: str | Path, *, workers: int | Literal["auto"] | None = None, watchers: Sequence[Watcher] = ()
 ) -> Result:
     """Finish the run in the folder `out`, whose config names its model and data; it ends as if never interrupted."""
-    path = Path(out)
+    result = finish(Path(out), workers, watchers)
+    report_on(Path(out))
+    return result
+
+
+def finish(path: Path, workers: int | Literal["auto"] | None, watchers: Sequence[Watcher]) -> Result:
+    """Run the rounds that are left of the run in a folder, without a report."""
     config = read_config(path)
     if config.engine.name == "flower":
         raise FedhmError(Elsewhere.SENTENCE)
     experiment = prepare(config if workers is None else config.with_workers(workers), watchers)
     with RunFolder.open(path) as folder:
-        result = experiment.run(folder)
-    report_on(path)
-    return result
+        return experiment.run(folder)
 
 
 def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:

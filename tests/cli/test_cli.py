@@ -15,10 +15,13 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+import fedhm
+from conftest import small_model
 from fedhm.cli import main
+from fedhm.config.objective import Metric, Metrics
+from fedhm.data.federation import Federation
 from fedhm.report.progress import LiveBar
 from fedhm.server.record import Record
-from fedhm.work.evaluate import Score
 
 QUICK = ["train.rounds=3", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=1"]
 
@@ -99,6 +102,25 @@ def test_sizes_of_split_mix_hold_one_base_at_a_time(capsys: pytest.CaptureFixtur
     assert len({row[-2] for row in rows}) == 1  # training memory
     sent = [float(row[4]) for row in rows]  # kB each way
     assert sent == pytest.approx([sent[-1] * count for count in (9, 3, 2, 1)], rel=1e-3)
+
+
+def test_sizes_tell_the_memory_of_the_configs_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    memory: dict[str, float] = {}
+    for optimizer in ("sgd", "adamw"):
+        assert main(["sizes", "digits", "--set", f"train.optimizer={optimizer}"]) == 0
+        (row,) = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines() if "│ full" in line]
+        memory[optimizer] = float(row[-2])
+    copy = 4 * 110_698 / 1e6  # MB, of the parameters
+    assert copy - 0.01 < memory["adamw"] - memory["sgd"] < 1.5 * copy  # one more, and what passes while it steps
+
+
+def test_a_run_from_python_is_resumed_there(
+    federation: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"train": {"rounds": 1}, "engine": {"threads": 1}}
+    fedhm.run(small_model(), federation.clients, federation.test, settings, tmp_path / "run")
+    sentence = failure(capsys, "resume", str(tmp_path / "run"))
+    assert "it was started from Python with its own data, and is resumed there, by fedhm.run" in sentence
 
 
 def test_sizes_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,10 +204,10 @@ def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path, capsys: pyt
 
 def test_the_narrow_terminal_shows_round_and_accuracy() -> None:
     out = io.StringIO()
-    with LiveBar(Console(file=out, force_terminal=True, width=80)) as bar:
+    with LiveBar(Console(file=out, force_terminal=True, width=80), Metric("accuracy", percent=True)) as bar:
         bar.started(0, 40)
-        scores = {tier: Score(0.9915, 0.1) for tier in ("full", "1/2", "1/4", "1/8")}
-        bar.round_done(Record(37, scores=scores))
+        metrics = {tier: Metrics(accuracy=0.9915, loss=0.1) for tier in ("full", "1/2", "1/4", "1/8")}
+        bar.round_done(Record(37, metrics=metrics))
     shown = re.sub(r"\x1b\[[\d;?]*\w", "", out.getvalue())
     assert re.search(r"round 37/40 ━.* left .*99\.2/99\.2/99\.2/99\.2%", shown)
 

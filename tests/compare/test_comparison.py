@@ -12,7 +12,7 @@ from rich.console import Console
 from fedhm.compare.arrange import arrange
 from fedhm.compare.compared import Compared
 from fedhm.compare.page import ComparisonReport
-from fedhm.compare.tables import accuracies, as_csv, readable_work, spent
+from fedhm.compare.tables import as_csv, outcomes, readable_work, spent
 from fedhm.compare.targets import common_target, costs_to_reach, full_model
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
@@ -53,14 +53,14 @@ def lowrank() -> Compared:
 
 
 def test_accuracy_is_mean_and_sample_deviation_over_the_seeds() -> None:
-    mean, deviation = fedhm().accuracy("full")
+    mean, deviation = fedhm().final("full")
     assert mean == pytest.approx(85.0)
     assert deviation == pytest.approx(math.sqrt((5.0**2 + 5.0**2) / 1))
-    assert Compared("one", fedhm().runs[:1]).accuracy("full").deviation is None
+    assert Compared("one", fedhm().runs[:1]).final("full").deviation is None
 
 
 def test_the_table_has_sizes_accuracies_shares_and_the_best_in_bold() -> None:
-    sheet = accuracies(arrange([fedhm(), fedavg(), lowrank()]), seeds=2)
+    sheet = outcomes(arrange([fedhm(), fedavg(), lowrank()]), seeds=2)
     assert sheet.columns == ["tier", "fedhm", "fedavg", "lowrank"]
     assert list(sheet.rows) == [
         ["full", "1.0 k: 85.00 ± 7.07", "1.0 k ×2: **95.00 ± 0.00**", ""],
@@ -72,7 +72,7 @@ def test_the_table_has_sizes_accuracies_shares_and_the_best_in_bold() -> None:
 def test_equal_ones_are_all_best_and_one_seed_has_no_deviation() -> None:
     a = one_tier("a", {"name": "fedavg"}, 1000, "full", (0.5,))
     b = one_tier("b", {"name": "fedavg"}, 1000, "full", (0.5,))
-    (row,) = accuracies(arrange([a, b]), seeds=1).rows
+    (row,) = outcomes(arrange([a, b]), seeds=1).rows
     assert row[1:] == ["1.0 k: **50.00**", "1.0 k: **50.00**"]
 
 

@@ -224,6 +224,15 @@ def test_training_memory_is_the_same_every_time() -> None:
     assert len({training_memory(model, (3, 16, 16), 2) for _ in range(3)}) == 1
 
 
+def test_adamw_holds_one_more_copy_of_the_parameters_than_sgd() -> None:
+    m, n, batch = 40, 30, 500  # the peak is in the loss, where activations decide
+    more = training_memory(nn.Linear(m, n), (m,), batch, optimizer="adamw") - training_memory(
+        nn.Linear(m, n), (m,), batch, optimizer="sgd"
+    )
+    counters = 2  # of steps, one number for each parameter
+    assert more == 4 * (m * n + n + counters)
+
+
 @pytest.mark.parametrize(("shape", "batch"), [((5,), 2), ((3,), -1)])
 def test_training_memory_of_a_wrong_batch(shape: tuple[int, ...], batch: int) -> None:
     with pytest.raises(FedhmError, match=r"the model cannot be trained on a batch of shape \(-?\d, \d\): "):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fedhm.compare.compared import Compared
-from fedhm.report.comparable import difference, difference_of_entries
+from fedhm.compare.compared import Compared, difference_of_entries
+from fedhm.report.comparable import difference
 from fedhm.report.tables import markdown
 from made_runs import FACTS, made_run
 

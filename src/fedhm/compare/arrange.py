@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedhm.compare.compared import Compared, Spread
-from fedhm.config.method import FedHMConfig, SlimmedConfig
+from fedhm.config.objective import Metric
 
 
 @dataclass(frozen=True)
@@ -21,40 +21,41 @@ class Place:
         return self.entry.first.costs[self.tier].parameters
 
     @property
-    def accuracy(self) -> Spread:
-        return self.entry.accuracy(self.tier)
+    def final(self) -> Spread:
+        return self.entry.final(self.tier)
 
 
 @dataclass(frozen=True)
 class Comparison:
     rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
     columns: dict[str, dict[int, Place]]  # column → row number → what is there
+    metric: Metric
 
     def column(self, entry: Compared) -> str:
         return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
 
     def best(self, row: int) -> float:
-        """Accuracy in percent, as precise as it is shown: equal ones are all best."""
-        means = [places[row].accuracy.mean for places in self.columns.values() if row in places]
-        return max(round(mean, 2) for mean in means) if means else math.nan
+        """Return the best mean, as precise as it is shown: equal ones are all best."""
+        means = [places[row].final.mean for places in self.columns.values() if row in places]
+        return self.metric.best(round(mean, self.metric.decimals) for mean in means) if means else math.nan
 
 
 def arrange(entries: Sequence[Compared]) -> Comparison:
-    """The entry with the most tiers gives the rows; the others' tiers stand beside those that they compete with."""
+    """Put entries into a table: the one with the most tiers gives the rows, the others stand beside their rivals."""
     reference = max(entries, key=lambda entry: len(entry.tiers))
     sizes = [reference.first.costs[tier].parameters for tier in reference.tiers]
     columns: dict[str, dict[int, Place]] = {}
     for entry in entries:
         places = _places(entry, sizes)
-        family = _family(entry)
-        if places.keys() & columns.get(family, {}).keys():
-            family = entry.label
-        columns.setdefault(family, {}).update(places)
-    return Comparison(reference.tiers, columns)
+        column = entry.first.config.method.column or entry.label
+        if places.keys() & columns.get(column, {}).keys():
+            column = entry.label
+        columns.setdefault(column, {}).update(places)
+    return Comparison(reference.tiers, columns, reference.metric)
 
 
 def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:
-    """By capability level where the entry has as many; otherwise by the nearest size, and in a free row."""
+    """Find rows by capability level where the entry has as many; otherwise by the nearest size, and a free one."""
     places: dict[int, Place] = {}
     for tier in entry.tiers:
         shares = len(sizes) if len(entry.tiers) == 1 else entry.levels.count(tier)
@@ -66,11 +67,3 @@ def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:
             row = min(free, key=lambda number: abs(math.log(sizes[number]) - size))
         places[row] = Place(entry, tier, shares)
     return places
-
-
-def _family(entry: Compared) -> str:
-    """Runs of one low-rank tier, or of one width, on all clients are the rows of one column."""
-    method = entry.first.config.method
-    if isinstance(method, FedHMConfig) and len(entry.tiers) == 1 and (method.form, method.warmup) == ("spatial", 0):
-        return "lowrank"
-    return "slimmed" if isinstance(method, SlimmedConfig) else entry.label

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedhm.assemble import assemble, build_model, read_federation
 from fedhm.compare.entries import Entry
 from fedhm.config.reading import parse
-from fedhm.config.settings import Config, EngineConfig
+from fedhm.config.settings import Config, EngineConfig, ResolvedConfig
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment
 from fedhm.machine.cores import usable_cores
 from fedhm.machine.files import write_atomically
-from fedhm.run import build_model, read_federation
 from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 
 OF_NO_CONCERN = ("engine.", "data.folder")  # how and where a run went does not make it another
@@ -21,7 +20,7 @@ OF_NO_CONCERN = ("engine.", "data.folder")  # how and where a run went does not 
 @dataclass(frozen=True)
 class Cell:
     entry: Entry
-    config: Config
+    config: ResolvedConfig
     folder: Path
 
     @property
@@ -37,7 +36,7 @@ class Cell:
         return is_complete(self.folder, self.config)
 
     def open(self) -> None:
-        """Makes the folder, so that it can be gone on with like any interrupted run."""
+        """Make the folder, so that it can be resumed like any interrupted run."""
         if not (self.folder / "config.toml").exists():
             with RunFolder.create(self.folder, self.config):
                 return
@@ -47,7 +46,7 @@ class Cell:
 
 
 def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs: int) -> list[Cell]:
-    """All runs, seed by seed, so that an interrupted comparison has some seeds of every entry."""
+    """Return all runs, seed by seed, so that an interrupted comparison has some seeds of every entry."""
     table = config.model_dump(mode="json", exclude={"compare"})
     table["engine"] |= _share(config.engine, min(jobs, seeds * len(entries)))
     return [
@@ -58,13 +57,13 @@ def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs:
 
 
 def _share(engine: EngineConfig, runs: int) -> dict[str, int]:
-    """What one of several runs side by side may use of this machine."""
+    """Return what one of several runs side by side may use of this machine."""
     cores, threads = max(1, usable_cores() // runs), engine.threads or 1
     workers = max(1, cores // threads) if engine.workers == "auto" else engine.workers
     return {"threads": threads, "workers": workers, "server_threads": engine.server_threads or cores}
 
 
-def _config(table: dict[str, Any], entry: Entry, seed: int) -> Config:
+def _config(table: dict[str, Any], entry: Entry, seed: int) -> ResolvedConfig:
     return parse({**table, "method": entry.method, "seed": seed}, f"--methods {entry.label}").resolved()
 
 
@@ -73,7 +72,7 @@ def _folder_name(entry: Entry, seed: int) -> str:
 
 
 def check(planned: Sequence[Cell]) -> None:
-    """Finds what is wrong with folders, data and methods before anything runs."""
+    """Find what is wrong with folders, data and methods before anything runs."""
     for cell in planned:
         _check_folder(cell)
     missing = [cell for cell in planned if not cell.complete]
@@ -87,7 +86,7 @@ def check(planned: Sequence[Cell]) -> None:
             checked.add(cell.entry.label)
             try:
                 model = build_model(cell.config, federation.input_shape, federation.classes)
-                Experiment(model, federation, cell.config)
+                assemble(model, federation, cell.config)
             except FedhmError as error:
                 raise FedhmError(f"--methods {cell.entry.label}: {error}") from error
 

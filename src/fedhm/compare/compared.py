@@ -9,13 +9,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
+from fedhm.report.comparable import difference
 from fedhm.runs.history import Run, read_runs
 from fedhm.server.record import Record, Traffic
 
 
 class Spread(NamedTuple):
-    """Over the seeds."""
+    """A mean and a deviation over the seeds."""
 
     mean: float
     deviation: float | None  # of the sample; None for one seed
@@ -32,12 +34,17 @@ class Compared:
 
     @property
     def first(self) -> Run:
-        """What does not depend on the seed can be read off any run."""
+        """Return any run, to read off what does not depend on the seed."""
         return self.runs[0]
 
     @property
+    def metric(self) -> Metric:
+        """Return the metric that runs are compared by."""
+        return self.first.config.objective.headline
+
+    @property
     def tiers(self) -> list[str]:
-        """Largest first."""
+        """Return the tiers, largest first."""
         return self.first.tiers
 
     @property
@@ -46,30 +53,34 @@ class Compared:
 
     @cached_property
     def levels(self) -> list[str]:
-        """The tier of each capability level, strongest first: one with two shares of the clients comes twice."""
-        sizes = sorted(getattr(self.first.config.method, "tiers", ()), reverse=True)
+        """Return the tier of each capability level, strongest first: one with two shares of the clients comes twice."""
+        sizes = sorted(self.first.config.method.shares, reverse=True)
         distinct = list(dict.fromkeys(sizes))
         if len(distinct) != len(self.tiers):
             return self.tiers
         return [self.tiers[distinct.index(size)] for size in sizes]
 
-    def accuracy(self, tier: str) -> Spread:
-        """After the last round, in percent."""
-        return spread([100 * run.evaluated[-1].scores[tier].accuracy for run in self.runs])
+    def values(self, run: Run, tier: str) -> dict[int, float]:
+        """Return the metric of a run's tier by evaluated round, as it was recorded."""
+        return {record.round: record.metrics[tier][self.metric.name] for record in run.evaluated}
+
+    def final(self, tier: str) -> Spread:
+        """Return the metric after the last round, as comparisons show it: in percent where it is a share."""
+        return spread([self.metric.scaled(list(self.values(run, tier).values())[-1]) for run in self.runs])
 
     def curve(self, tier: str) -> list[tuple[int, Spread]]:
-        """Round → accuracy in percent, at the rounds in which every run was evaluated."""
-        scores = [{r.round: 100 * r.scores[tier].accuracy for r in run.evaluated} for run in self.runs]
-        shared = sorted(set.intersection(*(set(of_run) for of_run in scores)))
-        return [(number, spread([of_run[number] for of_run in scores])) for number in shared]
+        """Return the metric by round, scaled as `final`, at the rounds in which every run was evaluated."""
+        values = [self.values(run, tier) for run in self.runs]
+        shared = sorted(set.intersection(*(set(of_run) for of_run in values)))
+        return [(number, spread([self.metric.scaled(of_run[number]) for of_run in values])) for number in shared]
 
     def client_bytes(self, tier: str) -> float | None:
-        """That training cost one participant of the tier in a round, both ways; None if it never had one."""
+        """Return what training cost one participant of the tier in a round, both ways; None if it never had one."""
         known = [b for run in self.runs if (b := run.bytes_per_client(tier)) is not None]
         return statistics.fmean(known) if known else None
 
     def bytes(self, tier: str | None = None) -> float:
-        """Of the whole training, by the tier's participants or by all of them; mean over the seeds."""
+        """Return the bytes of the whole training, by the tier's participants or by all; mean over the seeds."""
         return statistics.fmean(_total(run.records, sent, tier) for run in self.runs)
 
     def macs(self, tier: str | None = None) -> float:
@@ -85,7 +96,7 @@ def computed(traffic: Traffic) -> int:
 
 
 def so_far(run: Run, what: Callable[[Traffic], int]) -> list[int]:
-    """What all clients together have sent, or computed, for training up to the end of each round."""
+    """Return what all clients together have sent, or computed, for training up to the end of each round."""
     return list(accumulate(_total([record], what) for record in run.records))
 
 
@@ -93,8 +104,25 @@ def _total(records: Sequence[Record], what: Callable[[Traffic], int], tier: str 
     return sum(what(traffic) for record in records for t, traffic in record.traffic.items() if tier in (None, t))
 
 
+def difference_of_entries(entries: Sequence[Compared]) -> str | None:
+    """Return what keeps entries from being compared; their seeds must agree, too, and their runs must be finished."""
+    runs = [run for entry in entries for run in entry.runs]
+    for run in runs:
+        if len(run.records) < run.config.train.rounds:
+            return f"{run.name} has done {len(run.records)} of its {run.config.train.rounds} rounds"
+    if found := difference(runs):
+        return found
+    for entry in entries:
+        if len(set(entry.seeds)) < len(entry.seeds):
+            return f"{entry.label} has two runs with the same settings and seed"
+        if entry.seeds != entries[0].seeds:
+            a, b = (", ".join(map(str, e.seeds)) for e in (entries[0], entry))
+            return f"{entries[0].label} was run with the seeds {a}, {entry.label} with {b}"
+    return None
+
+
 def existing(paths: Sequence[Path]) -> list[Compared]:
-    """Runs with the same settings but the seed are one entry, called as their folders are."""
+    """Read runs: those with the same settings but the seed are one entry, called as their folders are."""
     folders = [folder for path in paths for folder in _run_folders(path)]
     if not folders:
         raise FedhmError("there are no runs to compare: name their folders, or one that holds them")
@@ -109,7 +137,7 @@ def existing(paths: Sequence[Path]) -> list[Compared]:
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
-    """`path` itself, or the runs in it. Files are what a glob brought along: tables and figures beside the runs."""
+    """Yield `path` itself, or the runs in it. A glob brings files along: tables and figures beside the runs."""
     if (path / "config.toml").exists():
         yield path
     elif path.is_dir():

@@ -1,4 +1,4 @@
-"""Runs what a comparison lacks: each cell in a process of its own, some side by side."""
+"""Running what a comparison lacks: each cell in a process of its own, some side by side, and showing how it goes."""
 
 import signal
 import subprocess
@@ -11,9 +11,9 @@ from types import FrameType
 from typing import IO
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedhm.compare.cells import Cell
-from fedhm.compare.watch import progress
 from fedhm.errors import FedhmError
 
 POLL = 0.2  # seconds between two looks at the runs
@@ -42,7 +42,7 @@ class _Child:
 
     @property
     def failure(self) -> str | None:
-        """Why it failed, once it has ended."""
+        """Return why it failed, once it has ended."""
         code = self._process.returncode
         if code == 0:
             return None
@@ -63,7 +63,7 @@ class _Child:
 
 
 def _reason(said: str, code: int) -> str:
-    """A run's own sentence, or the last line of a traceback."""
+    """Return a run's own sentence, or the last line of a traceback."""
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
     if "fedhm: " in said:
@@ -72,11 +72,11 @@ def _reason(said: str, code: int) -> str:
 
 
 def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[str]:
-    """Brings all cells to their end; sentences on those that failed. Whatever happens, no process is left behind."""
+    """Bring all cells to their end; return sentences on those that failed. No process is left behind in any case."""
     waiting = [cell for cell in cells if not cell.complete]
     children: list[_Child] = []
     failures: list[str] = []
-    with _requests_to_stop() as stops, progress(console, cells) as shown:
+    with _requests_to_stop() as stops, _progress(console, cells) as shown:
         try:
             while (waiting or children) and not stops:
                 while waiting and len(children) < jobs:
@@ -106,7 +106,7 @@ def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[str]:
 
 @contextmanager
 def _requests_to_stop() -> Iterator[list[int]]:
-    """Ctrl-C, SIGTERM and the end of the terminal are noted and not raised: a run that was just started is not lost."""
+    """Note Ctrl-C, SIGTERM and the end of the terminal, and do not raise: a run that was just started is not lost."""
     stops: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
@@ -119,3 +119,74 @@ def _requests_to_stop() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class _LiveBar:
+    """Rounds of all runs, with what runs now beside it."""
+
+    def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
+        self._console = console
+        self._done = {cell.name: cell.rounds_done for cell in cells}
+        self._progress = Progress(
+            TextColumn("[bold]rounds"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=14),
+            TimeRemainingColumn(),
+            TextColumn("left  {task.fields[doing]}"),
+            console=console,
+            speed_estimate_period=600,  # a round may take minutes
+        )
+        total = sum(cell.config.train.rounds for cell in cells)
+        self._bar = self._progress.add_task("", total=total, completed=sum(self._done.values()), doing="")
+
+    def __enter__(self) -> "_LiveBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.update(self._bar, doing="")
+        self._progress.stop()
+
+    def update(self, running: Sequence[Cell]) -> None:
+        self._done |= {cell.name: cell.rounds_done for cell in running}
+        doing = ", ".join(f"{cell.name} {self._done[cell.name]}" for cell in running)
+        self._progress.update(self._bar, completed=sum(self._done.values()), doing=doing)
+
+    def ended(self, cell: Cell, failure: str | None) -> None:
+        self.update([cell])
+        if failure:
+            self._console.print(failure, style="red", highlight=False)
+
+
+class _Lines:
+    """A line for each run that begins or ends, for logs."""
+
+    def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
+        self._console, self._of = console, len(cells)
+        self._done = sum(cell.complete for cell in cells)
+        self._begun: dict[str, float] = {}
+
+    def __enter__(self) -> "_Lines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def update(self, running: Sequence[Cell]) -> None:
+        for cell in running:
+            if cell.name not in self._begun:
+                self._begun[cell.name] = time.monotonic()
+                where = f" after round {cell.rounds_done}" if cell.rounds_done else ""
+                self._say(f"{cell.name} runs{where}")
+
+    def ended(self, cell: Cell, failure: str | None) -> None:
+        self._done += failure is None
+        seconds = time.monotonic() - self._begun[cell.name]
+        self._say(failure or f"{cell.name} done in {seconds:.0f} s, {self._done} of {self._of} runs")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def _progress(console: Console, cells: Sequence[Cell]) -> _LiveBar | _Lines:
+    return _LiveBar(console, cells) if console.is_terminal else _Lines(console, cells)

@@ -1,4 +1,4 @@
-"""The paper's figures of a comparison: convergence, accuracy by communication, and costs to reach a target."""
+"""The paper's figures of a comparison: convergence, the metric by communication, and costs to reach a target."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ MANY = 8  # more methods than that have their legend outside
 
 
 def save_convergence(comparison: Comparison, path: Path) -> Path:
-    """Accuracy of each method's smallest tier by round."""
+    """Draw the metric of each method's smallest tier by round."""
     figure = Figure(figsize=(7.5, 4.6), dpi=150, layout="constrained")
     axes = figure.subplots()
     for number, (name, places) in enumerate(comparison.columns.items()):
@@ -33,14 +33,14 @@ def save_convergence(comparison: Comparison, path: Path) -> Path:
         _draw(axes, number, name, place, rounds)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes, "round", "each method's smallest model")
-    axes.set_ylabel("test accuracy (%)")
+    axes.set_ylabel(comparison.metric.axis)
     _legend(figure, [axes])
     figure.savefig(path)
     return path
 
 
 def save_communication(comparison: Comparison, path: Path) -> Path:
-    """Accuracy of each method's largest and smallest tier by what all clients together have sent."""
+    """Draw the metric of each method's largest and smallest tier by what all clients together have sent."""
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, choose, title in zip(panels, (min, max), ("largest", "smallest"), strict=True):
@@ -53,14 +53,14 @@ def save_communication(comparison: Comparison, path: Path) -> Path:
         axes.xaxis.set_minor_formatter(NullFormatter())
         _finish(axes, "sent by server and clients for training so far, all together", f"{title} model of each method")
     _legend(figure, panels)
-    figure.axes[0].set_ylabel("test accuracy (%)")
+    figure.axes[0].set_ylabel(comparison.metric.axis)
     figure.savefig(path)
     return path
 
 
 def save_costs_to_target(comparison: Comparison, target: float, reached: Sequence[Reached], path: Path) -> Path:
     figure = Figure(figsize=(11, 1.4 + 0.3 * len(reached)), dpi=150, layout="constrained")
-    figure.suptitle(f"Cost to first reach {100 * target:g} % accuracy, relative to the full model on every client")
+    figure.suptitle(f"Cost to first reach {comparison.metric.goal(target)}, relative to the full model on every client")
     left, right = figure.subplots(1, 2, sharey=True)
     columns = list(comparison.columns)
     colours = [COLOURS[columns.index(comparison.column(r.entry)) % len(COLOURS)] for r in reached]
@@ -74,7 +74,7 @@ def save_costs_to_target(comparison: Comparison, target: float, reached: Sequenc
 
 
 def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[float]) -> None:
-    """A mean line with a band of ± one deviation."""
+    """Draw a mean line with a band of ± one deviation."""
     spreads = [spread for _, spread in place.entry.curve(place.tier)]
     means = np.array([spread.mean for spread in spreads])
     around = np.array([spread.deviation or 0.0 for spread in spreads])
@@ -87,7 +87,7 @@ def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[
 
 
 def _communication(place: Place) -> list[float]:
-    """Bytes at each evaluated round, mean over the seeds."""
+    """Return the bytes at each evaluated round, mean over the seeds."""
     sums = [so_far(run, sent) for run in place.entry.runs]
     return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in place.entry.curve(place.tier)]
 
@@ -109,7 +109,7 @@ def _bars(axes: Axes, ratios: Sequence[float | None], labels: Sequence[str], col
 
 
 def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """In each panel, or one for all beside them, named by the first, where it would cover the lines."""
+    """Put a legend in each panel, or one for all beside them, named by the first, where it would cover the lines."""
     handles, labels = panels[0].get_legend_handles_labels()
     if len(labels) > MANY:
         names = labels if len(panels) == 1 else [label.rpartition(", ")[0] for label in labels]
@@ -129,7 +129,7 @@ TIER_COLOURS = matplotlib.color_sequences["tab10"]
 
 
 def save_layers(tiers: Mapping[str, Mapping[str, LayerCost]], path: Path) -> Path:
-    """`tiers` holds the costs by layer of each tier, all with the same layers."""
+    """Draw the costs by layer of each tier, all with the same layers."""
     first = next(iter(tiers.values()))
     layers = [name for name in first if any(costs[name].macs for costs in tiers.values())]  # norms would be invisible
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")

@@ -6,15 +6,13 @@ from functools import cached_property
 from pathlib import Path
 
 from fedhm.compare.arrange import Comparison, arrange
-from fedhm.compare.compared import Compared
+from fedhm.compare.compared import Compared, difference_of_entries
 from fedhm.compare.figures import save_communication, save_convergence, save_costs_to_target, save_layers
-from fedhm.compare.tables import accuracies, as_csv, spent, to_target
+from fedhm.compare.tables import as_csv, outcomes, spent, to_target
 from fedhm.compare.targets import Reached, common_target, costs_to_reach, full_model
-from fedhm.config.method import FedHMConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.measure.cost import LayerCost
-from fedhm.report.comparable import difference_of_entries
 from fedhm.report.energy import save_collapse_plot
 from fedhm.report.sheets import Sheet, markdown_table
 
@@ -23,7 +21,7 @@ NOT_SHOWN = ("engine.", "data.folder", "seed")
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """Of entries that are comparable: others are refused."""
+    """The report on entries that are comparable: others are refused."""
 
     entries: Sequence[Compared]
     command: str
@@ -40,24 +38,24 @@ class ComparisonReport:
 
     @cached_property
     def target(self) -> float:
-        return self.given_target or common_target(self.entries)
+        return common_target(self.entries) if self.given_target is None else self.given_target
 
     @cached_property
     def reached(self) -> list[Reached]:
-        """Nothing where the full model is not among the entries."""
+        """Return nothing where the full model is not among the entries."""
         full = full_model(self.entries)
         return costs_to_reach(self.target, self.entries, full) if full else []
 
     @property
     def sheets(self) -> list[Sheet]:
-        tables = [accuracies(self.comparison, len(self.entries[0].runs)), spent(self.entries)]
-        return [*tables, to_target(self.target, self.reached)] if self.reached else tables
+        tables = [outcomes(self.comparison, len(self.entries[0].runs)), spent(self.entries)]
+        return [*tables, to_target(self.comparison.metric, self.target, self.reached)] if self.reached else tables
 
     def save(self, folder: Path) -> list[Path]:
         write_atomically(folder / "comparison.csv", as_csv(self.entries))
         figures = [
             save_convergence(self.comparison, folder / "convergence-smallest.png"),
-            save_communication(self.comparison, folder / "accuracy-by-communication.png"),
+            save_communication(self.comparison, folder / f"{self.comparison.metric.stem}-by-communication.png"),
         ]
         costs, layers = folder / "cost-to-target.png", folder / "parameters-and-macs-by-layer.png"
         energy = folder / "energy-beyond-rank.png"
@@ -68,7 +66,7 @@ class ComparisonReport:
         if self.layers:
             figures.append(save_layers(self.layers, layers))
         first = [entry.first for entry in self.entries if len(entry.tiers) > 1]
-        if save_collapse_plot([run for run in first if isinstance(run.config.method, FedHMConfig)], energy):
+        if save_collapse_plot([run for run in first if run.config.method.rank_ratios], energy):
             figures.append(energy)
         pictures = "\n".join(f"![{path.stem}]({path.name})" for path in figures)
         tables = "\n".join(markdown_table(sheet) for sheet in self.sheets)
@@ -76,7 +74,7 @@ class ComparisonReport:
         return [folder / "comparison.md", folder / "comparison.csv", *figures]
 
     def _settings(self) -> str:
-        """What was done, on top of what came of it."""
+        """Return what was done, on top of what came of it."""
         config = self.entries[0].first.config
         train, federation = config.train, config.federation
         tiers = next((e.first.config.federation.heterogeneity for e in self.entries if len(e.tiers) > 1), None)
@@ -96,7 +94,7 @@ class ComparisonReport:
 
 
 def _own_settings(entries: Sequence[Compared]) -> list[str]:
-    """Each entry's method, and whatever else it does not share with all others."""
+    """Return each entry's method, and whatever else it does not share with all others."""
     all_settings = [{"method.name": "", **entry.first.config.dotted()} for entry in entries]  # the name comes first
     shared = set.intersection(*({(key, str(value)) for key, value in own.items()} for own in all_settings))
     return [

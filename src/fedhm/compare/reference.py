@@ -2,19 +2,16 @@
 
 from bisect import bisect_right
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import nn
 
-from fedhm.config.method import FedHMConfig
+from fedhm.assemble import Design, named_design
+from fedhm.config.method import Settings
+from fedhm.config.plugins import make
 from fedhm.config.settings import CompareConfig, Config
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost, by_layer
-from fedhm.methods import make_method
-from fedhm.methods.method import Setup
-from fedhm.networks.probe import probe
-from fedhm.run import build_model, input_format
 from fedhm.widths.narrow import narrowed
 from fedhm.widths.width_plan import plan_widths
 
@@ -23,31 +20,44 @@ WIDTHS = [hundredths / 100 for hundredths in range(1, 101)]
 
 
 class Reference:
+    """The `Sizes` that methods match theirs to."""
+
     def __init__(self, config: Config) -> None:
         self._config = config
         self._given = config.compare or CompareConfig()
-        self.fedhm = config.method if isinstance(config.method, FedHMConfig) else FedHMConfig()
         self.rounds = config.train.rounds
+
+    @cached_property
+    def fedhm(self) -> Settings:
+        """Return FedHM's settings: the config's, or the defaults at the tiers that the config's method has."""
+        default = make("methods", "fedhm")
+        tiers = list(self._config.method.rank_ratios or default.rank_ratios)
+        return self.given_settings(default.name) or {**default.model_dump(mode="json"), "tiers": tiers}
+
+    @property
+    def keep(self) -> int:
+        kept: int = self.fedhm["keep"]
+        return kept
 
     @property
     def ratios(self) -> list[float]:
-        """Of FedHM's tiers, largest first; one with two shares of the clients comes twice."""
-        return sorted(self.fedhm.tiers, reverse=True)
+        """Return FedHM's tiers, largest first; one with two shares of the clients comes twice."""
+        return sorted(self.fedhm["tiers"], reverse=True)
 
-    def given_settings(self, method: str) -> dict[str, Any] | None:
-        """A config's own [method] section goes for the method that it names."""
+    def given_settings(self, method: str) -> Settings | None:
+        """Return a config's own [method] section, for the method that it names."""
         own = self._config.method
-        return own.model_dump(mode="json") if own.name == method and not isinstance(own, FedHMConfig) else None
+        return own.model_dump(mode="json") if own.name == method else None
 
     @cached_property
     def widths(self) -> list[float]:
-        """Of the methods that slim the model: given, or with as many parameters as FedHM's tiers have."""
+        """Return the widths of methods that slim the model: given, or with as many parameters as FedHM's tiers."""
         given = self._one_for_each_tier("widths", sorted(self._given.widths, reverse=True))
         return given or [self._nearest_width(size) for size in self._sizes]
 
     @cached_property
     def bases(self) -> list[int]:
-        """How many of the narrowest networks Split-Mix gives to each tier."""
+        """Return how many of the narrowest networks Split-Mix gives to each tier."""
         if given := self._one_for_each_tier("bases", sorted(self._given.bases, reverse=True)):
             return given
         base = self._narrow_size(min(self.widths))
@@ -59,34 +69,29 @@ class Reference:
         return given
 
     def layers(self) -> dict[str, dict[str, LayerCost]]:
-        """Tier → layer → cost, of the full model and FedHM's tiers."""
-        model, setup = self._setup
-        assert setup.sample is not None
-        method = make_method(model, self.fedhm, setup)
-        networks = {"full": model} | {tier: method.network(tier) for tier in method.tiers}
-        return {tier: by_layer(network, tuple(setup.sample.shape[1:])) for tier, network in networks.items()}
+        """Return tier → layer → cost, of the full model and FedHM's tiers."""
+        method, shape = self._design.method, tuple(self._design.sample.shape[1:])
+        networks = {"full": self._design.model} | {tier: method.network(tier) for tier in method.tiers}
+        return {tier: by_layer(network, shape) for tier, network in networks.items()}
 
     @cached_property
-    def _setup(self) -> tuple[nn.Module, Setup]:
-        shape, classes = input_format(self._config)
-        model, sample = build_model(self._config, shape, classes), torch.zeros(1, *shape)
-        return model, Setup(probe(model, sample, classes), sample)
+    def _design(self) -> Design:
+        method = make("methods", "fedhm").model_validate(self.fedhm)
+        return named_design(self._config.model_copy(update={"method": method}))
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Parameters of FedHM's levels."""
-        model, setup = self._setup
-        method = make_method(model, self.fedhm, setup)
+        """Return the parameters of FedHM's levels."""
+        method = self._design.method
         sizes = {tier: _parameters(method.network(tier)) for tier in method.tiers}
         return [sizes[tier] for tier in method.levels]
 
     def _narrow_size(self, width: float) -> int:
-        model, setup = self._setup
-        assert setup.sample is not None
-        return _parameters(narrowed(model, plan_widths(model, width, setup.sample, setup.classifier)))
+        model, sample, classifier = self._design.model, self._design.sample, self._design.classifier
+        return _parameters(narrowed(model, plan_widths(model, width, sample, classifier)))
 
     def _nearest_width(self, size: int) -> float:
-        """In steps of a hundredth."""
+        """Return the width in steps of a hundredth."""
         above = bisect_right(WIDTHS, size, key=self._narrow_size)  # of equal ones, the widest
         return min(WIDTHS[max(0, above - 1) : above + 1], key=lambda width: abs(self._narrow_size(width) - size))
 

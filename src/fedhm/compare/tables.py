@@ -1,4 +1,4 @@
-"""A comparison as tables: accuracy by capability level, what each tier spent, and what a target accuracy cost."""
+"""A comparison as tables: the metric by capability level, what each tier spent, and what a target cost."""
 
 import csv
 import io
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from fedhm.compare.arrange import Comparison, Place
 from fedhm.compare.compared import Compared, Spread, computed, sent, so_far
 from fedhm.compare.targets import Reached
-from fedhm.report.sheets import Sheet
-from fedhm.report.tables import readable_bytes, readable_macs
+from fedhm.config.objective import Metric
+from fedhm.report.sheets import Sheet, readable_bytes, readable_macs
 
 CSV = (
     *("entry", "seed", "round", "tier", "parameters", "macs"),
-    *("federation_bytes_so_far", "federation_macs_so_far", "accuracy", "loss"),
+    *("federation_bytes_so_far", "federation_macs_so_far"),
 )
 
 
-def accuracies(comparison: Comparison, seeds: int) -> Sheet:
-    """The paper's table."""
+def outcomes(comparison: Comparison, seeds: int) -> Sheet:
+    """Return the paper's table."""
     rows = [
         [level, *(_cell(comparison, places.get(number), number) for places in comparison.columns.values())]
         for number, level in enumerate(comparison.rows)
     ]
     over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
     note = (
-        f"Parameters, and test accuracy in percent after the last round{over}; the best of a row in bold. "
+        f"Parameters, and test {comparison.metric.quoted} after the last round{over}; the best of a row in bold. "
         "×n: n of the capability levels train this model."
     )
     return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
@@ -39,7 +39,7 @@ def spent(entries: Sequence[Compared]) -> Sheet:
         "bytes per round",
         "bytes in all",
         "MACs in all",
-        "accuracy",
+        entries[0].metric.name,
     ]
     seeds = len(entries[0].runs)
     note = (
@@ -55,36 +55,37 @@ def _spent(entry: Compared) -> list[list[str]]:
         cost = entry.first.costs[tier]
         sizes = (f"{cost.parameters:,}", readable_macs(cost.macs), readable_bytes(entry.client_bytes(tier)))
         totals = (readable_bytes(entry.bytes(tier)), readable_work(entry.macs(tier)))
-        rows.append([entry.label, tier, *sizes, *totals, _percent(entry.accuracy(tier))])
+        rows.append([entry.label, tier, *sizes, *totals, _shown(entry.final(tier), entry.metric)])
     if len(entry.tiers) > 1:
         rows.append([entry.label, "all", "", "", "", readable_bytes(entry.bytes()), readable_work(entry.macs()), ""])
     return rows
 
 
-def to_target(target: float, reached: Sequence[Reached]) -> Sheet:
+def to_target(metric: Metric, target: float, reached: Sequence[Reached]) -> Sheet:
     rows = [[r.entry.label, r.tier, _ratio(r.communication), _ratio(r.computation)] for r in reached]
     note = (
         "Communication and computation of all clients until the tier first reaches the target, relative to the full "
         "model on every client."
     )
-    title = f"Cost of {100 * target:g} % accuracy"
+    title = f"Cost of {metric.goal(target)}"
     return Sheet(["entry", "tier", "communication", "computation"], [rows], left=2, title=title, note=note)
 
 
 def as_csv(entries: Sequence[Compared]) -> str:
-    """Plain numbers, a line for each entry, seed, evaluated round and tier."""
+    """Return plain numbers, a line for each entry, seed, evaluated round and tier."""
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(CSV)
+    metrics = [metric.name for metric in entries[0].first.config.objective.metrics]
+    writer.writerow([*CSV, *metrics])
     for entry in entries:
         for run in entry.runs:
             bytes_so_far, macs_so_far = so_far(run, sent), so_far(run, computed)
             for record in run.evaluated:
                 spent = (bytes_so_far[record.round - 1], macs_so_far[record.round - 1])
-                for tier, score in record.scores.items():
+                for tier, of_tier in record.metrics.items():
                     cost = run.costs[tier]
                     where = (entry.label, run.config.seed, record.round, tier)
-                    writer.writerow([*where, cost.parameters, cost.macs, *spent, *score])
+                    writer.writerow([*where, cost.parameters, cost.macs, *spent, *(of_tier[name] for name in metrics)])
     return out.getvalue()
 
 
@@ -93,7 +94,7 @@ def readable_count(parameters: int) -> str:
 
 
 def readable_work(macs: float) -> str:
-    """Of a whole training."""
+    """Return the work of a whole training."""
     for unit in ("M", "G", "T"):
         macs /= 1000 if unit != "M" else 1e6
         if macs < 1000:
@@ -105,13 +106,14 @@ def _cell(comparison: Comparison, place: Place | None, row: int) -> str:
     if place is None:
         return ""
     size = readable_count(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
-    accuracy = _percent(place.accuracy)
-    best = round(place.accuracy.mean, 2) == comparison.best(row)
-    return f"{size}: {f'**{accuracy}**' if best else accuracy}"
+    shown = _shown(place.final, comparison.metric)
+    best = round(place.final.mean, comparison.metric.decimals) == comparison.best(row)
+    return f"{size}: {f'**{shown}**' if best else shown}"
 
 
-def _percent(accuracy: Spread) -> str:
-    return f"{accuracy.mean:.2f}" + ("" if accuracy.deviation is None else f" ± {accuracy.deviation:.2f}")
+def _shown(final: Spread, metric: Metric) -> str:
+    numbers = [final.mean] if final.deviation is None else [final.mean, final.deviation]
+    return " ± ".join(f"{number:.{metric.decimals}f}" for number in numbers)
 
 
 def _ratio(ratio: float | None) -> str:

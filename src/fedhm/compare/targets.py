@@ -1,4 +1,4 @@
-"""What it took until a tier first reached a target accuracy, as the paper counts it, relative to the full model."""
+"""What it took until a tier first reached a target, as the paper counts it, relative to the full model."""
 
 import math
 import statistics
@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fedhm.compare.compared import Compared, computed, sent, so_far
-from fedhm.config.method import FedAvgConfig
-from fedhm.runs.history import Run
+from fedhm.config.objective import Metric
 from fedhm.server.record import Traffic
 
 
@@ -22,22 +21,28 @@ class Reached:
 
 
 def full_model(entries: Sequence[Compared]) -> Compared | None:
-    """The entry that the others are measured by."""
-    for entry in entries:
-        method = entry.first.config.method
-        if isinstance(method, FedAvgConfig) and method.tier == 1:
-            return entry
-    return None
+    """Return the entry that the others are measured by."""
+    return next((entry for entry in entries if entry.first.config.method.is_full_model), None)
 
 
 def common_target(entries: Sequence[Compared]) -> float:
-    """The largest whole percent that the smallest tier of every entry reaches with every seed."""
-    best = min(_best(run, entry.tiers[-1]) for entry in entries for run in entry.runs)
-    return math.floor(100 * best + 1e-9) / 100
+    """Return the best round number that the smallest tier of every entry reaches with every seed."""
+    metric = entries[0].metric
+    best = [metric.best(entry.values(run, entry.tiers[-1]).values()) for entry in entries for run in entry.runs]
+    return _easier(metric, metric.worst(best))
+
+
+def _easier(metric: Metric, value: float) -> float:
+    """Round to a whole percent, or to two digits where it is no share, never to what is harder to reach."""
+    digits = 2 if metric.percent or not value else 1 - math.floor(math.log10(abs(value)))
+    scale = 10.0**digits
+    down = math.floor(value * scale + 1e-9)
+    rounded = (down if metric.more_is_better else -math.floor(-value * scale + 1e-9)) / scale
+    return rounded if metric.reaches(value, rounded) else value  # which differ in their last bit
 
 
 def costs_to_reach(target: float, entries: Sequence[Compared], reference: Compared) -> list[Reached]:
-    """Of every entry's largest and smallest tier, or only one."""
+    """Return what it took every entry's largest and smallest tier, or only one."""
     full = reference.tiers[0]
     of_reference = [_cost(reference, full, target, what) for what in (sent, computed)]
     reached: list[Reached] = []
@@ -50,16 +55,12 @@ def costs_to_reach(target: float, entries: Sequence[Compared], reference: Compar
 
 
 def _cost(entry: Compared, tier: str, target: float, what: Callable[[Traffic], int]) -> float | None:
-    """Of the whole federation, mean over the seeds."""
+    """Return the cost of the whole federation, mean over the seeds."""
     spent: list[int] = []
     for run in entry.runs:
-        rounds = (record.round for record in run.evaluated if record.scores[tier].accuracy >= target)
+        rounds = (number for number, value in entry.values(run, tier).items() if entry.metric.reaches(value, target))
         first = next(rounds, None)
         if first is None:
             return None
         spent.append(so_far(run, what)[first - 1])
     return statistics.fmean(spent)
-
-
-def _best(run: Run, tier: str) -> float:
-    return max(record.scores[tier].accuracy for record in run.evaluated)

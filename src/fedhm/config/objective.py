@@ -1,7 +1,8 @@
 """An objective says what is learned: the loss, the metrics, and which of them is the headline."""
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -39,20 +40,41 @@ class Metric:
         """Return how a sentence calls its unit: `accuracy in percent`."""
         return f"{self.name}{' in percent' if self.percent else ''}"
 
+    @property
+    def stem(self) -> str:
+        """Return how files are named by it: `accuracy`, of `accuracy-by-round.png`."""
+        return re.sub(r"[^\w.-]+", "-", self.name)
+
+    @property
+    def decimals(self) -> int:
+        """Return how many decimals of the scaled value tables have."""
+        return 2 if self.percent else 4
+
     def scaled(self, value: float) -> float:
         """Return the value as plots and comparisons have it."""
         return 100 * value if self.percent else value
 
     def shown(self, value: float) -> str:
         """Return the value as tables have it."""
-        return f"{100 * value:.2f} %" if self.percent else f"{value:.4f}"
+        return f"{self.scaled(value):.{self.decimals}f}{' %' if self.percent else ''}"
 
-    def brief(self, value: float) -> str:
-        """Return a short form, for lines in which many stand side by side."""
-        return f"{100 * value:.1f}%" if self.percent else f"{value:.3f}"
+    def brief(self, *values: float) -> str:
+        """Return a short form, for lines in which many stand side by side: `97.1/96.4%`."""
+        numbers = (f"{self.scaled(value):.{1 if self.percent else 3}f}" for value in values)
+        return "/".join(numbers) + ("%" if self.percent else "")
+
+    def goal(self, target: float) -> str:
+        """Return how a sentence calls a value that is to be reached: `70 % accuracy`, `r2 = 0.7`."""
+        return f"{100 * target:g} % {self.name}" if self.percent else f"{self.name} = {target:g}"
 
     def reaches(self, value: float, target: float) -> bool:
         return value >= target if self.more_is_better else value <= target
+
+    def best(self, values: Iterable[float]) -> float:
+        return max(values) if self.more_is_better else min(values)
+
+    def worst(self, values: Iterable[float]) -> float:
+        return min(values) if self.more_is_better else max(values)
 
 
 class Objective(Section, ABC):

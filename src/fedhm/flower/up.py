@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from fedhm.config.arguments import whole_number
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.fleet_folder import FleetFolder
 from fedhm.flower.processes.process import check_installed
@@ -25,21 +26,34 @@ keys are made in the folder and used again the next time, as is the SuperLink's 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clients", default="4", metavar="N", help="how many SuperNodes (default: 4)")
+    parser.add_argument(
+        "--clients",
+        type=whole_number("--clients", 1000),
+        default=4,
+        metavar="N",
+        help="how many SuperNodes (default: 4)",
+    )
     parser.add_argument(
         "--folder", type=Path, default=Path("federation"), metavar="DIR", help="keys, logs, … (default: ./federation)"
     )
     parser.add_argument("--tiers", nargs="+", metavar="TIER", help="of the clients in turn, such as: full 1/2 1/4")
-    parser.add_argument("--memory", nargs="+", metavar="MIB", help="of the clients in turn, to find their tiers")
-    parser.add_argument("--port", metavar="P", help="of the SuperLink (default: one that is free)")
+    parser.add_argument(
+        "--memory",
+        type=whole_number("--memory", 2**31),
+        nargs="+",
+        metavar="MIB",
+        help="of the clients in turn, to find their tiers",
+    )
+    parser.add_argument(
+        "--port", type=whole_number("--port", 65535), metavar="P", help="of the SuperLink (default: one that is free)"
+    )
     parser.add_argument(
         "--insecure", action="store_true", help="plain text, and whoever connects is let in: without TLS and keys"
     )
 
 
 def up(options: argparse.Namespace, console: Console) -> None:
-    node_configs = _node_configs(_whole(options.clients, "--clients", 1000), options.tiers, options.memory)
-    port = None if options.port is None else _whole(options.port, "--port", 65535)
+    node_configs = _node_configs(options.clients, options.tiers, options.memory)
     check_installed()
     from fedhm.flower.processes.fleet import started_fleet  # needs what comes with Flower
 
@@ -47,7 +61,7 @@ def up(options: argparse.Namespace, console: Console) -> None:
     with (
         _ended_by_signals(),
         console.status("") as status,
-        started_fleet(folder, node_configs, port, not options.insecure, status.update) as running,
+        started_fleet(folder, node_configs, options.port, not options.insecure, status.update) as running,
     ):
         status.stop()
         _explain(options.folder, running, console)
@@ -83,29 +97,23 @@ def _explain(folder: Path, running: "Fleet", console: Console) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _node_configs(clients: int, tiers: Sequence[str] | None, memory: Sequence[str] | None) -> list[str]:
+def _node_configs(clients: int, tiers: Sequence[str] | None, memory: Sequence[int] | None) -> list[str]:
     if tiers and memory:
         raise FedhmError("--tiers and --memory exclude each other: a client's tier is given, or found by its memory")
     for tier in tiers or ():
         if not re.fullmatch(r"[\w./]+", tier):
             raise FedhmError(f"--tiers takes names of tiers such as full or 1/4, not '{tier}'")
     kinds = [f' tier="{tier}"' for tier in tiers or ()]
-    kinds += [f" memory={_whole(megabytes, '--memory', 2**31)}" for megabytes in memory or ()]
+    kinds += [f" memory={megabytes}" for megabytes in memory or ()]
     return [
         f"partition-id={client} num-partitions={clients}{kinds[client % len(kinds)] if kinds else ''}"
         for client in range(clients)
     ]
 
 
-def _whole(text: str, option: str, largest: int) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= largest:
-        raise FedhmError(f"{option} takes a whole number from 1 to {largest}, not '{text}'")
-    return int(text)
-
-
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM is Ctrl-C. Another one while the children are being ended must not leave some of them behind."""
+    """Take SIGTERM for Ctrl-C. Another one while the children are being ended must not leave some of them behind."""
     interrupted = False
 
     def interrupt(*_: object) -> None:

@@ -37,7 +37,7 @@ WHOLE = "Global"  # how the counter calls the model
 
 
 def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
-    """Counts `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
+    """Count `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
     """
@@ -46,7 +46,7 @@ def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype |
 
 
 def by_layer(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
-    """Top-level part of the model → its share of what `measure` counts; a shared weight is its first owner's."""
+    """Return each top-level part's share of what `measure` counts; a shared weight is its first owner's."""
     macs = _macs(model, input_shape, dtype)
     name_of_model = type(model).__name__  # how the counter calls the parts: CNN.conv1
     counted: set[Tensor] = set()
@@ -65,7 +65,7 @@ def _trainable(parameters: Iterable[Tensor]) -> int:
 
 
 def _macs(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None) -> dict[str, int]:
-    """Of one sample, by module and of the whole. Weights that are composed for each batch are left out."""
+    """Count one sample, by module and as a whole. Weights that are composed for each batch are left out."""
     try:
         one, two = (_flops(model, _sample(model, batch, input_shape, dtype)) for batch in (1, 2))
     except Exception as error:  # whatever a foreign model raises
@@ -74,30 +74,41 @@ def _macs(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | N
 
 
 def training_memory(
-    model: nn.Module, input_shape: tuple[int, ...], batch: int, dtype: torch.dtype | None = None
+    model: nn.Module,
+    input_shape: tuple[int, ...],
+    batch: int,
+    dtype: torch.dtype | None = None,
+    *,
+    optimizer: str = "sgd",
 ) -> int:
-    """The most bytes of tensors alive at once in one SGD step with momentum on `batch` samples, measured.
+    """Measure the most bytes of tensors alive at once in one step of an optimizer on `batch` samples.
 
-    Weights, gradients, momentum, activations and whatever the step makes on its way count; the model that was handed
-    in is changed by the step.
+    `optimizer` is "sgd", with momentum, or "adamw". Weights, gradients, the optimizer's averages, activations and
+    whatever the step makes on its way count; the model that was handed in is changed by the step.
     """
     model = run_in_training(model)[0]
     watch = _AliveBytes()
     try:
         inputs = _sample(model, batch, input_shape, dtype)
-        optimizer = torch.optim.SGD(model.train().parameters(), lr=1e-3, momentum=0.9)
+        stepping = _optimizer(optimizer, model.train().parameters())
         for tensor in [*model.parameters(), *model.buffers(), inputs]:
             watch.see(tensor)
         with watch:
-            for _ in range(2):  # momentum exists from the second step on
-                optimizer.zero_grad()
+            for _ in range(2):  # an optimizer's averages exist from the second step on
+                stepping.zero_grad()
                 output = model(inputs)
                 output.logsumexp(-1).sum().backward()
-                optimizer.step()
+                stepping.step()
     except Exception as error:
         shape = (batch, *input_shape)
         raise FedhmError(f"the model cannot be trained on a batch of shape {shape}: {error}") from error
     return watch.peak
+
+
+def _optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
 def _flops(model: nn.Module, inputs: Tensor) -> dict[str, int]:
@@ -109,7 +120,7 @@ def _flops(model: nn.Module, inputs: Tensor) -> dict[str, int]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards every module is back in its own, which need not be the model's."""
+    """Set evaluation mode; afterwards every module is back in its own, which need not be the model's."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -122,7 +133,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unfused_attention() -> Iterator[None]:
-    """Fused kernels hide their products from the counter."""
+    """Do without fused kernels, which hide their products from the counter."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -133,12 +144,12 @@ def _unfused_attention() -> Iterator[None]:
 
 
 def _lstm_flops(x: Sequence[int], to_input: Sequence[int], to_hidden: Sequence[int], *_: Any, **__: Any) -> int:
-    """One layer and direction of an LSTM, which torch counts only where it is not fused: x (time, batch, features)."""
+    """Count one layer and direction of an LSTM, which torch does where it is not fused: x (time, batch, features)."""
     return 2 * x[0] * x[1] * (math.prod(to_input) + math.prod(to_hidden))
 
 
 class _AliveBytes(TorchDispatchMode):
-    """Follows every storage from the operation that made it to its end."""
+    """Follow every storage from the operation that made it to its end."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

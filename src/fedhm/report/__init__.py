@@ -1,1 +1,1 @@
-"""Tables and plots from the records of runs, and progress while one goes on."""
+"""Tables and plots from the records of runs, and progress while one is under way."""

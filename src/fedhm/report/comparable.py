@@ -1,9 +1,8 @@
-"""Which runs may stand in one table: those with the same data, model, clients, training budget and seeds."""
+"""Which runs may stand in one table: those with the same objective, data, model, clients and training budget."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fedhm.compare.compared import Compared
 from fedhm.config.settings import DataConfig, ModelConfig
 from fedhm.runs.history import Run
 
@@ -17,7 +16,7 @@ MUST_AGREE = {
 
 
 def difference(runs: Sequence[Run]) -> str | None:
-    """The first thing that keeps `runs` from being compared, as a sentence; None if they can be."""
+    """Return the first thing that keeps `runs` from being compared, as a sentence; None if they can be."""
     facts = [list(_facts(run)) for run in runs]
     keys = dict.fromkeys(key for of_run in facts for key, _ in of_run)
     for key in keys:
@@ -29,25 +28,11 @@ def difference(runs: Sequence[Run]) -> str | None:
     return None
 
 
-def difference_of_entries(entries: Sequence[Compared]) -> str | None:
-    """The same for entries, whose seeds must agree too and whose runs must be finished."""
-    for run in (run for entry in entries for run in entry.runs):
-        if len(run.records) < run.config.train.rounds:
-            return f"{run.name} has done {len(run.records)} of its {run.config.train.rounds} rounds"
-    if found := difference([run for entry in entries for run in entry.runs]):
-        return found
-    for entry in entries:
-        if len(set(entry.seeds)) < len(entry.seeds):
-            return f"{entry.label} has two runs with the same settings and seed"
-        if entry.seeds != entries[0].seeds:
-            a, b = (", ".join(map(str, e.seeds)) for e in (entries[0], entry))
-            return f"{entries[0].label} was run with the seeds {a}, {entry.label} with {b}"
-    return None
-
-
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
-    """Whatever must be the same in all runs that know it."""
-    if run.data is not None:  # the first to be named, since it says most
+    """Yield whatever must be the same in all runs that know it."""
+    for key in type(run.config.objective).model_fields:  # its settings are its own
+        yield f"objective.{key}", getattr(run.config.objective, key)
+    if run.data is not None:  # named before settings, since it says more
         yield "classes", run.data.classes
         yield "input shape", run.data.input_shape
     for section, keys in MUST_AGREE.items():

@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from fedhm.config.method import FedHMConfig
 from fedhm.report.plots import STYLES, tier_colours
 from fedhm.runs.history import Run
 
@@ -17,7 +16,7 @@ RESOLUTION = 1e-7  # of float32: smaller shares are rounding errors, and 0 has n
 
 
 def save_collapse_plot(runs: Sequence[Run], path: Path) -> Path | None:
-    """Writes the plot as a PNG file, with a colour for each tier and a style for each run; None if there is nothing."""
+    """Write the plot as a PNG file, a colour for each tier and a style for each run; None if there is nothing."""
     styles = {run.name: STYLES[number % len(STYLES)] for number, run in enumerate(runs)}
     colours = tier_colours(runs)
     energies = {run.name: lines for run in runs if (lines := _by_tier_and_round(run))}
@@ -65,5 +64,5 @@ def _by_tier_and_round(run: Run) -> dict[str, dict[int, float]]:
 
 
 def _label(run: Run) -> str:
-    method = run.config.method
-    return f"{run.name} (averages {method.aggregate})" if isinstance(method, FedHMConfig) else run.name
+    remark = run.config.method.remark
+    return f"{run.name} ({remark})" if remark else run.name

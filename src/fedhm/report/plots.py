@@ -1,4 +1,4 @@
-"""Accuracy by round, and by bytes sent, of one or several runs."""
+"""The headline metric by round, and by bytes sent, of one or several runs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,22 +10,28 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 from matplotlib.typing import ColorType, LineStyleType
 
+from fedhm.config.objective import Metric
 from fedhm.runs.history import Run
 
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # a style for each run, a colour for each tier
 
 
 def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Writes the two plots as PNG files and gives their paths."""
+    """Write the two plots of each headline metric as PNG files and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    by_round, by_bytes = folder / "accuracy-by-round.png", folder / "accuracy-by-bytes.png"
-    _draw(runs, "round", lambda _, __, rounds: rounds, by_round)
-    _draw(runs, "sent to and from one client of the tier so far, if it trains every round (MB)", _megabytes, by_bytes)
-    return [by_round, by_bytes]
+    written: list[Path] = []
+    for metric in dict.fromkeys(run.config.objective.headline for run in runs):
+        of_metric = [run for run in runs if run.config.objective.headline == metric]
+        by_round, by_bytes = (folder / f"{metric.stem}-by-{what}.png" for what in ("round", "bytes"))
+        _draw(of_metric, metric, "round", lambda _, __, rounds: rounds, by_round)
+        sent = "sent to and from one client of the tier so far, if it trains every round (MB)"
+        _draw(of_metric, metric, sent, _megabytes, by_bytes)
+        written += [by_round, by_bytes]
+    return written
 
 
 def tier_colours(runs: Sequence[Run]) -> dict[str, ColorType]:
-    """Largest tier first; a tier has the same colour in every plot of the same tiers."""
+    """Return colours, largest tier first; a tier has the same colour in every plot of the same tiers."""
     sizes = {tier: cost.parameters for run in runs for tier, cost in run.costs.items()}
     tiers = sorted(sizes, key=lambda tier: -sizes[tier])
     return dict(zip(tiers, cycle(matplotlib.color_sequences["tab10"]), strict=False))
@@ -35,7 +41,9 @@ def _megabytes(run: Run, tier: str, rounds: int) -> float:
     return rounds * (run.bytes_per_client(tier) or math.nan) / 1e6
 
 
-def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], float], path: Path) -> None:
+def _draw(
+    runs: Sequence[Run], metric: Metric, axis: str, position: Callable[[Run, str, int], float], path: Path
+) -> None:
     colours = tier_colours(runs)
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
@@ -46,7 +54,7 @@ def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], fl
                 continue  # no client of this tier has trained yet
             axes.plot(
                 where,
-                [100 * record.scores[tier].accuracy for record in run.evaluated],
+                [metric.scaled(record.metrics[tier][metric.name]) for record in run.evaluated],
                 linestyle=STYLES[number % len(STYLES)],
                 color=colours[tier],
                 marker="o" if len(run.evaluated) < 3 else None,
@@ -63,7 +71,7 @@ def _draw(runs: Sequence[Run], axis: str, position: Callable[[Run, str, int], fl
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(axis)
-    axes.set_ylabel("test accuracy (%)")
+    axes.set_ylabel(metric.axis)
     axes.grid(alpha=0.3)
     axes.legend(title="tier, parameters", fontsize=8)
     figure.savefig(path)

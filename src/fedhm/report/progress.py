@@ -9,25 +9,26 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedhm.config.objective import Metric
 from fedhm.server.record import Record
-
-SHORT = {"train": "train", "statistics": "BN", "distil": "distil"}  # the bar must fit 80 columns
+from fedhm.work.work import work_of
 
 
 class LiveBar:
-    """Rounds as a bar, with the current round's tasks and the last accuracies beside it."""
+    """Rounds as a bar, with the current round's tasks and the last evaluation's headlines beside it."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, headline: Metric) -> None:
+        self._headline = headline
         self._progress = Progress(
             TextColumn("[bold]round"),
             MofNCompleteColumn(),
             BarColumn(bar_width=14),
             TimeRemainingColumn(),
             TextColumn("left  {task.fields[doing]:<12}"),
-            TextColumn("[green]{task.fields[accuracy]}"),
+            TextColumn("[green]{task.fields[metrics]}"),
             console=console,
         )
-        self._bar = self._progress.add_task("", total=None, doing="", accuracy="")
+        self._bar = self._progress.add_task("", total=None, doing="", metrics="")
 
     def __enter__(self) -> "LiveBar":
         self._progress.start()
@@ -41,20 +42,20 @@ class LiveBar:
         self._progress.update(self._bar, completed=done, total=rounds)
 
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
-        self._progress.update(self._bar, completed=round_number - 1, doing=f"{SHORT[what]} {done}/{of}")
+        self._progress.update(self._bar, completed=round_number - 1, doing=f"{work_of(what).short} {done}/{of}")
 
     def round_done(self, record: Record) -> None:
         self._progress.update(self._bar, completed=record.round)
-        if record.scores:
-            accuracies = (f"{100 * score.accuracy:.1f}" for score in record.scores.values())
-            self._progress.update(self._bar, accuracy="/".join(accuracies) + "%")
+        if record.metrics:
+            values = (metrics[self._headline.name] for metrics in record.metrics.values())
+            self._progress.update(self._bar, metrics=self._headline.brief(*values))
 
 
 class Lines:
-    """For logs: one line for each round."""
+    """One line for each round, for logs."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, headline: Metric) -> None:
+        self._console, self._headline = console, headline
         self._rounds = 0
 
     def __enter__(self) -> "Lines":
@@ -72,14 +73,13 @@ class Lines:
         return
 
     def round_done(self, record: Record) -> None:
-        losses = "  ".join(f"{tier} {traffic.loss:.3f}" for tier, traffic in sorted(record.traffic.items()))
-        what = _accuracies(record) if record.scores else f"training loss {losses}"
+        headline = self._headline
+        evaluated = (f"{tier} {headline.brief(metrics[headline.name])}" for tier, metrics in record.metrics.items())
+        losses = (f"{tier} {traffic.loss:.3f}" for tier, traffic in sorted(record.traffic.items()))
+        what = "  ".join(evaluated) if record.metrics else f"training loss {'  '.join(losses)}"
         self._console.print(f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s")
 
 
-def progress(console: Console) -> LiveBar | Lines:
-    return LiveBar(console) if console.is_terminal else Lines(console)
-
-
-def _accuracies(record: Record) -> str:
-    return "  ".join(f"{tier} {100 * score.accuracy:.1f}%" for tier, score in record.scores.items())
+def progress(console: Console, headline: Metric) -> LiveBar | Lines:
+    """Return a watcher that suits the console; `headline` is the metric that it shows."""
+    return LiveBar(console, headline) if console.is_terminal else Lines(console, headline)

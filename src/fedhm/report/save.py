@@ -11,7 +11,7 @@ from fedhm.runs.history import Run
 
 
 def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Writes table and plots; gives their paths."""
+    """Write table and plots, and return their paths."""
     write_atomically(folder / "report.md", markdown(runs))
     write_atomically(folder / "report.csv", as_csv(runs))
     plots = save_plots(runs, folder)

@@ -17,13 +17,18 @@ class Sheet:
 
     columns: Sequence[str]
     groups: Sequence[Sequence[Sequence[str]]]
-    left: int  # so many columns are words, the others are numbers
+    left: int  # so many columns say which row it is, the others are numbers
     title: str = ""
     note: str = ""  # what the columns leave out
+    numbers: Sequence[str] = ()  # columns among the first ones that are numbers, too
 
     @property
     def rows(self) -> Iterable[Sequence[str]]:
         return (row for group in self.groups for row in group)
+
+    def is_words(self, number: int) -> bool:
+        """Tell whether a column holds words, which stand at its left."""
+        return number < self.left and self.columns[number] not in self.numbers
 
     def without(self, column: str) -> "Sheet":
         number = self.columns.index(column)
@@ -31,12 +36,12 @@ class Sheet:
         return replace(self, columns=[c for c in self.columns if c != column], groups=cut)
 
     def width(self, number: int) -> int:
-        """Of a column whose heading may be broken between words, but not its cells."""
+        """Return the width of a column whose heading may be broken between words, but not its cells."""
         words = self.columns[number].split()
         return max(len(_plain(text)) for text in (*words, *(row[number] for row in self.rows)))
 
     def split(self, width: int) -> list["Sheet"]:
-        """Side by side in `width` characters as many columns as go there, the words before each part."""
+        """Put side by side in `width` characters as many columns as go there, the first ones before each part."""
         needed = [3 + self.width(number) for number in range(len(self.columns))]
         words = list(range(self.left))
         parts: list[list[int]] = [[]]
@@ -51,11 +56,14 @@ class Sheet:
         return replace(self, columns=[self.columns[n] for n in numbers], groups=groups)
 
 
-def rich_table(sheet: Sheet) -> Table:
-    table = Table(title=sheet.title or None, title_justify="left")
+def rich_table(sheet: Sheet, *, spacious: bool = False) -> Table:
+    """Return a table for a terminal; a spacious one has unbroken headings, and its note below it."""
+    table = Table(title=escape(sheet.title) or None, title_justify="left", caption_justify="left")
+    if spacious:
+        table.caption = escape(sheet.note) or None
     for number, column in enumerate(sheet.columns):
-        heading = "\n".join(textwrap.wrap(column, sheet.width(number)))
-        table.add_column(escape(heading), justify="left" if number < sheet.left else "right")
+        heading = column if spacious else "\n".join(textwrap.wrap(column, sheet.width(number)))
+        table.add_column(escape(heading), justify="left" if sheet.is_words(number) else "right")
     for group in sheet.groups:
         for row in group:
             cells = (BOLD.sub(r"[bold]\1[/bold]", escape(cell)) for cell in row)
@@ -65,10 +73,24 @@ def rich_table(sheet: Sheet) -> Table:
 
 def markdown_table(sheet: Sheet) -> str:
     lines = [f"### {sheet.title}", ""] if sheet.title else []
-    marks = ["---" if number < sheet.left else "--:" for number in range(len(sheet.columns))]
+    marks = ["---" if sheet.is_words(number) else "--:" for number in range(len(sheet.columns))]
     lines += ["| " + " | ".join(sheet.columns) + " |", "|" + "|".join(marks) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in sheet.rows]
     return "\n".join([*lines, "", sheet.note, ""])
+
+
+def readable_macs(count: int) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} k"
+
+
+def readable_bytes(count: float | None) -> str:
+    if count is None:
+        return "–"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1000
+    raise AssertionError
 
 
 def _plain(cell: str) -> str:

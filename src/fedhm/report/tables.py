@@ -7,41 +7,49 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from fedhm.report.comparable import difference
+from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs, rich_table
 from fedhm.runs.history import Run
 
-COLUMNS = ("run", "method", "round", "tier", "parameters", "MACs/sample", "bytes/round", "accuracy", "loss")
-LEFT = ("run", "method", "tier")
+WHICH = ("run", "method", "round", "tier")
+COSTS = ("parameters", "MACs/sample", "bytes/round")
+WIDE = 110  # characters that a table of several runs takes
 
 
-def rows(run: Run) -> list[tuple[str, ...]]:
-    """Bytes per round are of one client of the tier, down and up; accuracy is that of the last evaluated round."""
+def sheet(runs: Sequence[Run]) -> Sheet:
+    """Return the table of runs; what is the same in all rows of a single run goes into the title.
+
+    Bytes per round are of one client of the tier, down and up; metrics are those of the last evaluated round.
+    """
+    metrics = metric_names(runs)
+    groups = [_rows(run, metrics) for run in runs]
+    whole = Sheet([*WHICH, *COSTS, *metrics], groups, left=len(WHICH), note=caption(runs), numbers=("round",))
+    if len(runs) > 1:
+        return whole
+    name, method, last = groups[0][0][:3]
+    only_tiers = [[row[3:] for row in groups[0]]]
+    return Sheet(whole.columns[3:], only_tiers, left=1, title=f"{name}: {method}, round {last}", note=whole.note)
+
+
+def metric_names(runs: Sequence[Run]) -> list[str]:
+    """Return the metrics of all runs, each once: runs with several objectives have several."""
+    return list(dict.fromkeys(metric.name for run in runs for metric in run.config.objective.metrics))
+
+
+def _rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
     last = run.evaluated[-1]
     which = (run.name, run.config.method.name, f"{last.round}/{run.config.train.rounds}")
-    return [
-        (
-            *which,
-            tier,
-            f"{run.costs[tier].parameters:,}",
-            readable_macs(run.costs[tier].macs),
-            readable_bytes(run.bytes_per_client(tier)),
-            f"{100 * last.scores[tier].accuracy:.2f} %",
-            f"{last.scores[tier].loss:.4f}",
-        )
-        for tier in run.tiers
-    ]
-
-
-def _table(runs: Sequence[Run]) -> tuple[str, tuple[str, ...], list[list[tuple[str, ...]]]]:
-    """Title, columns, and each run's rows; what is the same in all rows of a single run goes into the title."""
-    all_rows = [rows(run) for run in runs]
-    if len(runs) > 1:
-        return "", COLUMNS, all_rows
-    name, method, last = all_rows[0][0][:3]
-    return f"{name}: {method}, round {last}", COLUMNS[3:], [[row[3:] for row in all_rows[0]]]
+    rows: list[list[str]] = []
+    for tier in run.tiers:
+        cost = run.costs[tier]
+        costs = (f"{cost.parameters:,}", readable_macs(cost.macs), readable_bytes(run.bytes_per_client(tier)))
+        of_tier = last.metrics[tier]
+        shown = {m.name: m.shown(of_tier[m.name]) for m in run.config.objective.metrics if m.name in of_tier}
+        rows.append([*which, tier, *costs, *(shown.get(name, "") for name in metrics)])
+    return rows
 
 
 def caption(runs: Sequence[Run]) -> str:
-    """What the columns leave out."""
+    """Return what the columns leave out."""
     text = "bytes/round: one client's training, down and up."
     for run in runs:
         if gathering := run.statistics_bytes():
@@ -51,58 +59,29 @@ def caption(runs: Sequence[Run]) -> str:
 
 
 def rich_tables(runs: Sequence[Run], width: int) -> list[Table]:
-    """One table for all runs where the terminal has the room, otherwise one for each."""
-    return [_rich_table(runs)] if width >= 110 else [_rich_table([run]) for run in runs]
-
-
-def _rich_table(runs: Sequence[Run]) -> Table:
-    title, columns, groups = _table(runs)
-    table = Table(title=title or None, title_justify="left", caption=caption(runs), caption_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column in LEFT else "right")
-    for group in groups:
-        for row in group:
-            table.add_row(*row, end_section=row is group[-1])
-    return table
+    """Return one table for all runs where the terminal has the room, otherwise one for each."""
+    together = [runs] if width >= WIDE else [[run] for run in runs]
+    return [rich_table(sheet(group), spacious=True) for group in together]
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    title, columns, groups = _table(runs)
-    lines = [f"### {title}", ""] if title else []
-    lines += ["| " + " | ".join(columns) + " |"]
-    lines += ["|" + "|".join("---" if column in LEFT else "--:" for column in columns) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for group in groups for row in group]
-    lines += ["", caption(runs)]
-    if found := difference(runs):
-        lines += ["", f"Not comparable: {found}."]
-    return "\n".join(lines) + "\n"
+    found = difference(runs)
+    return markdown_table(sheet(runs)) + (f"\nNot comparable: {found}.\n" if found else "")
 
 
 def as_csv(runs: Sequence[Run]) -> str:
-    """Plain numbers, a line for each run, evaluated round and tier."""
+    """Return plain numbers, a line for each run, evaluated round and tier."""
+    metrics = metric_names(runs)
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow(["run", "method", "round", "tier", "parameters", "macs", "client_bytes_so_far", "accuracy", "loss"])
+    writer.writerow([*WHICH, "parameters", "macs", "client_bytes_so_far", *metrics])
     for run in runs:
         for record in run.evaluated:
-            for tier, score in record.scores.items():
+            for tier, of_tier in record.metrics.items():
                 cost = run.costs[tier]
-                where = [run.name, run.config.method.name, record.round, tier]
+                which = [run.name, run.config.method.name, record.round, tier]
                 sent = run.bytes_per_client(tier)
                 so_far = "" if sent is None else record.round * sent
-                writer.writerow([*where, cost.parameters, cost.macs, so_far, *score])
+                values = (of_tier.get(name, "") for name in metrics)
+                writer.writerow([*which, cost.parameters, cost.macs, so_far, *values])
     return out.getvalue()
-
-
-def readable_macs(count: int) -> str:
-    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} k"
-
-
-def readable_bytes(count: float | None) -> str:
-    if count is None:
-        return "–"
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1000
-    raise AssertionError
