@@ -23,7 +23,7 @@ from fedhm.config.settings import Config
 from fedhm.data.federation import gathered
 from fedhm.experiment import Experiment
 from fedhm.methods.fedhm import FedHM, FedHMConfig
-from fedhm.methods.method import Setup, State
+from fedhm.methods.method import Setup
 from fedhm.models import cnn
 from fedhm.networks.exchange import exchanged
 from fedhm.work.messages import Participant, Task, Update
@@ -104,7 +104,7 @@ def merge(width: int, count: int) -> Numbers:
     return {"start": start, "seconds": median(seconds[1:])}
 
 
-def trained(method: FedHM, state: State, number: int) -> list[Update]:
+def trained(method: FedHM, state: FedHMState, number: int) -> list[Update]:
     """What four clients send back: their task's tensors, moved by a hundredth."""
     updates = []
     for task in method.tasks(state, [Participant(client, "1/4") for client in range(4)], number):

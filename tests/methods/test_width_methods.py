@@ -199,9 +199,7 @@ def test_splitmix_ensembles_logits_of_the_first_bases() -> None:
     method = SplitMix(model, SplitMixConfig(base=0.5, tiers=(3, 2, 1)), SETUP)
     state = method.start(exchanged(model))
     x = torch.randn(5, 1, 6, 6)
-    singles = []
-    for base in range(3):
-        singles.append(load(method.network(f"base {base}"), state.bases[base]).eval()(x))
+    singles = [load(method.network(f"base {n}"), base).eval()(x) for n, base in enumerate(state.bases)]
     for tier, count in (("3x0.5", 3), ("2x0.5", 2), ("1x0.5", 1)):
         mixed = load(method.network(tier), method.weights(state, tier)).eval()(x)
         torch.testing.assert_close(mixed, sum(singles[:count]) / count)

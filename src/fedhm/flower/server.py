@@ -63,7 +63,7 @@ def server_app(
             return remote_federation(test(), classes, sizes, preprocessing, everybodys, dtype, config.objective)
 
         out = str(context.run_config.get("out", ""))
-        with progress(Console()) as bar:
+        with progress(Console(), config.objective.headline) as bar:
             run_on(grid, config, own, federation, Path(out) if out else None, [bar])
 
     return make_server_app(serve)

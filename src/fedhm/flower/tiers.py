@@ -26,10 +26,10 @@ def chosen_tiers(config: Config, method: AnyMethod, batch: Tensor, nodes: Mappin
         return Tiers(config.federation.assignment, {})
     memory: dict[str, int] = {}
     if any(not node.tier for node in asking.values()):
-        shape = tuple(batch.shape[1:])
+        shape, train = tuple(batch.shape[1:]), config.train
         memory = {
-            t: training_memory(method.network(t), shape, config.train.batch, batch.dtype, config.train.optimizer)
-            for t in method.tiers
+            tier: training_memory(method.network(tier), shape, train.batch, batch.dtype, optimizer=train.optimizer)
+            for tier in method.tiers
         }
     assignment: list[str] = []
     refused: dict[int, str] = {}

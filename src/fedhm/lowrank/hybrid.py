@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import Hadamard, HadamardConv2d, HadamardLinear
 from fedhm.lowrank.layers import LAYERS, LowRank, PufferfishConv2d, largest_rank
-from fedhm.lowrank.plan import RankPlan, obstacle, weight_owners
-from fedhm.networks.copied import copied
+from fedhm.lowrank.plan import RankPlan, obstacle
+from fedhm.networks.structure import copied, weight_owners
 
 
 def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from fedhm.errors import FedhmError
 from fedhm.lowrank.layers import LAYERS, largest_rank
 from fedhm.lowrank.unroll import Form, unrolled_shape
+from fedhm.networks.structure import weight_owners
 
 ROOT = "(model)"  # a model that has weights of its own, outside its layers
 
@@ -122,11 +123,6 @@ def find_classifier(model: nn.Module) -> str | None:
     """The name of the layer that gives the logits: the last layer with a weight matrix, if that is a Linear."""
     layers = list(_weighted_modules(model))
     return layers[-1][0] if layers and isinstance(layers[-1][1], nn.Linear) else None
-
-
-def weight_owners(model: nn.Module) -> Counter[int]:
-    """Parameter's id → how many modules of the model hold it."""
-    return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
 def obstacle(layer: nn.Module, owners: Counter[int]) -> str | None:

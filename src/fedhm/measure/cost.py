@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedhm.errors import FedhmError
-from fedhm.networks.drawn import run_in_training
 from fedhm.networks.exchange import exchanged, size_in_bytes
+from fedhm.networks.structure import run_in_training
 
 
 @dataclass(frozen=True)

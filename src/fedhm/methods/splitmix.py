@@ -19,8 +19,8 @@ from fedhm.config.section import Positive, Ratio
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
-from fedhm.networks.copied import copied
 from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.networks.structure import copied
 from fedhm.seeds import derive, numpy_generator
 from fedhm.widths.ensemble import Ensemble
 from fedhm.work.messages import Participant, Task, Update

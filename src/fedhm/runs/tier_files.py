@@ -10,8 +10,8 @@ from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of, to_hadamard, to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.machine.files import read_tensors, write_tensors
-from fedhm.networks.copied import copied
 from fedhm.networks.exchange import exchanged, load
+from fedhm.networks.structure import copied
 from fedhm.widths.ensemble import Ensemble
 from fedhm.widths.resize import resize, sizes_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.networks.copied import copied
+from fedhm.networks.structure import copied
 from fedhm.widths.resize import NORMS, resize
 from fedhm.widths.width_plan import WidthPlan, attempt
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.plan import weight_owners
-from fedhm.networks.copied import copied
+from fedhm.networks.structure import copied, weight_owners
 from fedhm.widths.resize import LAYERS, NORMS, depthwise, inputs_of, outputs_of, resize
 
 

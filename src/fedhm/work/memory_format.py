@@ -8,7 +8,7 @@ wrong (oneDNN issue 6035). Narrow networks have such layers in their shortcuts. 
 import torch
 from torch import Tensor, nn
 
-from fedhm.networks.drawn import run_in_training
+from fedhm.networks.structure import run_in_training
 
 REGISTER = 16  # floats in an AVX-512 register
 

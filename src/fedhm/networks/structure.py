@@ -1,0 +1,31 @@
+"""The structure of any network: a copy of it, who holds its weights, and what it runs in training."""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from fedhm.errors import FedhmError
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a network, to be changed."""
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
+        raise FedhmError(f"the model cannot be copied: {error}") from error
+
+
+def weight_owners(model: nn.Module) -> Counter[int]:
+    """Return, by a parameter's id, how many modules of the model hold it."""
+    return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+
+
+def run_in_training(network: nn.Module) -> Sequence[nn.Module]:
+    """Return the networks of which `network` draws one for each batch (`drawn`), the widest first, or `network` itself.
+
+    Ordered dropout does so. They share the weights of the first.
+    """
+    drawn: Sequence[nn.Module] | None = getattr(network, "drawn", None)
+    return drawn or [network]
