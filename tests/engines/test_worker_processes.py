@@ -12,7 +12,7 @@ import pytest
 
 from fedhm.cli import main
 from fedhm.runs.folder import RunFolder, read_config, rounds_done
-from test_resume import outcome
+from run_outcome import outcome
 
 SMALL = ["train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=4"]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_runs import FACTS, made_run
 
 from fedhm.compare.compared import Compared
 from fedhm.report.comparable import difference, difference_of_entries
 from fedhm.report.tables import markdown
+from made_runs import FACTS, made_run
 
 SIZES = {"full": 100, "1/4": 30}
 DONE = [{"full": 0.5, "1/4": 0.4}, {"full": 0.6, "1/4": 0.5}]

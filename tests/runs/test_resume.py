@@ -1,6 +1,5 @@
 """An interrupted run goes on and ends as if nothing had happened, wherever it was interrupted."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,12 +16,13 @@ from torch import nn
 
 import fedhm
 from conftest import small_model
-from fedhm.machine import files
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Result
+from fedhm.machine import files
 from fedhm.runs.folder import RunFolder
 from fedhm.server.record import Record
+from run_outcome import outcome
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "federation": {"participation": 0.5},
@@ -34,15 +34,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def run(federation: Federation, out: Path, model: nn.Module | None = None, **method: Any) -> Result:
     return fedhm.run(model or small_model(), federation.clients, federation.test, {**SETTINGS, "method": method}, out)
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """All that must be the same: final models byte by byte, and records but for their times."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in (folder / "models").iterdir()}
-    records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    for record in records:
-        del record["seconds"]
-    return {**found, "records": records, "checkpoint": max((folder / "checkpoints").iterdir()).read_bytes()}
 
 
 class KilledError(BaseException):
