@@ -1,6 +1,7 @@
 """Small federations that the tests share. One thread: the tests' tensors are too small to share between cores."""
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -13,6 +14,21 @@ from fedhm.data.federation import Federation, gathered
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of runs and of the processes that tests start; workers only where a test asks
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; processes of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: much of the time of slow tests passes in waiting for processes and deadlines."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    return cores if "not slow" in config.option.markexpr else cores + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files go first, since one that begins last would be waited for by all other workers."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def small_config(**sections: dict[str, object]) -> Config:
