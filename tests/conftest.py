@@ -1,5 +1,6 @@
 """Small federations that the tests share. One thread: the tests' tensors are too small to share between cores."""
 
+import gc
 import os
 import signal
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow files go first, since one that begins last would be waited for by all other workers."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay anyway: the collector need not look through a million objects of theirs again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def small_config(**sections: dict[str, object]) -> Config:

@@ -67,7 +67,8 @@ def test_seeds_decide_everything(federation: Federation) -> None:
 
 def test_every_tier_learns(federation: Federation) -> None:
     for heterogeneity in ("fixed", "dynamic"):
-        result = run(federation, train={"rounds": 8, "epochs": 3}, federation={"heterogeneity": heterogeneity})
+        tiers: dict[str, object] = {"heterogeneity": heterogeneity}
+        result = run(federation, train={"rounds": 8, "epochs": 3}, federation=tiers, evaluation={"every": 8})
         assert all(score.accuracy > 0.85 for score in result.scores.values()), result.scores
 
 

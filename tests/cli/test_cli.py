@@ -168,6 +168,7 @@ def test_a_resumed_run_that_fails_loses_nothing(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     command = f"{sys.executable} -m fedhm run digits --set {' '.join(QUICK)} --out {tmp_path}/run | head -1"
     assert subprocess.run(command, shell=True, check=True, capture_output=True).stderr == b""
@@ -211,6 +212,7 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: fedhm" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_stops_cleanly_and_the_bar_was_shown(tmp_path: Path) -> None:
     """On a real pseudo-terminal: the live bar, then Ctrl-C, a sentence, exit code 130, and resume works."""
     folder = tmp_path / "run"

@@ -107,7 +107,7 @@ def test_other_methods_run_in_the_same_loop(
     method: type, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(methods.METHODS, "fedhm", method)
-    config = small_config(train={"rounds": 6, "epochs": 2})
+    config = small_config(train={"rounds": 6, "epochs": 2}, evaluation={"every": 6})
     torch.manual_seed(0)
     result = Experiment(slim(8), federation, config).run()
     assert set(result.scores) == set(method.tiers)  # type: ignore[attr-defined]

@@ -169,7 +169,7 @@ def test_missing_records_are_noticed(federation: Federation, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kill_9_from_the_shell(tmp_path: Path) -> None:
-    settings = ["train.rounds=30", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=10"]
+    settings = ["train.rounds=12", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=4"]
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "fedhm", *arguments], stdout=subprocess.DEVNULL)
@@ -179,7 +179,7 @@ def test_kill_9_from_the_shell(tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     process = start("run", "digits", "--set", *settings, "--out", str(folder))
     try:
-        for wanted in (1, 12):
+        for wanted in (1, 5):
             while process.poll() is None and not (folder / "checkpoints" / f"round-{wanted:06d}.safetensors").exists():
                 time.sleep(0.001)
             time.sleep(0.01 * wanted)  # somewhere inside a later round
