@@ -225,12 +225,16 @@ def test_ctrl_c_in_a_terminal_stops_cleanly_and_the_bar_was_shown(tmp_path: Path
     screen = bytearray()
     reader = threading.Thread(target=_read_all, args=(ours, screen))  # a terminal that nobody reads blocks its writer
     reader.start()
-    while process.poll() is None and not list((folder / "checkpoints").glob("*.safetensors")):
-        time.sleep(0.02)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
-    reader.join()
+    try:
+        while process.poll() is None and not list((folder / "checkpoints").glob("*.safetensors")):
+            time.sleep(0.02)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
     text = screen.decode()
     assert "round" in text
     assert "━" in text
