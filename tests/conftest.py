@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +28,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files go first, since one that begins last would be waited for by all other workers."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Slow files go first, and of them those that may take longest: one that began last would be waited for by all."""
+    length: dict[Path, float] = {}  # seconds that a file's slow tests may take each, where one says so
+    for item in items:
+        if item.get_closest_marker("slow"):
+            limit = item.get_closest_marker("timeout")
+            length[item.path] = max(length.get(item.path, 0), limit.args[0] if limit else 0)
+    items.sort(key=lambda item: -length.get(item.path, -1))
 
 
 def pytest_collection_finish() -> None:

@@ -177,7 +177,7 @@ def test_remote_clients_need_an_engine_and_give_the_same_numbers_through_it(fede
 
 def test_the_number_of_threads_is_given_back(federation: Federation) -> None:
     torch.set_num_threads(1)
-    run(federation, train={"rounds": 1}, engine={"threads": 2})
+    run(federation, train={"rounds": 1}, federation={"participation": 0.125}, engine={"threads": 2})
     assert torch.get_num_threads() == 1
 
 
