@@ -65,7 +65,8 @@ def restless_model() -> nn.Module:
 
 
 def run(data: Federation, method: str, static_from: int | str) -> Result:
-    sections = {"method": {"name": method}, "evaluation": {"static_from": static_from}}
+    few_steps = {"steps": 10} if method == "feddf" else {}  # of distillation, at the server
+    sections = {"method": {"name": method, **few_steps}, "evaluation": {"static_from": static_from}}
     config = small_config(**sections, federation={"participation": 1.0})
     return Experiment(restless_model(), replace(data, public=data.test), config).run()
 
