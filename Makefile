@@ -1,7 +1,7 @@
 # `make demo` and `make test` set everything up by themselves; nothing is installed outside .venv (and .venv-peers)
 PYTHON ?= python3
 BIN := .venv/bin
-# files side by side, in the order of their names: the slow ones, which have few tests, would come last otherwise
+# files side by side, in the order that tests/conftest.py gives them: the slow ones, which have few tests, come first
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.reading import parse
 from fedhm.data.batches import Batch, Feed
 from fedhm.data.federation import Federation, gathered

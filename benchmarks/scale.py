@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.settings import Config
 from fedhm.data.federation import gathered
 from fedhm.experiment import Experiment

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from fedhm.assemble import build_model, read_federation
+from fedhm.assembly import build_model, read_federation
 from fedhm.config.reading import parse
 from fedhm.lowrank.unroll import join, roll, split, unroll
 from fedhm.lowrank.warm import decompose

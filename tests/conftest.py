@@ -1,6 +1,9 @@
 """Small federations that the tests share. One thread: the tests' tensors are too small to share between cores."""
 
+import gc
 import os
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,31 @@ from fedhm.data.federation import Federation, gathered
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of runs and of the processes that tests start; workers only where a test asks
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; processes of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: much of the time of slow tests passes in waiting for processes and deadlines."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    return cores if "not slow" in config.option.markexpr else cores + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files go first, and of them those that may take longest: one that began last would be waited for by all."""
+    length: dict[Path, float] = {}  # seconds that a file's slow tests may take each, where one says so
+    for item in items:
+        if item.get_closest_marker("slow"):
+            limit = item.get_closest_marker("timeout")
+            length[item.path] = max(length.get(item.path, 0), limit.args[0] if limit else 0)
+    items.sort(key=lambda item: -length.get(item.path, -1))
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay anyway: the collector need not look through a million objects of theirs again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def small_config(**sections: dict[str, object]) -> Config:

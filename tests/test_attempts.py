@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.settings import FederationConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError

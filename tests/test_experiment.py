@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
@@ -68,7 +68,8 @@ def test_seeds_decide_everything(federation: Federation) -> None:
 
 def test_every_tier_learns(federation: Federation) -> None:
     for heterogeneity in ("fixed", "dynamic"):
-        result = run(federation, train={"rounds": 8, "epochs": 3}, federation={"heterogeneity": heterogeneity})
+        tiers: dict[str, object] = {"heterogeneity": heterogeneity}
+        result = run(federation, train={"rounds": 8, "epochs": 3}, federation=tiers, evaluation={"every": 8})
         assert all(score.accuracy > 0.85 for score in result.scores.values()), result.scores
 
 
@@ -177,7 +178,7 @@ def test_remote_clients_need_an_engine_and_give_the_same_numbers_through_it(fede
 
 def test_the_number_of_threads_is_given_back(federation: Federation) -> None:
     torch.set_num_threads(1)
-    run(federation, train={"rounds": 1}, engine={"threads": 2})
+    run(federation, train={"rounds": 1}, federation={"participation": 0.125}, engine={"threads": 2})
     assert torch.get_num_threads() == 1
 
 

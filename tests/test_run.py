@@ -142,6 +142,7 @@ def test_models_of_any_build_learn_where_labels_are_missing(kind: type[nn.Module
     clients, test = vectors()
     settings = {
         "train": {"rounds": 6, "batch": 16, "lr": 0.1, "epochs": 2},
+        "evaluation": {"every": 6},
         "method": {"tiers": [1, "1/4"], "keep": 0},
         "federation": {"participation": 1.0},
         "engine": {"threads": 1},

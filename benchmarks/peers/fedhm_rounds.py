@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config
 from fedhm.data.federation import gathered

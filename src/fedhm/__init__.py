@@ -17,7 +17,7 @@ is learned and by which metrics it is told; a `Watcher` is told how a run goes.
 from importlib.metadata import version
 
 from fedhm import models
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.method import MethodConfig
 from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.config.reading import load_config

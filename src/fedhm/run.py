@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fedhm.assemble import assemble, build_model, dtype_of, read_federation
+from fedhm.assembly import assemble, build_model, dtype_of, read_federation
 from fedhm.config.method import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.reading import parse

@@ -190,6 +190,7 @@ def test_a_resumed_run_that_fails_loses_nothing(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     command = f"{sys.executable} -m fedhm run digits --set {' '.join(QUICK)} --out {tmp_path}/run | head -1"
     assert subprocess.run(command, shell=True, check=True, capture_output=True).stderr == b""
@@ -233,6 +234,7 @@ def test_usage_errors_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: fedhm" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_stops_cleanly_and_the_bar_was_shown(tmp_path: Path) -> None:
     """On a real pseudo-terminal: the live bar, then Ctrl-C, a sentence, exit code 130, and resume works."""
     folder = tmp_path / "run"
@@ -245,12 +247,16 @@ def test_ctrl_c_in_a_terminal_stops_cleanly_and_the_bar_was_shown(tmp_path: Path
     screen = bytearray()
     reader = threading.Thread(target=_read_all, args=(ours, screen))  # a terminal that nobody reads blocks its writer
     reader.start()
-    while process.poll() is None and not list((folder / "checkpoints").glob("*.safetensors")):
-        time.sleep(0.02)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
-    reader.join()
+    try:
+        while process.poll() is None and not list((folder / "checkpoints").glob("*.safetensors")):
+            time.sleep(0.02)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
     text = screen.decode()
     assert "round" in text
     assert "━" in text

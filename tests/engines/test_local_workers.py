@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.settings import EngineConfig
 from fedhm.data.federation import Federation
 from fedhm.engines.local import LocalEngine, workers_for

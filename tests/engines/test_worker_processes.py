@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_resume import outcome
 
 from fedhm.cli import main
 from fedhm.runs.folder import RunFolder, read_config, rounds_done
+from run_outcome import outcome
 
 SMALL = ["train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=4"]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

@@ -166,11 +166,17 @@ def test_every_tier_scores_as_in_the_library(digits: Federation) -> None:
 CHANGES = {"frobenius_decay": 0.0, "weight_decay": 0.0, "temperature": math.inf, "keep": 2, "momentum": 0.8}
 
 
+@pytest.fixture(scope="module")
+def right(digits: Federation) -> nn.Module:
+    config = _config("softmax", "fixed")
+    *_, final = _rounds(_seeded(Residual), digits, config, _settings(config), _held(digits))
+    return final
+
+
 @pytest.mark.parametrize("changed", [*CHANGES, "masks"])
-def test_the_comparison_sees_every_rule(digits: Federation, changed: str) -> None:
+def test_the_comparison_sees_every_rule(digits: Federation, right: nn.Module, changed: str) -> None:
     model, config, held = _seeded(Residual), _config("softmax", "fixed"), _held(digits)
     settings = _settings(config)
-    *_, right = _rounds(model, digits, config, settings, held)
     if changed == "masks":
         held = torch.ones_like(held)
     else:
@@ -187,6 +193,7 @@ def test_the_data_leaves_rows_untrained(digits: Federation) -> None:
     assert any(not held[clients].any(0).all() for clients in chosen)  # a row that nobody trains keeps its value
 
 
+@pytest.mark.slow
 def test_it_runs_by_itself() -> None:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -10,7 +10,7 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.compare.entries import known as known_entries
 from fedhm.config.plugins import known
 from fedhm.config.reading import load_config, parse

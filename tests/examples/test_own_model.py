@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
 
+@pytest.mark.slow
 def test_every_tier_learns() -> None:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
-from fedhm.engines.flower import certificates
 
+from fedhm.flower.processes import certificates
 from fedhm.flower.processes.certificates import ensure_certificates, ensure_client_key
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from faulty import task
 
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.cli import main
 from fedhm.config.reading import load_config, parse, parse_flat
 from fedhm.data.federation import gathered
@@ -49,8 +49,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 def test_a_server_that_is_killed_resumes_on_the_same_supernodes(up: Up, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    changes = ["data.train_samples=240", "federation.clients=3", "federation.participation=1.0", "train.rounds=3"]
-    changes += ["evaluation.every=3", "engine.threads=1", "engine.server_threads=1"]
+    changes = ["data.train_samples=240", "federation.clients=2", "federation.participation=1.0", "train.rounds=2"]
+    changes += ["evaluation.every=2", "engine.threads=1", "engine.server_threads=1"]
     flower = [*changes, "engine.name=flower", f"engine.superlink={up.folder}"]
     command = [sys.executable, "-m", "fedhm", "run", "digits", "--set", *flower, "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -72,7 +72,7 @@ def test_a_server_that_is_killed_resumes_on_the_same_supernodes(up: Up, tmp_path
         prepare(config).run(folder)
     for path in (tmp_path / "local" / "models").iterdir():
         assert path.read_bytes() == (out / "models" / path.name).read_bytes(), path.name
-    assert [record.round for record in read_records(out / "records.jsonl")] == [1, 2, 3]
+    assert [record.round for record in read_records(out / "records.jsonl")] == [1, 2]
 
 
 def test_a_round_without_updates_is_tried_again_with_other_clients(up: Up, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.reading import parse
 from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import remote_federation

@@ -7,7 +7,7 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedhm.assemble import design
+from fedhm.assembly import design
 from fedhm.config.reading import parse_flat
 from fedhm.config.settings import Config
 from fedhm.data.batches import Preprocessing

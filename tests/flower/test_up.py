@@ -22,7 +22,11 @@ from fedhm.flower.processes.superlink import supernode_command
 from fedhm.flower.processes.supervisor import descendants
 from flower_up import Up, command, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+]
 NOWHERE = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")  # not asked for this machine
 AWKWARD = """a "quoted" and 'quoted' text\n= with lines, é, and an end like a file's.toml"""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.assemble import build_model
+from fedhm.assembly import build_model
 from fedhm.compare.entries import entries
 from fedhm.compare.reference import Reference
 from fedhm.config.reading import load_config, parse

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples, concatenate
@@ -187,7 +187,8 @@ def test_every_client_of_fedmd_keeps_a_model_of_its_own() -> None:
 
 @BOTH
 def test_they_learn(sharing: Federation, method: dict[str, object]) -> None:
-    result = run(sharing, method, train={"rounds": 10, "epochs": 2}, federation={"participation": 1.0})
+    everybody: dict[str, object] = {"participation": 1.0}
+    result = run(sharing, method, train={"rounds": 10, "epochs": 2}, federation=everybody, evaluation={"every": 10})
     assert all(score.accuracy > 0.7 for score in result.scores.values()), result.scores
     # Of FedMD this is client 0's model: it lacks the fourth label, which it has learned from the consensus alone.
     assert 3 not in sharing.clients[0].labels

@@ -8,7 +8,7 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Result
@@ -122,7 +122,8 @@ def test_bytes_are_those_of_the_factors_macs_those_of_the_full_model(federation:
 
 
 def test_it_learns(federation: Federation) -> None:
-    result = run(federation, small_model(), method={"name": "feddlr"}, train={"rounds": 8, "epochs": 3})
+    sections: dict[str, dict[str, object]] = {"train": {"rounds": 8, "epochs": 3}, "evaluation": {"every": 8}}
+    result = run(federation, small_model(), method={"name": "feddlr"}, **sections)
     assert result.scores["1/4"].accuracy > 0.85
     # what is evaluated is what clients get
     for layer, rank in {"3": 4, "7": 6}.items():

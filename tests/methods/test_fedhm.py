@@ -13,7 +13,7 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.section import tier_name
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError

@@ -8,7 +8,7 @@ from torch import nn
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_full
@@ -71,7 +71,8 @@ def test_merging_is_the_plain_mean_of_the_factors(weighting: str) -> None:
 
 
 def test_it_learns(federation: Federation) -> None:
-    config = small_config(method={"name": "fedpara", "ratio": 0.2}, train={"rounds": 8, "epochs": 3})
+    sections: dict[str, dict[str, object]] = {"train": {"rounds": 8, "epochs": 3}, "evaluation": {"every": 8}}
+    config = small_config(method={"name": "fedpara", "ratio": 0.2}, **sections)
     result = assemble(small_model(), federation, config).run()
     assert result.scores["fedpara-0.2"].accuracy > 0.85
 

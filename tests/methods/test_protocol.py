@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conftest import small_config
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.method import MethodConfig
 from fedhm.data.federation import Federation
 from fedhm.methods.mean import WeightedMean
@@ -110,7 +110,7 @@ class Toy(MethodConfig):
 
 @pytest.mark.parametrize(("mixes", "tiers"), [(False, Slices.tiers), (True, Mix.tiers)])
 def test_other_methods_run_in_the_same_loop(mixes: bool, tiers: tuple[str, ...], federation: Federation) -> None:
-    config = small_config(train={"rounds": 6, "epochs": 2}).model_copy(update={"method": Toy(mixes=mixes)})
+    config = small_config(train={"rounds": 6, "epochs": 2}, evaluation={"every": 6}).model_copy(update={"method": Toy(mixes=mixes)})
     torch.manual_seed(0)
     result = assemble(slim(8), federation, config).run()
     assert set(result.scores) == set(tiers)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.section import width_name
 from fedhm.config.settings import Config
 from fedhm.data.federation import Federation
@@ -268,7 +268,10 @@ METHODS = [
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m["name"])
 @pytest.mark.parametrize("heterogeneity", ["fixed", "dynamic"])
 def test_they_learn(federation: Federation, method: dict[str, object], heterogeneity: str) -> None:
-    sections: dict[str, dict[str, object]] = {"federation": {"heterogeneity": heterogeneity}}
+    sections: dict[str, dict[str, object]] = {
+        "federation": {"heterogeneity": heterogeneity},
+        "evaluation": {"every": 8},
+    }
     result = run(federation, method, train={"rounds": 8, "epochs": 2}, **sections)
     largest = next(iter(result.scores))
     assert result.scores[largest].accuracy > 0.9

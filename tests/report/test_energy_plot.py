@@ -9,7 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.report.energy import RESOLUTION, save_collapse_plot
 from fedhm.report.plots import tier_colours

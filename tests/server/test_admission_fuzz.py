@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.experiment import Experiment
 from fedhm.server.admission import objection

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import small_config, small_model
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.plugins import known
 from fedhm.config.settings import ServerConfig
 from fedhm.data.federation import Federation

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import fedhm.assemble as assembly
+import fedhm.assembly as assembly
 from conftest import small_config
-from fedhm.assemble import assemble
+from fedhm.assembly import assemble
 from fedhm.config.plugins import known
 from fedhm.data.federation import Federation
 from fedhm.experiment import Result
@@ -66,7 +66,8 @@ def restless_model() -> nn.Module:
 
 
 def run(data: Federation, method: str, static_from: int | str) -> Result:
-    sections = {"method": {"name": method}, "evaluation": {"static_from": static_from}}
+    few_steps = {"steps": 10} if method == "feddf" else {}  # of distillation, at the server
+    sections = {"method": {"name": method, **few_steps}, "evaluation": {"static_from": static_from}}
     config = small_config(**sections, federation={"participation": 1.0})
     return assemble(restless_model(), replace(data, public=data.test), config).run()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedhm.assemble import named_design
+from fedhm.assembly import named_design
 from fedhm.config.reading import load_config, presets
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedhm.assemble import assemble, build_model, read_federation
+from fedhm.assembly import assemble, build_model, read_federation
 from fedhm.compare.entries import Entry
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig, ResolvedConfig

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fedhm.assemble import Design, named_design
+from fedhm.assembly import Design, named_design
 from fedhm.config.method import Settings
 from fedhm.config.plugins import make
 from fedhm.config.settings import CompareConfig, Config

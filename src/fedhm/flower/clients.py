@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from fedhm.assemble import design, make_client, read_federation
+from fedhm.assembly import design, make_client, read_federation
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import DataLike, Federation, PublicLike, own_public, own_samples, public_feed

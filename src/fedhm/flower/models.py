@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from fedhm.assemble import build_model, dtype_of
+from fedhm.assembly import build_model, dtype_of
 from fedhm.config.settings import ResolvedConfig
 from fedhm.seeds import derive
 

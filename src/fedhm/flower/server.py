@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
-from fedhm.assemble import assemble, design, read_federation
+from fedhm.assembly import assemble, design, read_federation
 from fedhm.config.reading import parse_flat, parse_resolved
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedhm.data import sources
+from fedhm.data.sources import catalogue as sources
 from fedhm.data.sources.catalogue import SOURCES, read_source
 from fedhm.data.sources.digits import read_digits
 from fedhm.errors import FedhmError
