@@ -45,7 +45,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
-        "config.toml", "records.jsonl", "tiers.json", "data.json", "checkpoints", "models",
+        ".lock", "config.toml", "records.jsonl", "tiers.json", "data.json", "checkpoints", "models",
         "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png", "energy-beyond-rank.png",
     }  # fmt: skip
     assert {path.name for path in (finished / "models").iterdir()} == {
@@ -182,7 +182,7 @@ def test_a_run_that_diverges_at_once_says_so_and_leaves_nothing(
 def test_a_resumed_run_that_fails_loses_nothing(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("config.toml", "tiers.json"):
+    for name in (".lock", "config.toml", "tiers.json"):
         (tmp_path / name).write_bytes((finished / name).read_bytes())
     (tmp_path / "records.jsonl").write_text("damaged\n")  # and its checkpoints are gone
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

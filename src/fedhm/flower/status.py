@@ -1,12 +1,11 @@
 """How the process that runs the loop, which Flower starts, tells the one that was asked for it how it goes."""
 
-import fcntl
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedhm.machine.locks import is_locked, take_lock
 from fedhm.server.record import Record
 
 Status = dict[str, Any]
@@ -17,8 +16,7 @@ class StatusFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._status = path, {"state": "waiting"}
-        self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = take_lock(_lock_of(path), wait=-1)  # whoever asks `is_gone` holds it for a moment
         self._write()
 
     def started(self, done: int, rounds: int) -> None:
@@ -55,11 +53,8 @@ def read_status(path: Path) -> Status | None:
 
 def is_gone(path: Path) -> bool:
     """The process that wrote the file has ended, in whichever way."""
-    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+    return not is_locked(_lock_of(path))
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_suffix(".lock")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with suppress(PermissionError):  # Windows opens no folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:

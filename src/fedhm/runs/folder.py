@@ -1,8 +1,7 @@
 """A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time."""
 
-import fcntl
 import json
-import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from fedhm.config.reading import parse_resolved
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
+from fedhm.machine.locks import take_lock
 from fedhm.measure.cost import Cost
 from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from fedhm.runs.fingerprint import DataFacts
@@ -20,17 +20,7 @@ from fedhm.runs.records import append_record, read_records
 from fedhm.runs.tier_files import save_tier
 from fedhm.server.record import Record
 
-_locks: set[int] = set()  # of the folders that this process writes
-
-
-def _forget_locks() -> None:
-    """A forked process, such as a worker, must not hold the lock for longer than the one that took it."""
-    while _locks:
-        os.close(_locks.pop())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
+LOCK = ".lock"  # stays in the folder, and means nothing unless a process holds it
 
 
 class RunFolder:
@@ -38,20 +28,16 @@ class RunFolder:
         self.path = path
         self.config = config
         self._new = False  # made by this process
-        # The lock ends with the process, however that ends.
-        self._lock = os.open(path, os.O_RDONLY)
-        _locks.add(self._lock)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.__exit__()
-            raise FedhmError(f"another process is running in {path}") from None
+        lock = take_lock(path / LOCK)
+        if lock is None:
+            raise FedhmError(f"another process is running in {path}")
+        self._lock = lock
 
     @staticmethod
     def check_free(path: Path) -> None:
         if (path / "config.toml").exists():
             raise FedhmError(f"{path} holds a run already: go on with 'fedhm resume {path}', or choose another folder")
-        if path.is_dir() and any(not entry.name.endswith(".tmp") for entry in path.iterdir()):
+        if path.is_dir() and any(entry.name != LOCK and not entry.name.endswith(".tmp") for entry in path.iterdir()):
             raise FedhmError(f"{path} holds other files: choose an empty or a new folder")
 
     @classmethod
@@ -78,8 +64,7 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _locks.remove(self._lock)
-        os.close(self._lock)
+        self._lock.release()
 
     def restore(self, run: str, state_type: type[Any]) -> tuple[Checkpoint | None, list[Record]]:
         """Return the last complete round. A record of a round whose checkpoint was not finished is taken back."""
@@ -101,8 +86,10 @@ class RunFolder:
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
             for name in ("config.toml", "records.jsonl", "tiers.json", "data.json"):
                 (self.path / name).unlink(missing_ok=True)
-            if not list(self.path.iterdir()):
-                self.path.rmdir()
+            if [entry.name for entry in self.path.iterdir()] == [LOCK]:
+                with suppress(OSError):  # Windows removes no open file, and a folder that holds the lock alone is free
+                    (self.path / LOCK).unlink()
+                    self.path.rmdir()
 
     def save_costs(self, costs: dict[str, Cost]) -> None:
         write_atomically(self.path / "tiers.json", json.dumps({t: vars(cost) for t, cost in costs.items()}, indent=2))

@@ -1,6 +1,5 @@
 """The folder of a federation on this machine: what lies where, whether it runs, and how to connect to it."""
 
-import fcntl
 import json
 import os
 import time
@@ -9,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from filelock import lock_descriptor
 
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.connection import Connection, named_connection
@@ -49,16 +50,20 @@ class FleetFolder:
     def runs(self) -> bool:
         try:
             with (self.path / "lock").open() as file:
-                return not _lock(file) and _lives(file.read())
+                return not lock_descriptor(file.fileno(), blocking=False) and _lives(file.read())
         except FileNotFoundError:
             return False
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """One federation at a time. Its processes hold the lock too, so that it is free once the last has ended."""
+        """Hold the lock of the one federation that may run here, and give its descriptor.
+
+        Its processes inherit that, so that the lock is free once the last of them has ended. A FileLock would keep the
+        descriptor to itself and close it with this process, while a SuperLink may still be saying its goodbyes.
+        """
         with _opened(self.path / "lock") as file:
             until = time.monotonic() + CLEARING
-            while not _lock(file):
+            while not lock_descriptor(file.fileno(), blocking=False):
                 file.seek(0)
                 if _lives(file.read()) or time.monotonic() > until:
                     raise FedhmError(f"a federation runs in {self.path} already; end it, or name another --folder")
@@ -99,14 +104,6 @@ def _opened(path: Path) -> IO[str]:
         return path.open("a+")
     except OSError as error:
         raise FedhmError(f"cannot make the folder {path.parent}: {error.strerror}") from None
-
-
-def _lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _lives(owner: str) -> bool:
