@@ -19,7 +19,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
     settings = {
-        "method": {"tiers": [1, "1/2", "1/4"]},
+        "method": {"tiers": [1, "1/4", "1/8"]},
         "train": {"rounds": 20, "epochs": 2, "batch": 16, "lr": 0.02},
         "engine": {"threads": 1},  # so small a network gains nothing from more
     }

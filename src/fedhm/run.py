@@ -9,6 +9,7 @@ from torch import nn
 from fedhm.assembly import assemble, build_model, dtype_of, read_federation
 from fedhm.config.method import MethodConfig
 from fedhm.config.objective import Objective
+from fedhm.config.plugins import Group, UnknownNameError, find, provide
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig, FederationConfig
 from fedhm.data.federation import DataLike, PublicLike, gathered
@@ -107,8 +108,19 @@ def _own_table(config: Mapping[str, Any] | Config | None, **sections: Any) -> di
         if not isinstance(section, str | MethodConfig | Objective):
             kind = "MethodConfig" if name == "method" else "Objective"
             raise FedhmError(f"{name} must be a name or a fedhm.{kind}, not a {type(section).__name__}")
-        table[name] = {"name": section} if isinstance(section, str) else section
+        table[name] = {"name": section} if isinstance(section, str) else _made_known(name, section)
     return table
+
+
+def _made_known(kind: str, given: MethodConfig | Objective) -> MethodConfig | Objective:
+    """Let the name of an object stand for its class in this process, which reads the settings back for the report."""
+    group: Group = "methods" if kind == "method" else "objectives"
+    try:
+        if find(group, given.name) is not type(given):
+            raise FedhmError(f"'{given.name}' is the name of another {kind}: give yours a name of its own")
+    except UnknownNameError:
+        provide(group, given.name, type(given))
+    return given
 
 
 def report_on(path: Path) -> None:

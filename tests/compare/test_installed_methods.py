@@ -22,6 +22,9 @@ class Mine(MethodConfig):
     name: Literal["mine"] = "mine"
     share: float = 0.5
 
+    def build(self, model, setup):
+        raise AssertionError
+
     @classmethod
     def entries(cls):
         return [

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhm import Config, Experiment, Federation, Samples
+from fedhm import Config, Federation, Samples, assemble
 from fedhm.config.section import tier_name
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.partition import dirichlet_equal
@@ -142,7 +142,7 @@ def _seeded(make: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("heterogeneity", ["fixed", "dynamic"])
 def test_library_gives_the_plain_result(digits: Federation, weighting: str, heterogeneity: str) -> None:
     model, config = _seeded(Residual), _config(weighting, heterogeneity)
-    result = Experiment(model, digits, config).run()
+    result = assemble(model, digits, config).run()
     *_, final = _rounds(model, digits, config, _settings(config), _held(digits))
     assert _difference(final, model) > 0.1  # it has moved
     assert _difference(final, result.networks["full"]) < TOLERANCE
@@ -150,7 +150,7 @@ def test_library_gives_the_plain_result(digits: Federation, weighting: str, hete
 
 def test_every_tier_scores_as_in_the_library(digits: Federation) -> None:
     model, config = _seeded(plain.small_network), _config("softmax", "fixed")
-    result = Experiment(model, digits, config).run()
+    result = assemble(model, digits, config).run()
     inputs, labels = digits.test.inputs, digits.test.labels
     for record, server in zip(
         result.records, _rounds(model, digits, config, _settings(config), _held(digits)), strict=True

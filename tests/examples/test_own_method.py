@@ -12,6 +12,7 @@ import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.compare.entries import known as known_entries
+from fedhm.config import plugins
 from fedhm.config.plugins import known
 from fedhm.config.reading import load_config, parse
 from fedhm.data.federation import Federation
@@ -40,7 +41,8 @@ def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(capsys.readouterr().out.removeprefix("accuracy ").removesuffix("%\n")) > 85
 
 
-def test_an_object_is_run_saved_and_resumed(data: Data, tmp_path: Path) -> None:
+def test_an_object_is_run_saved_and_resumed(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "_provided", {})
     own = runpy.run_path(str(EXAMPLE))["FedMedian"]
     settings = {"train": {"rounds": 2, "lr": 0.1}, "engine": {"threads": 1}}
 
@@ -52,9 +54,12 @@ def test_an_object_is_run_saved_and_resumed(data: Data, tmp_path: Path) -> None:
     method = own(strength=0.5)
     result = fedhm.run(network(), data[1:], data[0], settings, tmp_path / "run", method=method)
     assert 'name = "fedmedian"\nstrength = 0.5' in (tmp_path / "run" / "config.toml").read_text()
-    with pytest.raises(FedhmError, match="there is no method 'fedmedian'"):  # it is not installed
-        fedhm.resume(tmp_path / "run")
     assert result.metrics == whole.metrics
+    max((tmp_path / "run" / "checkpoints").iterdir()).unlink()  # as if the last round had not been finished
+    again = fedhm.run(network(), data[1:], data[0], settings, tmp_path / "run", method=method)
+    assert again.metrics == whole.metrics
+    with pytest.raises(FedhmError, match="this run has no"):  # its data came from Python
+        fedhm.resume(tmp_path / "run")
 
 
 def test_an_installed_method_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +89,13 @@ def test_wrong_methods_are_one_sentence(data: Data) -> None:
         def build(self, model: nn.Module, setup: object) -> object:  # noqa: ARG002
             raise AssertionError
 
+    class Copycat(Own):
+        name: Literal["fedhm"] = "fedhm"  # type: ignore[assignment]
+
     cases: list[tuple[object, dict[str, object], str]] = [
         (3, {}, "method must be a name or a fedhm.MethodConfig, not a int"),
         (Own(), {"method": {"name": "fedhm"}}, "the method is given twice"),
+        (Copycat(), {}, "'fedhm' is the name of another method"),
         ("fedsgd", {}, "there is no method 'fedsgd'"),
     ]
     for method, config, sentence in cases:

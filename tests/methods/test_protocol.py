@@ -110,7 +110,9 @@ class Toy(MethodConfig):
 
 @pytest.mark.parametrize(("mixes", "tiers"), [(False, Slices.tiers), (True, Mix.tiers)])
 def test_other_methods_run_in_the_same_loop(mixes: bool, tiers: tuple[str, ...], federation: Federation) -> None:
-    config = small_config(train={"rounds": 6, "epochs": 2}, evaluation={"every": 6}).model_copy(update={"method": Toy(mixes=mixes)})
+    config = small_config(train={"rounds": 6, "epochs": 2}, evaluation={"every": 6}).model_copy(
+        update={"method": Toy(mixes=mixes)}
+    )
     torch.manual_seed(0)
     result = assemble(slim(8), federation, config).run()
     assert set(result.scores) == set(tiers)

@@ -171,9 +171,8 @@ def own_public(data: PublicLike, dtype: torch.dtype) -> Samples:
     if isinstance(data, Tensor | np.ndarray):
         if not data.ndim:
             raise FedhmError("the public set must be an array of inputs, not a single number")
-        inputs = torch.as_tensor(data)
-    else:
-        inputs, _ = _as_arrays(data, "the public set")
+        data = (data, np.zeros(len(data)))
+    inputs, _ = _as_arrays(data, "the public set")
     samples = Samples(_converted(inputs, dtype), torch.zeros(len(inputs), dtype=torch.int64))
     return samples.subset(torch.from_numpy(numpy_generator(0, "public").permutation(len(samples))))
 

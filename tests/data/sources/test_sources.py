@@ -36,7 +36,7 @@ def write_fashion_mnist(folder: Path, label: int) -> None:
 
 
 def test_the_names() -> None:
-    assert list(SOURCES) == ["digits", "fashion-mnist", "cifar10", "cifar100", "tinyimagenet"]
+    assert list(SOURCES) == ["digits", "fashion-mnist", "cifar10", "cifar100", "tinyimagenet", "diabetes"]
 
 
 def test_digits_need_no_folder() -> None:

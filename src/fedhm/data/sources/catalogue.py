@@ -19,12 +19,12 @@ HUGGINGFACE = "hf:"
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 SOURCES: dict[str, Callable[[Path], Source]] = {
-    "diabetes": lambda _: read_diabetes(),
     "digits": lambda _: read_digits(),
     "fashion-mnist": read_fashion_mnist,
     "cifar10": read_cifar10,
     "cifar100": read_cifar100,
     "tinyimagenet": read_tiny_imagenet,
+    "diabetes": lambda _: read_diabetes(),
 }
 
 # the shape of an input and the number of outputs, so that costs can be told without the data
