@@ -10,9 +10,14 @@ from fedhm.errors import FedhmError
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a copy of a network, to be changed."""
+    """Return a copy of a network, to be changed; tensors that share a parameter's memory share it in the copy too."""
+    memo: dict[int, object] = {}
     try:
-        return copy.deepcopy(model)
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter:  # of which torch would copy the values alone
+                memory = copy.deepcopy(parameter.data, memo)
+                memo[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
+        return copy.deepcopy(model, memo)
     except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
         raise FedhmError(f"the model cannot be copied: {error}") from error
 

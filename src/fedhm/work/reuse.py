@@ -1,7 +1,11 @@
-"""The networks on which one process does its tasks: built once for each name, and as good as new for each task."""
+"""The networks on which one process does its tasks: prepared once for each name, and a copy for each task.
+
+A task trains a copy and throws it away, so that what comes of it cannot depend on the tasks before it, whatever a
+network keeps in attributes, lists or buffers that are not saved.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,93 +14,87 @@ from torch import Tensor, nn
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU
 from fedhm.networks.exchange import Tensors, exchanged, fill, unpacked
+from fedhm.networks.structure import copied
 from fedhm.work.memory_format import channels_last
-from fedhm.work.snapshot import OpaqueError, Snapshot
 
 MOST = 16  # networks at a time; methods name fewer
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ready:
     """A network that is prepared for training."""
 
     network: nn.Module
     forward: Callable[[Tensor], Tensor]  # the network, perhaps compiled
-    state: Tensors  # its own tensors, by name
-    snapshot: Snapshot | None = None  # if it is to be used again
-
-    def targets(self, tensors: Tensors) -> list[Tensor]:
-        """The network's tensors into which `tensors` are to be loaded."""
-        return [self.state[name] for name in tensors if name in self.state]
+    discarded: bool = True  # nobody uses it after its task
 
     def hand_over(self, names: Iterable[str]) -> Tensors:
-        """What travels of the network under these names, to keep. Whoever uses the network again has to load them."""
+        """Return what travels of the network under these names, to keep; the network is of no use afterwards."""
         trained = exchanged(self.network)
-        return {name: self._given(name, trained[name]) for name in names}
+        return {name: self._kept(trained[name]) for name in names}
 
-    def _given(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor itself where a copy would be just like it, and other memory for the network in its place."""
-        own = self.state.get(name)
-        # those of four dimensions may lie in channels-last memory, and others may be made up for the way
-        if own is None or tensor.ndim == 4 or not tensor.is_contiguous() or tensor.data_ptr() != own.data_ptr():
-            return _copy(tensor)
-        if tensor.device != CPU or self.snapshot is None or not self.snapshot.alone(own):
-            return _copy(tensor)
-        own.data = torch.empty_like(own)
-        return tensor
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself where a copy would be just like it."""
+        # those of four dimensions may lie in channels-last memory, or have odd strides of axes of length 1
+        if self.discarded and tensor.device == CPU and tensor.ndim != 4 and tensor.is_contiguous():
+            return tensor
+        return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
 
 
 class Networks:
-    """`build` makes a new network by its name; what comes of a task must not depend on the tasks before it.
-
-    Of a network that waits for its next task little is remembered beside the network itself: the values of tensors that
-    tasks do not bring. One that holds what cannot be restored is built anew for every task.
-    """
+    """`build` makes a new network by its name, whose weights are to be loaded."""
 
     def __init__(
         self, build: Callable[[str], nn.Module], device: torch.device = CPU, compiled: bool = False, most: int = MOST
     ) -> None:
         self.device = device
         self._build, self._compiled, self._most = build, compiled, most
-        self._idle: dict[str, Ready] = {}  # the one that was used last comes last
+        self._prepared: dict[str, nn.Module] = {}  # the one that was used last comes last
+        self._used: dict[str, Ready] = {}  # those that are compiled, by name
 
     @contextmanager
     def loaded(self, name: str, tensors: Tensors) -> Iterator[Ready]:
-        """For one task, the network of this name with `tensors` in it. What they leave out is as in a new network."""
-        ready = self._renewed(name, tensors) or self._new(name, tensors)
+        """Hand out the network of this name with `tensors` in it. What they leave out is as in a new network."""
+        prepared = self._network(name)
+        ready = self._compiled_once(name, prepared) if self._compiled else _ready(copied(prepared))
+        fill(ready.network, unpacked(ready.network, tensors))
         yield ready
-        if ready.snapshot is not None:  # and the task went well
-            self._idle[name] = ready
-            while len(self._idle) > self._most:
-                del self._idle[next(iter(self._idle))]
 
-    def _renewed(self, name: str, tensors: Tensors) -> Ready | None:
-        ready = self._idle.pop(name, None)
-        if ready is None or ready.snapshot is None:
-            return None
-        held = unpacked(ready.network, tensors)
-        if not ready.snapshot.restore(ready.targets(held)):
-            return None
-        fill(ready.network, held)
-        return ready
+    def _network(self, name: str) -> nn.Module:
+        network = self._prepared.pop(name, None)
+        if network is None:
+            network = channels_last(self._build(name).to(self.device))
+        self._prepared[name] = network
+        while len(self._prepared) > self._most:
+            oldest = next(iter(self._prepared))
+            del self._prepared[oldest]
+            self._used.pop(oldest, None)
+        return network
 
-    def _new(self, name: str, tensors: Tensors) -> Ready:
-        network = channels_last(self._build(name).to(self.device))
-        state = {n: t for n, t in network.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-        ready = Ready(network, torch.compile(network) if self._compiled else network, state)
-        held = unpacked(network, tensors)
-        with suppress(OpaqueError):
-            ready.snapshot = Snapshot(network, ready.targets(held))
-        fill(network, held)
-        return ready
+    def _compiled_once(self, name: str, prepared: nn.Module) -> Ready:
+        """Return a compiled network, which is too dear to be thrown away, with the values of a new one."""
+        if name not in self._used:
+            network = copied(prepared)
+            self._used[name] = Ready(network, torch.compile(network), discarded=False)
+        network = self._used[name].network
+        with torch.no_grad():
+            for used, new in zip(_tensors(network), _tensors(prepared), strict=True):
+                used.copy_(new)
+                used.requires_grad_(new.requires_grad)
+                used.grad = None
+        return self._used[name]
+
+
+def _ready(network: nn.Module) -> Ready:
+    return Ready(network, network)
+
+
+def _tensors(network: nn.Module) -> list[Tensor]:
+    return [*network.parameters(), *network.buffers()]
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises where `torch.compile` does not work, as without a C++ compiler."""
+    """Raise where `torch.compile` does not work, as without a C++ compiler."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(3, device=device))
     except Exception as error:  # whatever the compiler raises
