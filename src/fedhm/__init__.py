@@ -18,7 +18,7 @@ from importlib.metadata import version
 
 from fedhm import models
 from fedhm.assembly import assemble
-from fedhm.config.method import MethodConfig
+from fedhm.config.method_config import MethodConfig
 from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config

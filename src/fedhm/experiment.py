@@ -19,11 +19,11 @@ from fedhm.networks.exchange import Tensors, load, travels_as
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
+from fedhm.server.gather import gather_statistics
 from fedhm.server.intake import Intake, TooFewUpdatesError
 from fedhm.server.optimizer import Moments, ServerOptimizer
 from fedhm.server.record import Record, Watcher
 from fedhm.server.sampling import drawings
-from fedhm.server.statistics import gather_statistics
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Participant
 

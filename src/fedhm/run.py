@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from fedhm.assembly import assemble, build_model, dtype_of, read_federation
-from fedhm.config.method import MethodConfig
+from fedhm.config.method_config import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, provide
 from fedhm.config.reading import parse
@@ -16,7 +16,9 @@ from fedhm.data.federation import DataLike, PublicLike, gathered
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
+from fedhm.report.save import save_report
 from fedhm.runs.folder import RunFolder, read_config
+from fedhm.runs.history import read_runs
 from fedhm.server.record import Watcher
 
 
@@ -125,9 +127,6 @@ def _made_known(kind: str, given: MethodConfig | Objective) -> MethodConfig | Ob
 
 def report_on(path: Path) -> None:
     """Leave the report of a finished run in its folder."""
-    from fedhm.report.save import save_report  # plots take a second to import, which clients on Flower need not
-    from fedhm.runs.history import read_runs
-
     save_report(read_runs([path]), path)
 
 

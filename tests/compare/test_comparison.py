@@ -12,7 +12,7 @@ from rich.console import Console
 from fedhm.compare.arrange import arrange
 from fedhm.compare.compared import Compared
 from fedhm.compare.page import ComparisonReport
-from fedhm.compare.tables import as_csv, outcomes, readable_work, spent
+from fedhm.compare.tabulate import as_csv, outcomes, readable_work, spent
 from fedhm.compare.targets import common_target, costs_to_reach, full_model
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost

@@ -15,7 +15,7 @@ MODULE = """
 from typing import Literal
 
 from fedhm import MethodConfig
-from fedhm.config.method import Entry, Family
+from fedhm.config.method_config import Entry, Family
 
 
 class Mine(MethodConfig):

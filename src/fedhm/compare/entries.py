@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fedhm.compare.reference import Reference
 from fedhm.config import method as methods
 from fedhm.config import plugins
-from fedhm.config.method import Family, Settings
+from fedhm.config.method_config import Family, Settings
 from fedhm.errors import FedhmError
 
 

@@ -13,7 +13,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 
 from fedhm.compare.arrange import Comparison, Place
 from fedhm.compare.compared import sent, so_far
-from fedhm.compare.tables import readable_count
+from fedhm.compare.tabulate import readable_count
 from fedhm.compare.targets import Reached
 from fedhm.measure.cost import LayerCost
 

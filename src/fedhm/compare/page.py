@@ -7,13 +7,11 @@ from pathlib import Path
 
 from fedhm.compare.arrange import Comparison, arrange
 from fedhm.compare.compared import Compared, difference_of_entries
-from fedhm.compare.figures import save_communication, save_convergence, save_costs_to_target, save_layers
-from fedhm.compare.tables import as_csv, outcomes, spent, to_target
+from fedhm.compare.tabulate import as_csv, outcomes, spent, to_target
 from fedhm.compare.targets import Reached, common_target, costs_to_reach, full_model
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.measure.cost import LayerCost
-from fedhm.report.energy import save_collapse_plot
 from fedhm.report.sheets import Sheet, markdown_table
 
 NOT_SHOWN = ("engine.", "data.folder", "seed")
@@ -52,6 +50,9 @@ class ComparisonReport:
         return [*tables, to_target(self.comparison.metric, self.target, self.reached)] if self.reached else tables
 
     def save(self, folder: Path) -> list[Path]:
+        from fedhm.compare.figures import save_communication, save_convergence, save_costs_to_target, save_layers
+        from fedhm.report.energy import save_collapse_plot  # matplotlib takes a second to import
+
         write_atomically(folder / "comparison.csv", as_csv(self.entries))
         figures = [
             save_convergence(self.comparison, folder / "convergence-smallest.png"),

@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import nn
 
 from fedhm.assembly import Design, named_design
-from fedhm.config.method import Settings
+from fedhm.config.method_config import Settings
 from fedhm.config.plugins import make
 from fedhm.config.settings import CompareConfig, Config
 from fedhm.errors import FedhmError

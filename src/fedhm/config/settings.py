@@ -8,7 +8,7 @@ import tomli_w
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from pydantic_core import PydanticCustomError
 
-from fedhm.config.method import MethodConfig
+from fedhm.config.method_config import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, make
 from fedhm.config.section import Positive, Ratio, Section

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import MethodConfig
+from fedhm.config.method_config import MethodConfig
 from fedhm.config.section import Ratio, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.methods.homogeneous import Homogeneous

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedhm.config.method import Entry, Family, MethodConfig
+from fedhm.config.method_config import Entry, Family, MethodConfig
 from fedhm.config.section import Ratio, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid

@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import Entry, Family, MethodConfig, Settings, Sizes, replace_largest
+from fedhm.config.method_config import Entry, Family, MethodConfig, Settings, Sizes, replace_largest
 from fedhm.config.section import Ratios, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.diagnostics import Tail, energy_beyond, largest_norm, spectral_constants
@@ -117,17 +117,14 @@ class FedHM(Method[FedHMState]):
         self.tiers = tuple(dict.fromkeys(self.levels))
         # by network; the full one is there for the warm-up, whatever the tiers
         self.ratios = {FULL: 1.0} | {tier_name(ratio): ratio for ratio in config.tiers}
-        self.plans = {
-            name: tier_plan(model, ratio, config.keep, setup.classifier, config.form)
-            for name, ratio in self.ratios.items()
-        }
+        settled = (config.keep, setup.classifier, config.form)
+        self.plans = {name: tier_plan(model, ratio, *settled) for name, ratio in self.ratios.items()}
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
         self._model = model
-        self._largest: dict[str, int] = {}  # layer → the largest rank that any tier asks for
-        for plan in self.plans.values():
-            for layer, rank in plan.items():
-                self._largest[layer] = max(rank, self._largest.get(layer, 0))
+        plans, layers = self.plans.values(), dict.fromkeys(layer for plan in self.plans.values() for layer in plan)
+        # the largest rank that any tier asks for
+        self._largest = {layer: max(plan.get(layer, 0) for plan in plans) for layer in layers}
 
     def start(self, weights: Tensors) -> FedHMState:
         factors, _ = self._factorized(weights)
@@ -158,16 +155,15 @@ class FedHM(Method[FedHMState]):
         diagnostics = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
         if self._setup.optimizer_follows:  # what it leaves of the mean is to be decomposed
             return FedHMState(weights, state.factors, diagnostics=diagnostics)
-        factors, exact = self._factorized(weights, mean, state.factors)
-        return self._complete_state(weights, factors, diagnostics, exact)
+        return self._decomposed(weights, mean, state, diagnostics)
 
     def settle(self, state: FedHMState, before: FedHMState) -> FedHMState:
-        factors, exact = self._factorized(state.weights, None, before.factors)
-        return self._complete_state(state.weights, factors, state.diagnostics, exact)
+        return self._decomposed(state.weights, None, before, state.diagnostics)
 
-    def _complete_state(
-        self, weights: Tensors, factors: dict[str, Factors], diagnostics: dict[str, float], exact: int
+    def _decomposed(
+        self, weights: Tensors, mean: WeightedMean | None, before: FedHMState, diagnostics: dict[str, float]
     ) -> FedHMState:
+        factors, exact = self._factorized(weights, mean, before.factors)
         found = {**diagnostics, "exact_decompositions": exact, **self._energy_beyond(weights, factors)}
         return FedHMState(weights, factors, diagnostics=found)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from torch import nn
 
-from fedhm.config.method import Entry, Family, MethodConfig
+from fedhm.config.method_config import Entry, Family, MethodConfig
 from fedhm.config.section import as_ratio
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import plan_hadamard

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.method_config import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
 from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.method import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.method_config import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
 from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.method import (
+from fedhm.config.method_config import (
     PAPER_WIDTHS,
     Entry,
     Family,

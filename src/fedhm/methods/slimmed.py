@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.method import Entry, Family, MethodConfig
+from fedhm.config.method_config import Entry, Family, MethodConfig
 from fedhm.config.section import Ratio, width_name
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average

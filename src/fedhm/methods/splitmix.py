@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import Entry, Family, MethodConfig
+from fedhm.config.method_config import Entry, Family, MethodConfig
 from fedhm.config.section import Positive, Ratio
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State

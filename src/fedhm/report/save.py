@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedhm.machine.files import write_atomically
-from fedhm.report.energy import save_collapse_plot
-from fedhm.report.plots import save_plots
 from fedhm.report.tables import as_csv, markdown
 from fedhm.runs.history import Run
 
 
 def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write table and plots, and return their paths."""
+    from fedhm.report.energy import save_collapse_plot  # matplotlib takes a second to import
+    from fedhm.report.plots import save_plots
+
     write_atomically(folder / "report.md", markdown(runs))
     write_atomically(folder / "report.csv", as_csv(runs))
     plots = save_plots(runs, folder)
