@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fedhm.compare.reference import Reference
-from fedhm.config import method as methods
+from fedhm.config import method_config as methods
 from fedhm.config import plugins
 from fedhm.config.method_config import Family, Settings
 from fedhm.errors import FedhmError
