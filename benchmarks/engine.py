@@ -101,7 +101,9 @@ def rounds(quick: bool, repeats: int, environment: Path) -> dict[str, Ratio]:
     """Part 2: whole rounds, each library in a process of its own that waits for its turn."""
     ours = [sys.executable, "-m", "peers.fedhm_rounds"]
     clients = "4" if quick else str(CLIENTS)
+    executor = [sys.executable, "-m", "peers.executor_rounds", "2", clients]
     commands = {"fedhm, 2 workers": [*ours, "2", clients], "fedhm, 1 worker": [*ours, "1", clients]}
+    commands["fedhm, ProcessPoolExecutor"] = executor  # its own pool replaced by that of the standard library
     python = str(environment.absolute() / "bin" / "python")
     if quick:
         pass

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedhm.config import plugins
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config
 from fedhm.data.federation import Federation, gathered
@@ -86,3 +88,12 @@ def federation() -> Federation:
 
     clients = [draw(rng.choice(4 if number % 2 else 3, 20)) for number in range(8)]
     return gathered(clients, draw(np.arange(40) % 4))
+
+
+@pytest.fixture(autouse=True)
+def _names_of_one_test() -> Iterator[None]:
+    """What a test makes known by a name is not known to the others."""
+    before = dict(plugins._provided)
+    yield
+    plugins._provided.clear()
+    plugins._provided.update(before)

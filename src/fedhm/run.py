@@ -107,21 +107,19 @@ def _own_table(config: Mapping[str, Any] | Config | None, **sections: Any) -> di
             continue
         if isinstance(table.get(name), Mapping):
             raise FedhmError(f"the {name} is given twice: by {name}=, and by the config's section '{name}'")
-        if not isinstance(section, str | MethodConfig | Objective):
-            kind = "MethodConfig" if name == "method" else "Objective"
-            raise FedhmError(f"{name} must be a name or a fedhm.{kind}, not a {type(section).__name__}")
         table[name] = {"name": section} if isinstance(section, str) else _made_known(name, section)
     return table
 
 
-def _made_known(kind: str, given: MethodConfig | Objective) -> MethodConfig | Objective:
+def _made_known(kind: str, given: Any) -> Any:
     """Let the name of an object stand for its class in this process, which reads the settings back for the report."""
     group: Group = "methods" if kind == "method" else "objectives"
+    name = str(getattr(given, "name", ""))  # what is no settings at all is refused with the others
     try:
-        if find(group, given.name) is not type(given):
-            raise FedhmError(f"'{given.name}' is the name of another {kind}: give yours a name of its own")
+        if name and find(group, name) is not type(given):
+            raise FedhmError(f"'{name}' is the name of another {kind}: give yours a name of its own")
     except UnknownNameError:
-        provide(group, given.name, type(given))
+        provide(group, name, type(given))
     return given
 
 

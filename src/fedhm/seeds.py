@@ -7,7 +7,7 @@ import torch
 
 
 def derive(seed: int, *purpose: int | str) -> int:
-    """A 63-bit seed for one purpose, e.g. `derive(seed, "train", round, client)`.
+    """Return a 63-bit seed for one purpose, e.g. `derive(seed, "train", round, client)`.
 
     Hashing, rather than adding, keeps neighbouring rounds and clients unrelated.
     """

@@ -19,7 +19,7 @@ SCRIPTS = sorted(
 PROMISED = {
     "engine.py": {
         "of_bare": {*(f"ResNet-18 {tier}" for tier in ("full", "1/2", "1/4", "1/8", "1/2, Frobenius decay")), "CNN"},
-        "two_workers_against": {"fedhm, 1 worker"},
+        "two_workers_against": {"fedhm, 1 worker", "fedhm, ProcessPoolExecutor"},
     },
     "tiers.py": {"tiers": {"full", "1/2", "1/4", "1/8"}, "layers": {"full", "1/2", "1/4", "1/8"}},
     "scale.py": {"clients": {"5", "20"}, "layers": {"64", "128"}},

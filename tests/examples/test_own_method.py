@@ -93,7 +93,7 @@ def test_wrong_methods_are_one_sentence(data: Data) -> None:
         name: Literal["fedhm"] = "fedhm"  # type: ignore[assignment]
 
     cases: list[tuple[object, dict[str, object], str]] = [
-        (3, {}, "method must be a name or a fedhm.MethodConfig, not a int"),
+        (3, {}, "config: method: input should be a valid dictionary or instance of MethodConfig"),
         (Own(), {"method": {"name": "fedhm"}}, "the method is given twice"),
         (Copycat(), {}, "'fedhm' is the name of another method"),
         ("fedsgd", {}, "there is no method 'fedsgd'"),

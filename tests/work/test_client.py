@@ -1,7 +1,9 @@
 """Local training is plain SGD on the client's own samples, and depends on nothing but its task."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -177,3 +179,34 @@ def test_sparse_gradients_train_too() -> None:
     own = replace(client(network, weight_decay=0), samples=words)
     update = own.run(task(network))
     assert not torch.equal(update.tensors["0.weight"], exchanged(network)["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("train", "optimizer"),
+    [
+        ({"momentum": 0.8, "nesterov": True}, partial(torch.optim.SGD, momentum=0.8, nesterov=True)),
+        ({"momentum": 0.8, "dampening": 0.3}, partial(torch.optim.SGD, momentum=0.8, dampening=0.3)),
+        ({"optimizer": "adamw"}, torch.optim.AdamW),
+        (
+            {"optimizer": "adamw", "betas": [0.7, 0.9], "eps": 1e-3, "amsgrad": True},
+            partial(torch.optim.AdamW, betas=(0.7, 0.9), eps=1e-3, amsgrad=True),
+        ),
+    ],
+)
+def test_optimizers_are_torchs_own(train: dict[str, object], optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    network = nn.Sequential(*(layer for layer in model() if not isinstance(layer, nn.Dropout)))  # type: ignore[attr-defined]
+    plain = copy.deepcopy(network)
+    settings = {"weight_decay": 0.1, "lr": 0.01, "batch": 22, "epochs": 3, "masked_loss": False}
+    update = client(network, **settings, **train).run(task(network))
+    data, steps = samples(), optimizer(plain.train().parameters(), lr=0.01, weight_decay=0.1)
+    for _ in range(3):
+        steps.zero_grad()
+        F.cross_entropy(plain(data.inputs), data.labels).backward()
+        steps.step()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(update.tensors[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_what_torch_refuses_is_refused_before_a_run() -> None:
+    with pytest.raises(ValueError, match="nesterov needs a momentum, and no dampening"):
+        TrainConfig(nesterov=True, momentum=0.0)

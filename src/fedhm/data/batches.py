@@ -1,4 +1,4 @@
-"""From samples in memory to batches: gathered, augmented and normalised as tensors, with no process in between."""
+"""Batches of samples in memory: gathered, augmented and normalised as tensors, with no process in between."""
 
 from collections.abc import Iterator
 from copy import copy
@@ -25,7 +25,7 @@ class Preprocessing:
     flip: bool = False  # mirrored left to right, every second time
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, C) → float (B, C, H, W) in channels-last memory."""
+        """Normalise pixels: uint8 (B, H, W, C) → float (B, C, H, W) in channels-last memory."""
         width, device = pixels.shape[2], pixels.device
         values = pixels.float()
         # a whole line of pixels at a time, since the loop over three channels would be a short one
@@ -51,13 +51,13 @@ class Feed:
         return feed
 
     def shuffled(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
-        """One epoch in random order, augmented."""
+        """Yield the batches of one epoch, in random order and augmented."""
         order = torch.randperm(len(self.samples), generator=generator)
         for indices in _split(order, size):
             yield self._augmented(indices, generator), self._labels(indices)
 
     def ordered(self, size: int) -> Iterator[Batch]:
-        """Every sample once, in order, not augmented."""
+        """Yield every sample once in batches, in order and not augmented."""
         for indices in _split(torch.arange(len(self.samples)), size):
             yield self._plain(indices), self._labels(indices)
 
@@ -70,7 +70,7 @@ class Feed:
         return self.preprocessing.normalise(self._pixels(indices).to(self.device))
 
     def _pixels(self, indices: Tensor) -> Tensor:
-        """(B, H, W, C), turned for a batch alone if the samples do not lie in memory like that."""
+        """Return pixels as (B, H, W, C); the batch alone is permuted if the samples do not lie in memory like that."""
         whole = self.samples.inputs.permute(0, 2, 3, 1)
         if whole.is_contiguous():
             return whole.index_select(0, indices)
@@ -96,7 +96,7 @@ class Feed:
 
 
 def _split(order: Tensor, size: int) -> list[Tensor]:
-    """A last batch of one sample joins the one before: batch normalisation has no variance of a single value."""
+    """Split into batches; a single last sample joins the batch before: BatchNorm has no variance of a single value."""
     parts = list(order.split(size))
     if len(parts) > 1 and len(parts[-1]) == 1:
         parts[-2:] = [torch.cat(parts[-2:])]

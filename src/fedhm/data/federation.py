@@ -77,11 +77,11 @@ class Federation:
 
     @property
     def size(self) -> int:
-        """How many clients there are."""
+        """Return how many clients there are."""
         return len(self.clients) or len(self.remote)
 
     def samples_of(self, client: int) -> int:
-        """How many samples a client has."""
+        """Return how many samples a client has."""
         return self.remote[client] if self.remote else len(self.clients[client])
 
     @property
@@ -93,7 +93,7 @@ class Federation:
 
 
 def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
-    """The public samples, each with its number in place of its label: scores on them are rows by that number.
+    """Return the public samples, each with its number in place of its label: logits on them are rows by that number.
 
     They are never augmented, since such a row belongs to the very input that the others saw.
     """
@@ -102,7 +102,7 @@ def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
 
 
 def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
-    """Reads the data set that `config` names and deals it out."""
+    """Read the data set that `config` names and deal it out to clients."""
     source = read_source(config.source, config.folder)
     left, public = set_aside(source.train, config, seed)
     train = _chosen(left, config.train_samples, config.source, seed)
@@ -186,7 +186,7 @@ def remote_federation(
     dtype: torch.dtype = torch.float32,
     objective: Objective | None = None,
 ) -> Federation:
-    """Do as `gathered`, of clients whose samples the server never sees: `sizes` has how many each says it has.
+    """Make a federation of clients whose samples the server never sees: `sizes` has how many each says it has.
 
     So the server has to be told how many `classes` there are, and by which mean and deviation images are normalised.
     """

@@ -13,12 +13,12 @@ Partition = list[Indices]
 
 
 def iid(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Partition:  # noqa: ARG001
-    """Equal random shares."""
+    """Deal out equal random shares."""
     return [np.sort(share) for share in np.array_split(rng.permutation(len(labels)), clients)]
 
 
 def dirichlet_equal(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Partition:
-    """Label shares drawn from Dirichlet(α) for each client, and the same number of samples for all.
+    """Deal out labels by shares drawn from Dirichlet(α) for each client, and the same number of samples to all.
 
     Each client asks for labels at random by its shares; a label that more samples are asked of than are left
     is dealt out among those who ask at random, and the others ask again among the labels that are left.
@@ -49,7 +49,7 @@ def dirichlet_equal(labels: Indices, clients: int, alpha: float, rng: np.random.
 
 
 def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Partition:
-    """Each label is split over the clients by shares from Dirichlet(α): sizes differ, a client may end up with none."""
+    """Split each label over the clients by shares from Dirichlet(α): sizes differ, a client may end up with none."""
     parts: list[list[Indices]] = [[] for _ in range(clients)]
     for label in range(int(labels.max()) + 1):
         indices = rng.permutation(np.flatnonzero(labels == label))

@@ -12,7 +12,7 @@ HELD_OUT = "held-out"
 
 
 def set_aside(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, Samples | None]:
-    """What the clients may share of `train`, and the public samples that `config` asks for, in random order."""
+    """Return what the clients may share of `train`, and the public samples that `config` asks for, in random order."""
     if not config.public:
         return train, None
     held_out = config.public == HELD_OUT
@@ -27,6 +27,6 @@ def set_aside(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, S
 
 
 def _read(config: DataConfig) -> Samples:
-    """The folder is that of `source`; another data set may lie in it too, where its files can be told."""
+    """Read the public data set from the source's folder, if its files are in there too, or from its default places."""
     there = config.public == config.source or lies_in(config.public, config.folder)
     return read_source(config.public, config.folder if there else None).train

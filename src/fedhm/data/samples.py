@@ -11,7 +11,7 @@ from fedhm.errors import FedhmError
 
 @dataclass(frozen=True)
 class Samples:
-    """`inputs` (N, …), and `labels`: class numbers (N,), or numbers to predict (N,) or (N, outputs).
+    """Samples: `inputs` (N, …), and `labels`: class numbers (N,), or numbers to predict (N,) or (N, outputs).
 
     Images are uint8 (N, C, H, W); any other input is taken as it is.
     """
@@ -56,7 +56,7 @@ class Source:
 
 
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel of uint8 images (N, C, H, W), in units of 0…1, exactly.
+    """Return mean and standard deviation per channel of uint8 images (N, C, H, W), in units of 0…1, exactly.
 
     Counted over the 256 pixel values, so no float copy of the data set is made.
     """

@@ -1,4 +1,4 @@
-"""How far from the best an approximation by subspace iteration can be.
+"""A bound on how far from the best an approximation by subspace iteration can be.
 
 Let Q hold k orthonormal left vectors, B = Qᵀ A with singular values sᵢ and right vectors V', and C = A − Q B what the
 vectors leave of A. The approximation keeps the first r; its squared error is ‖A‖² − Σᵢ≤ᵣ sᵢ². The best one has
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedhm.lowrank.svd import squared_norm
 
-TOLERANCE = 1.002  # times the smallest possible error; beyond it nobody asks how much
+TOLERANCE = 1.002  # times the smallest possible error; how far beyond it an error is does not matter
 ESTIMATES = ((5, 1.4), (10, 1.07))  # steps, and the margin on the energy: five find 0.8 of it or more, ten 0.95,
 # also where many are almost as large
 NOISE = 1e-7  # of the largest energy: what is found below it is rounding
@@ -31,7 +31,7 @@ ROUNDING = 1e-6  # of the energy of A: a smaller error cannot be told from none 
 
 
 def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, turned: Tensor) -> float:
-    """At most how many times the smallest possible error the first `rank` directions leave.
+    """Bound the error that the first `rank` directions leave, as a multiple of the smallest possible error.
 
     left    (M, k) orthonormal: Q
     turned  (k, k): T
@@ -54,7 +54,7 @@ def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, turne
 
 
 def _excess(energies: Tensor, rank: int, turned: Tensor, beyond: float, enough: float) -> float:
-    """How much larger than Σᵢ≤ᵣ sᵢ² the best sum can be; somewhat more or infinite, where that settles it."""
+    """Bound how much larger than Σᵢ≤ᵣ sᵢ² the best sum can be; somewhat more or infinite, where that settles it."""
     kept = energies[:rank].sum()
     above = torch.tensor([1.01, 1.02, 1.04, 1.07, 1.1, 1.15, 1.25, 1.4, 1.7, 2, 3, 5, 10, 20, 50], dtype=torch.float64)
     levels = torch.cat([above * beyond, energies[rank - 1 : rank].clamp(min=1.01 * beyond)])
@@ -78,7 +78,7 @@ def _excess(energies: Tensor, rank: int, turned: Tensor, beyond: float, enough: 
 
 
 class _Lanczos:
-    """‖A − Q Qᵀ A‖₂², closer with every step."""
+    """An estimate of ‖A − Q Qᵀ A‖₂² that comes closer with every step."""
 
     def __init__(self, matrix: Tensor, left: Tensor) -> None:
         self._matrix, self._left = matrix, left
@@ -88,7 +88,7 @@ class _Lanczos:
         self._beside: list[float] = []
 
     def largest_energy(self, steps: int) -> float:
-        """After so many steps in all."""
+        """Return the estimate after `steps` steps, those of earlier calls included."""
         while len(self._diagonal) < steps and (norm := float(self._next.norm())) > 1e-30:
             if self._diagonal:
                 self._beside.append(norm)

@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair | str, dilation: Pair
 ) -> Tensor:
-    """`F.conv2d` with a kernel k×1 or 1×k."""
+    """Compute `F.conv2d` with a kernel k×1 or 1×k."""
     if isinstance(padding, str) or dilation != (1, 1) or not _pays(x, weight, stride):
         return F.conv2d(x, weight, bias, stride, padding, dilation)
     y = cast(Tensor, _Convolution.apply(x, weight, stride, padding))  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def weight_gradient(x: Tensor, g: Tensor, shape: torch.Size, stride: Pair, padding: Pair) -> Tensor:
-    """Of a convolution of x with a weight of `shape`, (n, m, k, 1) or (n, m, 1, k), whose output has gradient g."""
+    """Return the gradient of a weight of `shape`, (n, m, k, 1) or (n, m, 1, k), for input x and output gradient g."""
     n, m, *kernel = shape
     vertical, horizontal = zip(kernel, stride, padding, strict=True)
     axis, (taps, step, pad) = (1, vertical) if horizontal == (1, 1, 0) else (2, horizontal)
@@ -78,7 +78,7 @@ def weight_gradient(x: Tensor, g: Tensor, shape: torch.Size, stride: Pair, paddi
 
 
 def _shifted(images: Tensor, axis: int, taps: int, pad: int, step: int) -> Tensor:
-    """(batch, height, width, channels) → (positions, taps · channels)."""
+    """Lay shifted copies side by side: (batch, height, width, channels) → (positions, taps · channels)."""
     pads = [0, 0, pad, pad] if axis == 2 else [0, 0, 0, 0, pad, pad]
     windows = F.pad(images, pads).unfold(axis, taps, step)  # (batch, height, width, channels, taps)
     return windows.transpose(3, 4).reshape(-1, taps * images.shape[3])

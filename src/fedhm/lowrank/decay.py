@@ -12,7 +12,7 @@ from fedhm.lowrank.layers import LowRank
 
 
 def add_frobenius_decay(hybrid: nn.Module, strength: float) -> None:
-    """Adds the decay to the gradients, after `backward` and before the optimizer's step."""
+    """Add the Frobenius decay to the gradients, after `backward` and before the optimizer's step."""
     add_decay(factorized_layers(hybrid), strength)
 
 
@@ -22,7 +22,7 @@ def factorized_layers(hybrid: nn.Module) -> list[LowRank]:
 
 @torch.no_grad()
 def add_decay(layers: Iterable[LowRank], strength: float) -> None:
-    """`add_frobenius_decay` for those who know the layers."""
+    """Add the Frobenius decay to the gradients of `layers`, for callers that have found them already."""
     for layer in layers:
         along_u, along_v = layer.u.grad, layer.v.grad
         if along_u is not None and along_v is not None:
@@ -32,8 +32,10 @@ def add_decay(layers: Iterable[LowRank], strength: float) -> None:
 
 
 def _by_rank(factor: Tensor, axis: int) -> Tensor:
-    """u → (r, ·), v → (·, r). In which order the other axes follow does not matter to a Gram matrix: channels come
-    last, as in memory, so that nothing is copied."""
+    """Flatten all axes of a factor but that of its rank: u → (r, ·), v → (·, r).
+
+    Their order does not matter to a Gram matrix: channels come last, as in memory, so that nothing is copied.
+    """
     by_channel = factor.movedim(1, -1)
     return by_channel.flatten(1) if axis == 0 else by_channel.flatten(0, -2)
 
@@ -41,6 +43,6 @@ def _by_rank(factor: Tensor, axis: int) -> Tensor:
 def _add_product(gradient: Tensor, axis: int, first: Tensor, second: Tensor, strength: float) -> None:
     matrix = _by_rank(gradient, axis)
     matrix.addmm_(first, second, alpha=strength)
-    if matrix.data_ptr() != gradient.data_ptr():  # of a gradient in other memory, it is a copy
+    if matrix.data_ptr() != gradient.data_ptr():  # a gradient in another memory format was copied
         by_channel = gradient.movedim(1, -1)
         by_channel.copy_(matrix.view(by_channel.shape))

@@ -31,7 +31,7 @@ class Tail(NamedTuple):
 def spectral_constants(
     spectra: Mapping[str, Tensor], ranks: Sequence[Mapping[str, int]], tails: Mapping[str, Tail] = {}
 ) -> tuple[float, float]:
-    """κ_σ1 and κ_σ2 from each layer's singular values and each participant's ranks; no rank means full rank."""
+    """Return κ_σ1 and κ_σ2 from each layer's singular values and each participant's ranks; no rank means full rank."""
     first = second = 0.0
     for layer, spectrum in spectra.items():
         tail = tails.get(layer, Tail(0, 0.0))
@@ -52,12 +52,12 @@ def spectral_constants(
 
 
 def largest_norm(factors: Iterable[Tensor]) -> float:
-    """κ_UV over the factors of one update."""
+    """Return κ_UV over the factors of one update."""
     return max((factor.norm().item() for factor in factors), default=0.0)
 
 
 def energy_beyond(energies: Mapping[str, float], spectra: Mapping[str, Tensor], ranks: Mapping[str, int]) -> float:
-    """From each layer's ‖W‖²_F and its leading singular values, of which at least as many as its rank are known."""
+    """Return the share of the layers' energies ‖W‖²_F beyond their ranks; up to these, singular values are known."""
     total = sum(energies[layer] for layer in ranks)
     within = sum(spectra[layer][:rank].double().square().sum().item() for layer, rank in ranks.items())
     return max(0.0, 1 - within / total) if total else 0.0

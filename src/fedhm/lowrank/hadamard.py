@@ -17,7 +17,7 @@ from fedhm.lowrank.plan import RankPlan, plan_ranks
 
 
 class Half(nn.Module):
-    """X Yᵀ, or T ×₁ X ×₂ Y for a convolution: x (n, R), y (m, R), t (R, R, k₁, k₂)."""
+    """A half of a weight: X Yᵀ, or T ×₁ X ×₂ Y for a convolution: x (n, R), y (m, R), t (R, R, k₁, k₂)."""
 
     def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, generator: torch.Generator | None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Half(nn.Module):
 
 
 class Hadamard(nn.Module):
-    """The two halves of one layer, and the dense weight that they compose: once for each batch."""
+    """The two halves of one layer, and the dense weight that they compose, once for each batch."""
 
     def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class HadamardConv2d(Hadamard):
 
 
 def factor_deviation(weight: Tensor, rank: int) -> float:
-    """The σ at which factors drawn from N(0, σ²) compose a W as large as `weight`, in the mean square.
+    """Return the σ at which factors drawn from N(0, σ²) compose a W as large as `weight`, in the mean square.
 
     A half sums R products of two factors, for a convolution R² products of three, and the halves are independent:
     E[W²] = (R σ⁴)² or (R² σ⁶)².
@@ -90,7 +90,7 @@ def factor_deviation(weight: Tensor, rank: int) -> float:
 
 
 def plan_hadamard(model: nn.Module, ratio: float, keep: int = 1, *, classifier: str | None = "auto") -> RankPlan:
-    """The rank of every layer's halves, γ = `ratio` of the way from the smallest useful one to the largest.
+    """Plan the rank of every layer's halves, γ = `ratio` of the way from the smallest useful one to the largest.
 
     `keep` and `classifier` are those of `plan_ranks`, which also decides what else stays dense.
     """
@@ -108,7 +108,7 @@ def plan_hadamard(model: nn.Module, ratio: float, keep: int = 1, *, classifier: 
 
 
 def hadamard_rank(shape: torch.Size, ratio: float) -> int | str:
-    """R = (1 − γ) R_min + γ R_max, rounded; or why that does not pay.
+    """Return R = (1 − γ) R_min + γ R_max, rounded, or why that does not pay.
 
     With R_min = ⌈√min(n, m)⌉ the weight can reach full rank, R_max is the largest that does not add parameters.
     """
@@ -123,6 +123,6 @@ def hadamard_rank(shape: torch.Size, ratio: float) -> int | str:
 
 
 def hadamard_parameters(shape: torch.Size, rank: int) -> int:
-    """2 R (n + m), for a convolution 2 R² k₁ k₂ more."""
+    """Count the parameters of both halves: 2 R (n + m), for a convolution 2 R² k₁ k₂ more."""
     n, m, *kernel = shape
     return 2 * rank * (n + m) + (2 * rank**2 * math.prod(kernel) if kernel else 0)

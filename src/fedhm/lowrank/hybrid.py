@@ -1,4 +1,4 @@
-"""Any network + rank plan → hybrid network, and back to the full network's state."""
+"""Hybrid networks: made of any network and a rank plan, and turned back into the full network's state."""
 
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
@@ -14,7 +14,7 @@ from fedhm.networks.structure import copied, weight_owners
 
 
 def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:
-    """A copy of `model` in which every layer of `plan` is factorized at its rank, in the plan's form.
+    """Return a copy of `model` in which every layer of `plan` is factorized at its rank, in the plan's form.
 
     The factors are the truncated SVD of the model's weights (spectral initialisation). With `spectral=False` they
     are zero, for a network whose weights are loaded right after.
@@ -31,7 +31,7 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
 
 
 def to_hadamard(model: nn.Module, plan: Mapping[str, int], generator: torch.Generator | None = None) -> nn.Module:
-    """A copy of `model` in which every layer of `plan` is composed of Hadamard factors of its rank.
+    """Return a copy of `model` in which every layer of `plan` is composed of Hadamard factors of its rank.
 
     The factors are drawn from `generator`, at the scale of the model's weights. Without one they are zero, for a
     network whose weights are loaded right after.
@@ -46,7 +46,7 @@ def to_hadamard(model: nn.Module, plan: Mapping[str, int], generator: torch.Gene
 
 
 def to_full(hybrid: nn.Module) -> dict[str, Tensor]:
-    """The state of the full network that `hybrid` stands for: each factor pair becomes the weight that it equals."""
+    """Return the state of the full network that `hybrid` stands for: factors become the weights that they equal."""
     full = {name: tensor.detach() for name, tensor in hybrid.state_dict().items()}
     for name, layer in hybrid.named_modules(remove_duplicate=False):
         if isinstance(layer, LowRank | Hadamard):
@@ -58,7 +58,7 @@ def to_full(hybrid: nn.Module) -> dict[str, Tensor]:
 
 
 def plan_of(hybrid: nn.Module, kind: type[LowRank | Hadamard] = LowRank) -> RankPlan:
-    """The ranks, and their form, of a network that is already factorized."""
+    """Return the ranks, and their form, of a network that is already factorized."""
     layers = {name: layer for name, layer in hybrid.named_modules() if isinstance(layer, kind)}
     pufferfish = any(isinstance(layer, PufferfishConv2d) for layer in layers.values())
     ranks = {name: layer.rank for name, layer in layers.items()}
@@ -68,7 +68,7 @@ def plan_of(hybrid: nn.Module, kind: type[LowRank | Hadamard] = LowRank) -> Rank
 def _with_new_layers(
     model: nn.Module, names: Iterable[str], make: Callable[[str, nn.Conv2d | nn.Linear], nn.Module]
 ) -> nn.Module:
-    """A copy of `model` in which `make` has replaced every layer of `names`."""
+    """Return a copy of `model` in which `make` has replaced every layer of `names`."""
     hybrid = copied(model)
     layers = dict(hybrid.named_modules())
     owners = weight_owners(hybrid)
@@ -87,7 +87,7 @@ def _with_new_layers(
 
 
 def _replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """A layer that is used in several places stays one layer."""
+    """Replace `old` wherever it is used, so that a layer used in several places stays one layer."""
     for parent in root.modules():
         for name, child in parent._modules.items():
             if child is old:

@@ -37,13 +37,13 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The recovered dense weight, for owners that reach for `layer.weight` instead of calling the layer."""
+        """Return the recovered dense weight, for owners that reach for `layer.weight` instead of calling the layer."""
         left, right = join(self.u, self.v)
         return roll(left @ right, self.dense_shape)
 
 
 class LowRankLinear(LowRank):
-    """y = (x uᵀ) vᵀ + b, with u (r, m), v (n, r)."""
+    """A factorized Linear layer: y = (x uᵀ) vᵀ + b, with u (r, m), v (n, r)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(F.linear(x, self.u), self.v, self.bias)
@@ -54,7 +54,7 @@ class LowRankLinear(LowRank):
 
 
 class LowRankConvolution(LowRank):
-    """What both forms take over from the dense convolution; a bias stays on the second factor."""
+    """A factorized convolution: what both forms take over from the dense one; a bias stays on the second factor."""
 
     def __init__(self, dense: nn.Conv2d, rank: int, *, spectral: bool = True) -> None:
         super().__init__(dense, rank, spectral=spectral)
@@ -117,5 +117,5 @@ LAYERS: dict[type[nn.Module], dict[Form, type[LowRank]]] = {
 
 
 def largest_rank(shape: torch.Size, form: Form = "spatial") -> int:
-    """The rank at which a factorized layer can express every weight of `shape`."""
+    """Return the rank at which a factorized layer can express every weight of `shape`."""
     return min(unrolled_shape(shape, form))

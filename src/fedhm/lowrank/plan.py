@@ -64,7 +64,7 @@ def plan_ranks(
     dense: Collection[str] = (),
     form: Form = "spatial",
 ) -> RankPlan:
-    """Plans the hybrid network of `model` at rank ratio γ = `ratio`, a number or a fraction such as "1/8".
+    """Plan the hybrid network of `model` at rank ratio γ = `ratio`, a number or a fraction such as "1/8".
 
     keep        how many layers to leave dense at the start (the paper's ρ), in the order in which the model
                 defines them; 1×1 convolutions and the classifier do not count
@@ -120,13 +120,13 @@ def plan_ranks(
 
 
 def find_classifier(model: nn.Module) -> str | None:
-    """The name of the layer that gives the logits: the last layer with a weight matrix, if that is a Linear."""
+    """Return the name of the layer that gives the logits: the last layer with a weight matrix, if that is a Linear."""
     layers = list(_weighted_modules(model))
     return layers[-1][0] if layers and isinstance(layers[-1][1], nn.Linear) else None
 
 
 def obstacle(layer: nn.Module, owners: Counter[int]) -> str | None:
-    """Why a layer of this kind cannot be replaced at all, whatever the ratio."""
+    """Return why a layer of this kind cannot be replaced at all, whatever the ratio; None if it can."""
     if is_parametrized(layer):
         return "its weight is computed from other parameters"
     if any(is_lazy(p) for p in layer.parameters(recurse=False)):
@@ -159,7 +159,7 @@ def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _affordable_rank(layer: nn.Conv2d | nn.Linear, ratio: float, form: Form) -> int | str:
-    """The rank at this ratio, or why it does not pay."""
+    """Return the rank at this ratio, or why it does not pay."""
     size = layer.out_channels if isinstance(layer, nn.Conv2d) else min(layer.weight.shape)
     rank = min(max(1, round(ratio * size)), largest_rank(layer.weight.shape, form))
     factored = rank * sum(unrolled_shape(layer.weight.shape, form))

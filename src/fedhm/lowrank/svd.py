@@ -12,7 +12,7 @@ from fedhm.errors import FedhmError
 
 
 class Factors(NamedTuple):
-    """`left @ right` is the best approximation of rank k to a matrix (M, N), or as good as a bound says.
+    """Factors of a matrix (M, N): `left @ right` is its best approximation of rank k, or as good as a bound says.
 
     The singular values are split evenly, so that both factors start at the same scale.
     Smaller ranks are prefixes: `left[:, :r]`, `right[:r]`.
@@ -27,8 +27,8 @@ class Factors(NamedTuple):
 
 
 def factorize(matrix: Tensor, rank: int) -> Factors:
-    """Decomposes `matrix` (M, N) exactly, and keeps its `rank` largest directions and all its singular values."""
-    if not bool(matrix.isfinite().all()):  # of which LAPACK makes what it likes
+    """Decompose `matrix` (M, N) exactly, and keep its `rank` largest directions and all its singular values."""
+    if not bool(matrix.isfinite().all()):  # LAPACK's result for these can be anything
         raise FedhmError("a weight matrix holds NaN or infinite values: the model has diverged; lower train.lr")
     # half precision has no decomposition of its own
     precise = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
@@ -44,7 +44,7 @@ def _lapack(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """By the eigenvectors of the smaller Gram matrix, in twice the precision that the matrix has.
+    """Decompose by the eigenvectors of the smaller Gram matrix, in twice the precision that the matrix has.
 
     Squaring costs half of the digits, and float64 has more than twice those of float32: the tail is as right as by an
     SVD in float32, at a fraction of the time for matrices that are not square, and a little less for square ones.
@@ -63,10 +63,10 @@ def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def truncation_error(spectrum: Tensor, rank: int) -> float:
-    """‖W − W_r‖_F, by Eckart–Young the norm of the singular values that were cut off."""
+    """Return ‖W − W_r‖_F, by Eckart–Young the norm of the singular values that were cut off."""
     return float(spectrum[rank:].norm())
 
 
 def squared_norm(weight: Tensor) -> float:
-    """‖W‖²_F, precise enough to subtract from: rows are summed in float32, which is quick, and their sums are not."""
+    """Return ‖W‖²_F, precise enough to subtract from: rows are summed in float32, for speed, their sums in float64."""
     return float(torch.linalg.vector_norm(weight.flatten(1), dim=1).double().square().sum())

@@ -1,4 +1,4 @@
-"""Between the weight of a layer and the matrix that is decomposed.
+"""Conversions between the weight of a layer and the matrix that is decomposed.
 
 spatial     A convolution (n, m, k₁, k₂) unrolls to the matrix with rows (m, k₁) and columns (n, k₂): each row belongs
             to one input channel and vertical offset, each column to one output channel and horizontal offset. That is
@@ -21,7 +21,7 @@ Form = Literal["spatial", "pufferfish"]
 
 
 def unroll(weight: Tensor, form: Form = "spatial") -> Tensor:
-    """(n, m, k₁, k₂) → (m k₁, n k₂), or (m k₁ k₂, n) in Pufferfish's form; (n, m) → (m, n)."""
+    """Unroll a weight: (n, m, k₁, k₂) → (m k₁, n k₂), or (m k₁ k₂, n) in Pufferfish's form; (n, m) → (m, n)."""
     if weight.ndim == 2 or form == "pufferfish":
         return weight.flatten(1).T
     n, m, k1, k2 = weight.shape
@@ -36,7 +36,7 @@ def unrolled_shape(shape: torch.Size, form: Form = "spatial") -> tuple[int, int]
 
 
 def roll(matrix: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of `unroll`: back to a weight of `shape`."""
+    """Invert `unroll`: turn a matrix back into a weight of `shape`."""
     if matrix.shape[1] == shape[0]:
         return matrix.T.reshape(shape).contiguous()
     n, m, k1, k2 = shape
@@ -44,7 +44,7 @@ def roll(matrix: Tensor, shape: torch.Size) -> Tensor:
 
 
 def split(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Matrix factors (rows, r), (r, columns) → the two layers' weights u, v for a dense weight of `shape`.
+    """Turn matrix factors (rows, r), (r, columns) into the two layers' weights u, v for a dense weight of `shape`.
 
     Convolution: u (r, m, k₁, 1), v (n, r, 1, k₂); in Pufferfish's form u (r, m, k₁, k₂), v (n, r, 1, 1).
     Linear: u (r, m), v (n, r).
@@ -60,7 +60,7 @@ def split(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tenso
 
 
 def join(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `split`: the layers' weights back to matrix factors."""
+    """Invert `split`: turn the layers' weights back into matrix factors."""
     rank = u.shape[0]
     if u.ndim == 2:
         return u.T, v.T

@@ -25,15 +25,15 @@ FALLING = 0.7  # a spectrum that falls so far within the spare directions has le
 
 
 def spare(rank: int, full_rank: int) -> int:
-    """How many directions to carry beyond `rank`: they make room between what is kept and what is cut off."""
+    """Return how many directions to carry beyond `rank`: they make room between what is kept and what is cut off."""
     wanted = min(max(16, rank // 2), SPARE)
     return wanted if full_rank >= SMALL and rank + wanted <= WORTHWHILE * full_rank else 0
 
 
 def decompose(matrix: Tensor, rank: int, known: Factors | None) -> tuple[Factors, bool]:
-    """The decomposition of `matrix` at `rank` and some spare directions, and whether it was made the exact way.
+    """Decompose `matrix` at `rank` and some spare directions; also return whether that was done the exact way.
 
-    known  one of a matrix not far from this, which this function gave
+    known  a decomposition by this function, of a matrix not far from this one
     """
     count = rank + spare(rank, min(matrix.shape))
     if known is not None and count > rank and matrix.dtype == torch.float32:
@@ -45,11 +45,11 @@ def decompose(matrix: Tensor, rank: int, known: Factors | None) -> tuple[Factors
 
 
 def refactorize(matrix: Tensor, rank: int, known: Factors) -> Factors | None:
-    """Decomposes `matrix` at as many directions as `known` has, of which the first `rank` are within the tolerance.
+    """Decompose `matrix` at as many directions as `known` has, of which the first `rank` are within the tolerance.
 
-    None if that cannot be said after some passes.
+    Return None if that cannot be said after some passes.
     """
-    if not bool(known.spectrum[len(known.right) - 1] > 0):  # directions that are none: there is nothing to start from
+    if not bool(known.spectrum[len(known.right) - 1] > 0):  # a singular value of 0 has no direction to start from
         return None
     basis = _start(known, rank, matrix)
     for _ in range(PASSES):
@@ -71,7 +71,7 @@ class Pass(NamedTuple):
 
 
 def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
-    """From orthonormal right vectors (k, N) to the next."""
+    """Do one pass over `matrix`, from orthonormal right vectors (k, N) to the next; None if some vanish."""
     X, L, unit = _nearly_orthonormal(matrix @ basis.T)
     B = unit @ (X.T @ matrix)
     inner = (B @ B.T).double()
@@ -88,7 +88,7 @@ def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
 
 
 def _nearly_orthonormal(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(X, L, unit) with X unitᵀ = Q orthonormal and Q Lᵀ = Y.
+    """Return (X, L, unit) with X unitᵀ = Q orthonormal and Q Lᵀ = Y.
 
     The columns come of singular vectors, so that they are almost orthogonal already: then X is Y with columns of
     length 1, and their Gram matrix gives the rest at half the time of a QR decomposition.
@@ -104,7 +104,7 @@ def _nearly_orthonormal(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
-    """The orthonormal right vectors (k, N) to start from."""
+    """Return the orthonormal right vectors (k, N) to start from."""
     spectrum = known.spectrum[: len(known.right)]
     basis = known.right / spectrum.sqrt()[:, None]
     if spectrum[-1] < 1e-3 * spectrum[0]:  # each was divided by its singular value, and so were its rounding errors
@@ -118,8 +118,8 @@ def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
 
 
 def _beside(rows: Tensor, kept: Tensor) -> Tensor:
-    """Orthonormal rows for what of `rows` is orthogonal to `kept`."""
-    for _ in range(2):  # to the last digit
+    """Return orthonormal rows that span the part of `rows` orthogonal to `kept`."""
+    for _ in range(2):  # twice, to be orthogonal to the last digit
         rows = rows - (rows @ kept.T) @ kept
     Q: Tensor = torch.linalg.qr(rows.T).Q
     return Q.T

@@ -1,10 +1,10 @@
-"""How many cores this process may keep busy."""
+"""The number of cores that this process may keep busy."""
 
 import os
 
 
 def usable_cores() -> int:
-    """Those that the system lets it run on, or fewer if OMP_NUM_THREADS says so.
+    """Return how many cores the system lets this process run on, or fewer if OMP_NUM_THREADS says so.
 
     That variable is how schedulers and people give a process its share of a machine, so worker processes count
     towards it as threads do. It is read here rather than from torch.get_num_threads(), which tells what the last

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def find_device(name: str) -> torch.device:
-    """The device of this name, which must be there; `auto` is a CUDA device where there is one."""
+    """Return the device of this name, which must be there; `auto` is a CUDA device where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -25,7 +25,7 @@ def find_device(name: str) -> torch.device:
 
 @contextmanager
 def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
-    """Dropout and the like know only global generators: seeds them for a while, and gives them back as they were.
+    """Seed the global generators for a while, and restore them afterwards: dropout and the like know no others.
 
     `torch.manual_seed` would do so for every kind of device, and takes longer than a step of a small network.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Writes beside `path`, brings it to disk, then takes the place of `path` in one step."""
+    """Write a file beside `path`, bring it to disk, then put it in the place of `path` in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
@@ -29,13 +29,13 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """A safetensors file. The header is one JSON text, since the order of several entries would differ by chance."""
+    """Write a safetensors file. Its header is one JSON text: the order of several entries would differ by chance."""
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_atomically(path, save(contiguous, {"fedhm": json.dumps(header)}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and header; a file by someone else has an empty header, a damaged one raises OSError or ValueError."""
+    """Read tensors and header; a file by others has an empty header, a damaged one raises OSError or ValueError."""
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("fedhm", "{}"))

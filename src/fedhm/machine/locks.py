@@ -1,4 +1,4 @@
-"""Locks between processes: on a file, by one process at a time, and free once that has ended in whichever way."""
+"""Locks between processes: a file is locked by one process at a time, and free once that has ended in any way."""
 
 from pathlib import Path
 

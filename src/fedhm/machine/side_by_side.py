@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """The results in the order of the items."""
+    """Return the results of `work` in the order of the items."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -37,7 +37,7 @@ WHOLE = "Global"  # how the counter calls the model
 
 
 def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Cost:
-    """Count `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
+    """Measure the cost of `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
     """
@@ -65,7 +65,7 @@ def _trainable(parameters: Iterable[Tensor]) -> int:
 
 
 def _macs(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None) -> dict[str, int]:
-    """Count one sample, by module and as a whole. Weights that are composed for each batch are left out."""
+    """Count one sample's multiply-accumulates, by module and as a whole, without composing weights for each batch."""
     try:
         one, two = (_flops(model, _sample(model, batch, input_shape, dtype)) for batch in (1, 2))
     except Exception as error:  # whatever a foreign model raises
@@ -133,7 +133,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unfused_attention() -> Iterator[None]:
-    """Do without fused kernels, which hide their products from the counter."""
+    """Disable fused kernels, which hide their products from the counter."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -144,12 +144,12 @@ def _unfused_attention() -> Iterator[None]:
 
 
 def _lstm_flops(x: Sequence[int], to_input: Sequence[int], to_hidden: Sequence[int], *_: Any, **__: Any) -> int:
-    """Count one layer and direction of an LSTM, which torch does where it is not fused: x (time, batch, features)."""
+    """Count the flops of one layer and direction of an LSTM, as torch does if unfused: x (time, batch, features)."""
     return 2 * x[0] * x[1] * (math.prod(to_input) + math.prod(to_hidden))
 
 
 class _AliveBytes(TorchDispatchMode):
-    """Follow every storage from the operation that made it to its end."""
+    """The bytes of all living tensors: follows every storage from the operation that made it to its end."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

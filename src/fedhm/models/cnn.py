@@ -26,5 +26,5 @@ class CNN(nn.Module):
 
 
 def cnn(num_classes: int = 10, in_channels: int = 1, width: float = 1.0) -> CNN:
-    """The small CNN; `width` scales its channels (32, 64, 128)."""
+    """Return the small CNN; `width` scales its channels (32, 64, 128)."""
     return CNN(num_classes, in_channels, width)

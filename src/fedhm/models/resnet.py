@@ -46,10 +46,10 @@ class ResNet(nn.Module):
 
 
 def resnet18(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> ResNet:
-    """ResNet-18; `width` scales every stage's channels (64, 128, 256, 512)."""
+    """Return a ResNet-18; `width` scales every stage's channels (64, 128, 256, 512)."""
     return ResNet((2, 2, 2, 2), num_classes, in_channels, width)
 
 
 def resnet34(num_classes: int = 100, in_channels: int = 3, width: float = 1.0) -> ResNet:
-    """ResNet-34; `width` scales every stage's channels (64, 128, 256, 512)."""
+    """Return a ResNet-34; `width` scales every stage's channels (64, 128, 256, 512)."""
     return ResNet((3, 4, 6, 3), num_classes, in_channels, width)

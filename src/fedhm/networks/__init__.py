@@ -1,1 +1,1 @@
-"""What the library does with any `nn.Module`: which tensors travel, how it is copied and looked into."""
+"""What the library does with any `nn.Module`: which tensors travel, how it is copied and inspected."""

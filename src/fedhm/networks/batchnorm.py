@@ -8,19 +8,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def tracked_layers(network: nn.Module) -> dict[str, _BatchNorm]:
-    """The BatchNorm layers that normalise by stored statistics in evaluation."""
+    """Return the BatchNorm layers that normalise by stored statistics in evaluation."""
     return {n: m for n, m in network.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
 
 
 def running_names(network: nn.Module) -> set[str]:
-    """The names under which `network` stores its BatchNorm statistics."""
+    """Return the names under which `network` stores its BatchNorm statistics."""
     layers = tracked_layers(network)
     return {f"{name}.{part}" if name else part for name in layers for part in ("running_mean", "running_var")}
 
 
 @contextmanager
 def by_batch(network: nn.Module) -> Iterator[None]:
-    """BatchNorm layers normalise by batch, whatever the network's mode, and leave their stored statistics alone."""
+    """Make BatchNorm layers normalise by batch, whatever the network's mode, and leave stored statistics alone."""
     layers = tracked_layers(network).values()
     try:
         for layer in layers:

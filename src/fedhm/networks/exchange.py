@@ -10,25 +10,25 @@ Tensors = dict[str, Tensor]
 
 
 class WireForm(Protocol):
-    """How tensors travel that a network holds in another form. Those that it does not concern pass as they are."""
+    """The form in which tensors travel that a network holds in another. Those it does not concern pass as they are."""
 
     def pack(self, tensors: Tensors) -> Tensors:
-        """What travels for the tensors that a network holds."""
+        """Return what travels for the tensors that a network holds."""
         ...
 
     def unpack(self, tensors: Tensors) -> Tensors:
-        """What a network holds for tensors that travelled: all of them, or only some."""
+        """Return what a network holds for tensors that travelled: all of them, or only some."""
         ...
 
 
 def travels_as(network: nn.Module, form: WireForm | None) -> nn.Module:
-    """From now on `network` is exchanged in this form; with None, as it is."""
+    """Set the form in which `network` is exchanged from now on, and return it; with None, it travels as it is."""
     vars(network)["fedhm_wire_form"] = form
     return network
 
 
 def exchanged(network: nn.Module) -> Tensors:
-    """What travels of `network`: its floating-point state, each tensor once, in its wire form if it has one.
+    """Return what travels of `network`: its floating-point state, each tensor once, in its wire form if it has one.
 
     Integers (counters, position tables) are not averaged. A tensor that the network holds under several names,
     because weights are tied or a submodule is shared, travels under its first name.
@@ -44,18 +44,18 @@ def exchanged(network: nn.Module) -> Tensors:
 
 
 def load(network: nn.Module, tensors: Tensors) -> nn.Module:
-    """Puts travelled tensors into `network`. What did not travel keeps its value; an unknown name is an error."""
+    """Put travelled tensors into `network`. What did not travel keeps its value; an unknown name is an error."""
     return fill(network, unpacked(network, tensors))
 
 
 def unpacked(network: nn.Module, tensors: Tensors) -> Tensors:
-    """What `network` holds for travelled tensors."""
+    """Return what `network` holds for travelled tensors."""
     form = _wire_form(network)
     return form.unpack(tensors) if form else tensors
 
 
 def fill(network: nn.Module, tensors: Tensors) -> nn.Module:
-    """As `load`, of tensors in the form in which the network holds them."""
+    """Put tensors into `network` as `load` does, but in the form in which the network holds them."""
     own = network.state_dict()
     for name, tensor in tensors.items():
         if name not in own or own[name].shape != tensor.shape:

@@ -1,4 +1,4 @@
-"""What makes a run that very run: its settings, its data and the model that it starts from."""
+"""What identifies a run: its settings, its data and the model that it starts from."""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from fedhm.networks.exchange import Tensors
 
 
 def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str:
-    """A checkpoint carries it, so that it is not gone on with under other circumstances.
+    """Return what identifies a run: its checkpoints carry it, so that none is resumed under other circumstances.
 
-    How many samples remote clients have is no part of it: by the time a run is gone on with they may have more.
+    How many samples remote clients have is no part of it: by the time a run is resumed they may have more.
     """
     digest = hashlib.sha256(f"{config.without_place().to_toml()}{federation.preprocessing}".encode())
     for name in sorted(weights):

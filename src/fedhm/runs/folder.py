@@ -67,7 +67,7 @@ class RunFolder:
         self._lock.release()
 
     def restore(self, run: str, state_type: type[Any]) -> tuple[Checkpoint | None, list[Record]]:
-        """Return the last complete round. A record of a round whose checkpoint was not finished is taken back."""
+        """Return the last checkpoint and the records up to it. Remove those of rounds without a finished checkpoint."""
         checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
         done = checkpoint.round if checkpoint else 0
         records = read_records(self.path / "records.jsonl")[:done]
@@ -77,12 +77,12 @@ class RunFolder:
         return checkpoint, records
 
     def commit(self, record: Record, checkpoint: Checkpoint, run: str) -> None:
-        """The checkpoint comes last: it is what makes the round count."""
+        """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
         append_record(self.path / "records.jsonl", record)
         save_checkpoint(self.path / "checkpoints", checkpoint, run)
 
     def remove_if_nothing_was_done(self) -> None:
-        """A run that failed in its first round leaves nothing to go on with, and would stand in the way."""
+        """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
             for name in ("config.toml", "records.jsonl", "tiers.json", "data.json"):
                 (self.path / name).unlink(missing_ok=True)
@@ -107,13 +107,13 @@ def _model_file(path: Path, tier: str) -> Path:
 
 
 def rounds_done(path: Path) -> int:
-    """How many records a run has written, also while another process writes them."""
+    """Count the records that a run has written, also while another process writes them."""
     file = path / "records.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def is_complete(path: Path, config: Config) -> bool:
-    """All rounds are done, and every tier's model and the report are on disk."""
+    """Say whether all rounds are done, and every tier's model and the report are on disk."""
     if rounds_done(path) < config.train.rounds or not (path / "report.md").exists():
         return False
     return all(_model_file(path, tier).exists() for tier in read_costs(path))
@@ -130,7 +130,7 @@ def read_config(path: Path) -> ResolvedConfig:
 
 
 def read_costs(path: Path) -> dict[str, Cost]:
-    """Tier → cost, as a run wrote them at its start."""
+    """Read the cost of every tier, as a run wrote them at its start."""
     try:
         return {tier: Cost(**cost) for tier, cost in json.loads((path / "tiers.json").read_text()).items()}
     except (OSError, ValueError, TypeError) as error:
@@ -138,7 +138,7 @@ def read_costs(path: Path) -> dict[str, Cost]:
 
 
 def read_data_facts(path: Path) -> DataFacts | None:
-    """None for a run from before they were written."""
+    """Read the facts of a run's data; None for a run from before they were written."""
     file = path / "data.json"
     if not file.exists():
         return None

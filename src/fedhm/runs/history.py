@@ -30,7 +30,7 @@ class Run:
         return [record for record in self.records if record.metrics]
 
     def bytes_per_client(self, tier: str) -> float | None:
-        """Measured bytes, both ways, that training cost one participant of a tier in one round; None if it had none."""
+        """Return the measured bytes of training, both ways, per round and participant of a tier; None without one."""
         # Of a round that took several attempts, the record names only the last one's participants.
         records = [record for record in self.records if record.attempts == 1] or self.records
         traffic = [record.traffic[tier] for record in records if tier in record.traffic]
@@ -38,13 +38,13 @@ class Run:
         return sum(t.down + t.up for t in traffic) / clients if clients else None
 
     def statistics_bytes(self) -> float:
-        """Measured bytes, both ways, that gathering BatchNorm statistics cost one participant in an evaluated round."""
+        """Return the measured bytes of BatchNorm statistics, both ways, per participant of an evaluated round."""
         gathered = sum(record.statistics.down + record.statistics.up for record in self.records)
         return gathered / sum(len(record.participants) for record in self.evaluated)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Each folder once, named by its last part, or by its whole path where two are called alike."""
+    """Read each folder once; a run is named by its last part, or by its whole path where two are called alike."""
     paths = list({path.resolve(): path for path in paths}.values())
     runs = [_read(path) for path in paths]
     names = [run.name for run in runs]

@@ -15,7 +15,7 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a run, up to the first line that was not finished."""
+    """Read the records of a run, up to the first line that was not finished."""
     records: list[Record] = []
     if not path.exists():
         return records

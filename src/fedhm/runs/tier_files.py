@@ -1,4 +1,4 @@
-"""A tier's model as a file: safetensors, with all in the header that tells its network from the full one."""
+"""A tier's model as a file: safetensors, whose header has all that tells its network from the full one."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def save_tier(path: Path, network: nn.Module, tier: str) -> None:
 
 
 def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
-    """The network of a tier that a run saved, rebuilt from the full `model`'s architecture; ready for evaluation."""
+    """Load the network of a tier that a run saved, rebuilt from the full `model`'s architecture, for evaluation."""
     try:
         tensors, header = read_tensors(Path(path))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Network + width plan → narrower network, and which of the full network's numbers are its own."""
+"""Narrower networks: made of a network and a width plan, and which of the full network's numbers are theirs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Where = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indic
 
 
 def narrowed(model: nn.Module, plan: WidthPlan, scaler: float = 1.0) -> nn.Module:
-    """A copy of `model` with the leading channels that `plan` leaves in every layer.
+    """Return a copy of `model` with the leading channels that `plan` leaves in every layer.
 
     With a `scaler`, HeteroFL's, what comes out of a narrowed layer is divided by it in training, unless a normalisation
     follows, which would undo that: fewer channels then add up to as much as all of them did.
@@ -32,7 +32,7 @@ def narrowed(model: nn.Module, plan: WidthPlan, scaler: float = 1.0) -> nn.Modul
 
 @dataclass(frozen=True)
 class Scaler:
-    """A forward hook; a class of its own, so that the network can be copied and pickled."""
+    """A forward hook that divides outputs in training; a class, so that the network can be copied and pickled."""
 
     width: float
 
@@ -41,7 +41,7 @@ class Scaler:
 
 
 def where(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> Where:
-    """Which part of the full network's tensor `name`, of `ndim` axes, belongs to the narrower one.
+    """Return which part of the full network's tensor `name`, of `ndim` axes, belongs to the narrower one.
 
     The window starts at channel `offset` of every layer.
     """
@@ -63,7 +63,7 @@ def take(tensor: Tensor, indices: Where) -> Tensor:
 
 
 def spots(indices: Where, shape: torch.Size) -> tuple[Tensor, ...]:
-    """`tensor[spots(...)]` is what `take` gives, and can be assigned to."""
+    """Return indices for which `tensor[spots(...)]` is what `take` gives, and can be assigned to."""
     chosen = [torch.arange(size) if i is None else i for i, size in zip(indices, shape, strict=False)]
     if len(chosen) == 2:
         return chosen[0][:, None], chosen[1]
@@ -71,9 +71,9 @@ def spots(indices: Where, shape: torch.Size) -> tuple[Tensor, ...]:
 
 
 def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
-    """Refuses a plan whose narrower network is not a part of the full one.
+    """Refuse a plan whose narrower network is not a part of the full one.
 
-    It is one if the full network gives the same scores with all other weights at zero, for any window. Where channels
+    It is one if the full network gives the same logits with all other weights at zero, for any window. Where channels
     of several layers are concatenated it is not: the plan takes the leading ones of all together. Weights and inputs
     are positive here, so that no activation is switched off and no two differences cancel.
     """
@@ -103,13 +103,13 @@ def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
 
 
 def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each once, also of a layer that is registered under two names."""
+    """Yield every tensor once, by name, also of a layer that is registered under two names."""
     yield from network.named_parameters()
     yield from network.named_buffers()
 
 
 def _without_mixing_norms(network: nn.Module) -> nn.Module:
-    """Norms over several channels see that channels are missing; that is no fault of the plan."""
+    """Remove norms over several channels: they see that channels are missing, which is no fault of the plan."""
     for parent in network.modules():
         for name, child in parent.named_children():
             if isinstance(child, NORMS) and not isinstance(child, nn.modules.batchnorm._BatchNorm):

@@ -37,7 +37,7 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def sizes_of(network: nn.Module) -> dict[str, list[int]]:
-    """Layer name → [outputs, inputs], of the layers that can be resized."""
+    """Return [outputs, inputs] by layer name, of the layers that can be resized."""
     layers = {n: m for n, m in network.named_modules() if type(m) in LAYERS and not _over_several_axes(m)}
     return {name: [outputs_of(layer), inputs_of(layer)] for name, layer in layers.items()}
 
@@ -47,7 +47,7 @@ def _over_several_axes(layer: nn.Module) -> bool:
 
 
 def resize(layer: nn.Module, outputs: int, inputs: int) -> None:
-    """Leaves the first `outputs` and `inputs` channels of a layer."""
+    """Leave only the first `outputs` and `inputs` channels of a layer."""
     if isinstance(layer, CONVOLUTIONS):
         if depthwise(layer):
             layer.groups = inputs

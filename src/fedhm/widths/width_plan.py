@@ -18,14 +18,14 @@ from fedhm.widths.resize import LAYERS, NORMS, depthwise, inputs_of, outputs_of,
 
 @dataclass(frozen=True)
 class Axis:
-    """`kept` of `full` indices along one axis of a weight; they come in blocks of `unit` for each channel."""
+    """One axis of a weight, with `kept` of its `full` indices; they come in blocks of `unit` for each channel."""
 
     full: int
     kept: int
     unit: int = 1
 
     def window(self, offset: int) -> Tensor | None:
-        """The indices of the channels offset, offset + 1, …, around the end; None for all of them, in order."""
+        """Return the indices of the channels offset, offset + 1, …, around the end; None for all of them, in order."""
         if self.kept == self.full:
             return None
         channels = (torch.arange(self.kept // self.unit) + offset) % (self.full // self.unit)
@@ -34,7 +34,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of one layer."""
+    """What a width plan leaves of one layer."""
 
     outputs: Axis
     inputs: Axis | None  # None where a layer has one weight for each of its outputs: norms, depthwise convolutions
@@ -45,9 +45,9 @@ WidthPlan = dict[str, Cut]  # by layer name
 
 
 def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str | None) -> WidthPlan:
-    """Plans the network of `width`, a share of the channels in 0…1; `sample` is a batch of inputs.
+    """Plan the network of `width`, a share of the channels in 0…1; `sample` is a batch of inputs.
 
-    The classifier keeps its outputs; where none is known, the layer does that runs last.
+    The classifier keeps its outputs; where none is known, the layer that runs last does.
     """
     network = copied(model).eval()
     names = {layer: name for name, layer in _layers(network)}
@@ -99,7 +99,7 @@ def attempt(forward: Callable[[], Tensor]) -> Tensor:
 
 
 def _running(network: nn.Module, names: dict[nn.Module, str], sample: Tensor) -> tuple[Tensor, list[str]]:
-    """The full network's scores, and its layers that are no norms in the order in which they run."""
+    """Return the full network's logits, and its layers that are no norms in the order in which they run."""
     order: list[str] = []
     hooks = [
         layer.register_forward_hook(lambda layer, *_: order.append(names[layer]))
@@ -113,7 +113,7 @@ def _running(network: nn.Module, names: dict[nn.Module, str], sample: Tensor) ->
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers to narrow; refuses a network that has others with weights."""
+    """Yield the layers to narrow; refuse a network that has others with weights."""
     owners = weight_owners(network)
     for name, layer in network.named_modules():
         own = list(layer.parameters(recurse=False))
@@ -130,7 +130,7 @@ def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inputs(name: str, full: int, found: int, previous: Axis | None) -> Axis:
-    """The input axis of a layer that gets `found` values where the full network gives it `full`."""
+    """Return the input axis of a layer that gets `found` values where the full network gives it `full`."""
     if found == full:
         return Axis(full, full)
     if previous is not None and full % previous.full == 0 and found == full // previous.full * previous.kept:

@@ -40,7 +40,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
 
 @dataclass(frozen=True)
 class Files:
-    """What a source that lies on disk adds to its reader."""
+    """Where the files of a source on disk may lie, and how to get them."""
 
     are_in: Callable[[Path], bool]
     how_to_get: str
@@ -78,7 +78,7 @@ def read_source(name: str, folder: Path | None) -> Source:
 
 
 def lies_in(name: str, folder: Path | None) -> bool:
-    """Whether the files of the data set `name` are in `folder`; of Hugging Face's nobody can tell."""
+    """Say whether the files of the data set `name` are in `folder`; not of Hugging Face's, which nobody can tell."""
     return name in FILES and folder is not None and FILES[name].are_in(folder)
 
 

@@ -58,12 +58,12 @@ CIFAR100 = Layout(
 
 
 def read_cifar10(place: Path) -> Source:
-    """`place` is the folder with the `.bin` files, the official `.tar.gz`, or a folder that holds either."""
+    """Read CIFAR-10 from `place`: the folder of the `.bin` files, the official `.tar.gz`, or a folder with either."""
     return _read(place, CIFAR10)
 
 
 def read_cifar100(place: Path) -> Source:
-    """As `read_cifar10`; the labels are the 100 fine ones."""
+    """Read CIFAR-100 from a `place` as for `read_cifar10`; the labels are the 100 fine ones."""
     return _read(place, CIFAR100)
 
 
@@ -76,7 +76,7 @@ def holds_cifar100(place: Path) -> bool:
 
 
 def _find(place: Path, layout: Layout) -> Path | None:
-    """The folder with the `.bin` files, or the archive; a folder wins, as it reads faster."""
+    """Return the folder with the `.bin` files, or the archive; a folder wins, as it reads faster."""
     if place.is_file():
         return place
     for folder in (place, place / layout.folder):

@@ -15,7 +15,7 @@ TEST_EVERY = 5
 
 
 def read_digits() -> Source:
-    """Every fifth digit of each class is for testing, whatever the seed, so that accuracies compare."""
+    """Read the digits; every fifth of each class is for testing, whatever the seed, so that accuracies compare."""
     pixels, targets = _table()
     images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     labels = targets.astype(np.int64)
@@ -32,8 +32,10 @@ def read_digits() -> Source:
 
 
 def _table() -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
-    """Pixels (N, 64) and labels, from the file where it is: importing scikit-learn takes longer than the demo's round,
-    and on Flower each task has a process of its own."""
+    """Return pixels (N, 64) and labels, from the file where it is.
+
+    Importing scikit-learn takes longer than the demo's round, and on Flower each task has a process of its own.
+    """
     package = find_spec("sklearn")
     places = (package.submodule_search_locations if package else None) or []
     for place in places:

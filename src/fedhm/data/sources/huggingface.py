@@ -27,7 +27,7 @@ Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def read_huggingface(name: str, folder: Path | None = None) -> Source:
-    """Read `mnist`, `org/name`, or `org/name@config` for one configuration of several.
+    """Read a data set of Hugging Face: `mnist`, `org/name`, or `org/name@config` for one configuration of several.
 
     With `folder` nothing is downloaded: its parquet files (or those in `folder/data`, with `@config` those in
     `folder/config`) are read, and a file belongs to training or testing by its name.
@@ -165,7 +165,7 @@ def _decode(name: str, split: "datasets.Dataset", column: str) -> list[Pixels]:
 
 
 def _pixels(name: str, number: int, encoded: dict[str, Any] | None) -> Pixels:
-    """(H, W) if the image is greyscale, otherwise (H, W, 3)."""
+    """Decode an image: (H, W) if it is greyscale, otherwise (H, W, 3)."""
     if encoded is None or (encoded["bytes"] is None and encoded["path"] is None):
         raise FedhmError(f"hf:{name} has no image in row {number}")
     try:

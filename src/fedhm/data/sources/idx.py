@@ -32,7 +32,7 @@ def read_fashion_mnist(folder: Path) -> Source:
 
 
 def holds_idx_files(folder: Path) -> bool:
-    """Whether any of the four files is there: if only some are, reading says which one is missing."""
+    """Say whether any of the four files is there: if only some are, reading says which one is missing."""
     return any(_existing(folder / name) for part in PARTS for name in _names(part))
 
 

@@ -19,7 +19,7 @@ LabelledFile = tuple[Path, int]
 
 
 def read_tiny_imagenet(place: Path) -> Source:
-    """`place` is the folder `tiny-imagenet-200` or its parent. A class number is a line of `wnids.txt`."""
+    """Read the folder `tiny-imagenet-200`, which is `place` or lies in it. A class number is a line of `wnids.txt`."""
     folder = _find(place)
     if folder is None:
         raise FedhmError(f"{place} holds neither wnids.txt nor {FOLDER}/wnids.txt")
@@ -91,7 +91,7 @@ def _decode(files: Sequence[LabelledFile]) -> Samples:
 
 
 def _pixels(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """One image as (3, 64, 64); some of the official files are greyscale."""
+    """Decode one image as (3, 64, 64); some of the official files are greyscale."""
     try:
         with Image.open(path) as image:
             if image.size != (SIDE, SIDE):
