@@ -35,7 +35,7 @@ Case = Callable[[], object]
 
 
 def images(clients: int, samples: int) -> Federation:
-    """uint8 images, and as many labels of each class, so that no client's loss is masked."""
+    """Return clients with uint8 images, and as many labels of each class, so that no client's loss is masked."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(samples) % 10
     pixels = torch.randint(0, 256, (clients, samples, 3, 32, 32), generator=generator, dtype=torch.uint8)
@@ -43,7 +43,7 @@ def images(clients: int, samples: int) -> Federation:
 
 
 def experiment(model: nn.Module, data: Federation, method: str, **train: float) -> Experiment:
-    """Frobenius decay, which a bare loop has not, is off unless it is asked for."""
+    """Put an experiment together. Frobenius decay, which a bare loop has not, is off unless it is asked for."""
     table = {
         "train": {"frobenius_decay": 0.0, **train},
         "method": {"name": method},
@@ -53,7 +53,7 @@ def experiment(model: nn.Module, data: Federation, method: str, **train: float) 
 
 
 def pair(of: Experiment, model: nn.Module, data: Federation, tier: str) -> dict[str, Case]:
-    """One task for each client in the engine, and a bare loop over all their batches."""
+    """Return two cases: one task for each client in the engine, and a bare loop over all their batches."""
     train, method = of.config.train, of.method
     state = method.start(exchanged(model))
     tasks = list(method.tasks(state, [Participant(client, tier) for client in range(of.clients)], 1))
@@ -77,7 +77,7 @@ def bare(network: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Bat
 
 
 def local_training(quick: bool, repeats: int, samples: int, batch: int) -> dict[str, Ratio]:
-    """Part 1: samples a second in the engine, as a share of the bare loop's."""
+    """Measure part 1: samples a second in the engine, as a share of the bare loop's."""
     width, clients, samples, batch = (0.125, 2, 20, 10) if quick else (1.0, CLIENTS, samples, batch)
     torch.manual_seed(0)
     resnet, one = resnet18(width=width), images(1, samples)
@@ -98,7 +98,7 @@ def local_training(quick: bool, repeats: int, samples: int, batch: int) -> dict[
 
 
 def rounds(quick: bool, repeats: int, environment: Path) -> dict[str, Ratio]:
-    """Part 2: whole rounds, each library in a process of its own that waits for its turn."""
+    """Measure part 2: whole rounds, each library in a process of its own that waits for its turn."""
     ours = [sys.executable, "-m", "peers.fedhm_rounds"]
     clients = "4" if quick else str(CLIENTS)
     executor = [sys.executable, "-m", "peers.executor_rounds", "2", clients]

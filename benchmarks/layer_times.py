@@ -72,7 +72,7 @@ def layers(network: nn.Module) -> dict[str, nn.Module]:
 
 
 def layer_macs(network: nn.Module, shape: tuple[int, ...]) -> dict[str, int]:
-    """Of one sample's forward pass."""
+    """Return the MACs of every layer in one sample's forward pass."""
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
         network.eval()(torch.zeros(1, *shape))
@@ -82,7 +82,7 @@ def layer_macs(network: nn.Module, shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def part_of(name: str, layer: nn.Module | None) -> str:
-    """The row of the table to which a layer belongs."""
+    """Return the row of the table to which a layer belongs."""
     if layer is None:
         return name
     if isinstance(layer, nn.BatchNorm2d):

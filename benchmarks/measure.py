@@ -28,7 +28,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median over the turns, and the quartiles between which half of them lie."""
+    """The median of a ratio over the turns, and the quartiles between which half of them lie."""
 
     median: float
     low: float
@@ -39,7 +39,7 @@ class Ratio:
 
 
 def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """The seconds of each call by case; the first `warmup` turns do not count."""
+    """Run all cases in turns and return the seconds of each call by case; the first `warmup` turns do not count."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("", total=(warmup + repeats) * len(cases))
@@ -61,14 +61,14 @@ def median(times: Iterable[float]) -> float:
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """b/a of the pairs that ran side by side: with seconds of the same work, how many times as fast `a` is as `b`."""
+    """Return b/a of pairs run side by side: with seconds of the same work, how many times as fast `a` is as `b`."""
     ratios = [second / first for first, second in zip(a, b, strict=True)]
     quartiles = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Ratio(statistics.median(ratios), quartiles[0], quartiles[2])
 
 
 def peak_memory(function: Callable[[], object]) -> float:
-    """The peak resident memory in MiB of a forked child in which `function` runs.
+    """Return the peak resident memory in MiB of a forked child in which `function` runs.
 
     It counts what this process holds already, which `peak_memory(lambda: None)` tells. The child has one thread, for
     those of torch do not outlive a fork.
@@ -98,7 +98,7 @@ def _mebibytes(usage: resource.struct_rusage) -> float:
 
 
 def machine() -> str:
-    """One line on what was measured on."""
+    """Return one line on the machine that was measured on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cpu = names[0] if names else platform.processor() or platform.machine()
@@ -106,7 +106,7 @@ def machine() -> str:
 
 
 def arguments(description: str | None, **options: tuple[Any, str]) -> argparse.Namespace:
-    """`--quick`, `--json` and what the script adds: name=(default, help)."""
+    """Read the command line: `--quick`, `--json` and what the script adds, name=(default, help)."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="a small version, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file too")
@@ -117,7 +117,7 @@ def arguments(description: str | None, **options: tuple[Any, str]) -> argparse.N
 
 
 def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table whose first column is text and the others numbers."""
+    """Print a table whose first column is text and the others numbers."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -127,7 +127,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -
 
 
 def save_json(path: Path | None, table: Mapping[str, object]) -> None:
-    """Ratios and other dataclasses become objects; without a path nothing is written."""
+    """Write a table as JSON, dataclasses such as ratios as objects; without a path nothing is written."""
     if path is not None:
         path.write_text(json.dumps({"machine": machine(), **table}, indent=1, default=_plain) + "\n")
 

@@ -35,7 +35,7 @@ Numbers = dict[str, float]
 
 
 class Echo:
-    """An engine without training."""
+    """An engine without training: clients send back what they got."""
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Update]:
         for position, t in enumerate(tasks):
@@ -66,7 +66,7 @@ def rounds(clients: int, count: int) -> Numbers:
 
 
 class Clock:
-    """Seconds of computing in each round: with one thread they do not depend on who else uses the machine."""
+    """A watcher that counts each round's CPU time: with one thread it does not depend on who else uses the machine."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -105,7 +105,7 @@ def merge(width: int, count: int) -> Numbers:
 
 
 def trained(method: FedHM, state: FedHMState, number: int) -> list[Update]:
-    """What four clients send back: their task's tensors, moved by a hundredth."""
+    """Return what four clients send back: their task's tensors, moved by a hundredth."""
     updates = []
     for task in method.tasks(state, [Participant(client, "1/4") for client in range(4)], number):
         moved = {name: t + 0.01 * t.std() * torch.randn_like(t) for name, t in task.tensors.items()}
@@ -114,7 +114,7 @@ def trained(method: FedHM, state: FedHMState, number: int) -> list[Update]:
 
 
 def in_a_process(case: Callable[[], Numbers], idle: float) -> Numbers:
-    """With its peak memory beyond an idle process, in MiB."""
+    """Run a case in a process and return its numbers, with its peak memory beyond an idle process, in MiB."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "numbers"
         memory = peak_memory(lambda: file.write_text(json.dumps(case())))
@@ -130,7 +130,7 @@ def grown(sizes: Sequence[int], case: Callable[[int], Numbers], idle: float) -> 
 
 
 def slope(numbers: dict[int, Numbers], what: str) -> list[str]:
-    """By which power of the size it grows, from each size to the next."""
+    """Return by which power of the size a number grows, from each size to the next."""
     sizes = sorted(numbers)
     return ["", *(f"{math.log(numbers[b][what] / numbers[a][what]) / math.log(b / a):.2f}" for a, b in pairwise(sizes))]
 

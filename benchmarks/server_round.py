@@ -60,7 +60,7 @@ class Run:
         self.round = 0
 
     def train(self) -> list[Update]:
-        """Local training of the next round."""
+        """Do the local training of the next round and return its updates."""
         self.round += 1
         chosen = participants(self.config.federation, 10, self.method.levels, 0, self.round)
         tasks = self.method.tasks(self.state, chosen, self.round)
@@ -75,7 +75,7 @@ def ours(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> FedHMSt
 
 
 def plain(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> dict[str, Tensors]:
-    """The paper's algorithm line by line; the full model under "full"."""
+    """Return every tier's weights by the paper's algorithm line by line; the full model under "full"."""
     merged = plain_mean(method, state, updates)
     return {"full": merged} | {tier: plain_factors(method, merged, tier) for tier in method.tiers[1:]}
 
@@ -111,7 +111,7 @@ def factorized_warm(method: FedHM, before: FedHMState, weights: Tensors) -> None
 
 
 def truncation_ratios(method: FedHM, state: FedHMState) -> dict[str, float]:
-    """By tier, the largest ratio of a layer's truncation error to the smallest possible one."""
+    """Return, by tier, the largest ratio of a layer's truncation error to the smallest possible one."""
     worst = dict.fromkeys(method.tiers[1:], 0.0)
     for layer in method._largest:
         matrix = unroll(state.weights[f"{layer}.weight"]).double()
@@ -126,7 +126,7 @@ def truncation_ratios(method: FedHM, state: FedHMState) -> dict[str, float]:
 
 
 def merged_memory(run: Run, updates: Sequence[Update], clients: int) -> float:
-    """Peak memory in MiB of merging so many updates, each made when its turn comes, as they arrive from an engine."""
+    """Return the peak memory in MiB of merging so many updates, each made in its turn, as they come from an engine."""
 
     def arriving() -> Iterator[Update]:
         for number in range(clients):

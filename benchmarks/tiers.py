@@ -62,13 +62,13 @@ def two_steps(model: nn.Module, tier: str, batch: int) -> None:
 
 
 def resident(model: nn.Module, batch: int) -> dict[str, float]:
-    """MiB by tier."""
+    """Return the resident memory of training in MiB by tier, beyond that of an idle process."""
     idle = peak_memory(lambda: None)
     return {tier: peak_memory(partial(two_steps, model, tier, batch)) - idle for tier in TIERS}
 
 
 def by_layer(trainings: Mapping[str, Training], repeats: int) -> dict[str, dict[str, float]]:
-    """Median seconds of every layer by tier, measured in turns."""
+    """Return the median seconds of every layer by tier, measured in turns."""
     timers = {tier: LayerTimes(training.network) for tier, training in trainings.items()}
     steps: dict[str, list[dict[str, float]]] = {tier: [] for tier in trainings}
     for _ in range(1 + repeats):
@@ -144,7 +144,7 @@ def summary(
 
 
 def show_parts(seconds: Mapping[str, Mapping[str, float]], macs: Mapping[str, Mapping[str, float]]) -> None:
-    """In brackets what a part takes over its full time × its share of MACs: what has none is beyond it altogether."""
+    """Print each part's time and, in brackets, what is beyond full time × share of MACs: all if it has none."""
     rows = []
     for part, full in seconds["full"].items():
         row: list[object] = [part, f"{macs['full'].get(part, 0) / 1e6:.1f}", f"{1e3 * full:.0f}"]

@@ -44,7 +44,7 @@ class Factored(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight that the factors stand for."""
+        """Return the dense weight that the factors stand for."""
         return torch.einsum("rmi,nrj->nmij", self.u[:, :, :, 0], self.v[:, :, 0, :]).reshape(self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,13 +55,13 @@ class Factored(nn.Module):
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Conv2d | nn.Linear]:
-    """The layers that count, in order; 1×1 convolutions do not. The last one is the classifier."""
+    """Return the layers that count, in order; 1×1 convolutions do not. The last one is the classifier."""
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)}
     return {name: layer for name, layer in found.items() if layer.weight.shape[2:] != (1, 1)}
 
 
 def hybrid_network(model: nn.Module, ratio: float, keep: int) -> nn.Module:
-    """The [ρ, L, γ] network: the first ρ layers and the classifier stay dense, and what would not become smaller."""
+    """Return the [ρ, L, γ] network: dense stay the first ρ layers, the classifier, and what would not get smaller."""
     hybrid = copy.deepcopy(model)
     for name, layer in list(layers_of(hybrid).items())[keep:-1]:
         n, m, k1, k2 = (*layer.weight.shape, 1, 1)[:4]
@@ -73,7 +73,7 @@ def hybrid_network(model: nn.Module, ratio: float, keep: int) -> nn.Module:
 
 
 def train(network: nn.Module, batches: Batches, held: Tensor, settings: Settings) -> None:
-    """LocalUpdate: SGD on the client's batches; `held` masks the labels that the client has."""
+    """Do the paper's LocalUpdate: SGD on the client's batches; `held` masks the labels that the client has."""
     pairs = [module for module in network.modules() if isinstance(module, Factored)]
     factors = [factor for pair in pairs for factor in (pair.u, pair.v)]
     others = [p for p in network.parameters() if all(p is not factor for factor in factors)]
@@ -90,7 +90,7 @@ def train(network: nn.Module, batches: Batches, held: Tensor, settings: Settings
 
 @torch.no_grad()
 def merge(model: nn.Module, recovered: Sequence[dict[str, Tensor]], alpha: Tensor, held: Tensor) -> None:
-    """W ← Σ αₚ Wₚ, a row of the classifier only over the clients that hold its label; without any, it stays."""
+    """Set W ← Σ αₚ Wₚ, a row of the classifier only over the clients that hold its label; without any, it stays."""
     classifier = list(layers_of(model))[-1]
     for name, old in model.named_parameters():
         weights = torch.stack([full[name] for full in recovered])  # (clients, *shape)
@@ -106,7 +106,7 @@ def one_round(
     held: Tensor,  # (clients, classes): who holds which label
     settings: Settings,
 ) -> None:
-    """One round of FedHM; `model`, the server's, becomes the next one."""
+    """Do one round of FedHM; `model`, the server's, becomes the next one."""
     hybrids = {ratio: hybrid_network(model, ratio, settings.keep) for ratio in {ratio for _, ratio in participants}}
     recovered = []
     for client, ratio in participants:

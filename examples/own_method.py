@@ -31,7 +31,7 @@ class FedMedian(fedhm.MethodConfig):
 
 
 class Median(fedhm.Method[fedhm.ModelState]):
-    """What runs: one tier, the full model. Medians need all updates at once, so memory grows with the participants."""
+    """The running method: one tier, the full model. Medians need all updates at once, so memory grows with them."""
 
     tiers = levels = ("full",)
 

@@ -26,7 +26,7 @@ def config(workers: int) -> Config:
 
 
 class Paced:
-    """Holds each round back until it is asked for."""
+    """A watcher that holds each round back until it is asked for."""
 
     def __init__(self) -> None:
         self.turns = Turns()

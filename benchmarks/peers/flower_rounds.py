@@ -14,11 +14,11 @@ turns = Turns()
 
 
 class Over(Exception):  # noqa: N818
-    """No more rounds are asked for."""
+    """Raised when no more rounds are asked for."""
 
 
 def paced(_: int, __: ArrayRecord) -> None:
-    """Flower calls this before the first round and after each."""
+    """Wait until the next round is asked for; Flower calls this before the first round and after each."""
     if not turns.wait():
         raise Over
 

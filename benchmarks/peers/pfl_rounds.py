@@ -31,7 +31,7 @@ def metrics(network: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Wei
 
 
 class Paced(TrainingProcessCallback):
-    """Holds each round back until it is asked for; where there are two processes, the first one listens."""
+    """A callback that holds each round until it is asked for; where there are two processes, the first one listens."""
 
     def __init__(self) -> None:
         self.distributed = torch.distributed.is_initialized()

@@ -45,7 +45,7 @@ class Peer:
         self._name = " ".join(command)
 
     def round(self) -> float:
-        """Its seconds, as the peer counted them."""
+        """Have the peer do a round, and return its seconds as the peer counted them."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._idle = False
@@ -64,7 +64,7 @@ class Peer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The end of its stdin tells a peer to stop; whatever is left after some seconds is killed."""
+        """Tell the peer to stop by closing its stdin; whatever is left after some seconds is killed."""
         try:
             assert self._process.stdin
             with contextlib.suppress(BrokenPipeError):
@@ -91,5 +91,5 @@ class Peer:
 
 
 def _processes() -> list[int]:
-    """Where there is no /proc, what Ray started is left to end by itself."""
+    """Return all processes; none where there is no /proc, so that what Ray started is left to end by itself."""
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]

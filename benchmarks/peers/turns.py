@@ -7,7 +7,7 @@ import time
 
 
 class Turns:
-    """Libraries may print what they like: their stdout becomes stderr."""
+    """A peer's turns. Libraries may print what they like: their stdout becomes stderr."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w")
@@ -15,7 +15,7 @@ class Turns:
         self._start: float | None = None
 
     def wait(self) -> bool:
-        """Ends the round that runs, if one does, and waits for the next; False when there will be none."""
+        """End the round that runs, if one does, and wait for the next; return False when there will be none."""
         if self._start is not None:
             print(json.dumps({"seconds": time.perf_counter() - self._start}), file=self._answers, flush=True)
         asked = bool(sys.stdin.readline())

@@ -1,4 +1,4 @@
-"""What all of them train: the CNN and the cohort of pfl-research's CIFAR-10 benchmark, on random images.
+"""What all peers train: the CNN and the cohort of pfl-research's CIFAR-10 benchmark, on random images.
 
 Speed does not depend on what the images show, so nothing has to be downloaded.
 """
@@ -17,7 +17,7 @@ ROUNDS = 10**6  # more than will be asked for
 
 
 def cnn() -> nn.Sequential:
-    """Two 3×3 convolutions without padding, to 32 and 64 channels, max-pooling, dropout, 128 hidden units."""
+    """Build two 3×3 convolutions without padding, to 32 and 64 channels, max-pooling, dropout, 128 hidden units."""
     torch.manual_seed(0)
     network = nn.Sequential(
         OrderedDict(
@@ -41,7 +41,7 @@ def cnn() -> nn.Sequential:
 
 
 def clients(count: int = CLIENTS) -> list[tuple[Tensor, Tensor]]:
-    """Each client's normalised images in channels-last memory, and as many labels of each class."""
+    """Return each client's normalised images in channels-last memory, and as many labels of each class."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(SAMPLES) % CLASSES
     images = [torch.randn(SAMPLES, 3, 32, 32, generator=generator) for _ in range(count)]

@@ -8,7 +8,7 @@ each version to full shape, averages, and factorizes again. The way data goes:
          → admission → method.merge(state, updates, round) → server optimizer → state
          → evaluate each tier by the objective → record → checkpoint · progress · report
 
-`experiment.py` holds that loop, `assemble.py` puts its parts together, `methods/` has a file for each method and
+`experiment.py` holds that loop, `assembly.py` puts its parts together, `methods/` has a file for each method and
 `lowrank/` the mathematics. `run` trains a model of your own on data of your own; `resume` finishes a run that a config
 names. To bring a method, subclass `MethodConfig` for its settings and `Method` for what runs; an `Objective` says what
 is learned and by which metrics it is told; a `Watcher` is told how a run goes.

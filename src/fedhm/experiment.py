@@ -41,13 +41,13 @@ class Result:
 
     @property
     def scores(self) -> dict[str, Metrics]:
-        """Return the same, by the name that the first version had for them."""
+        """Return the metrics by the name that the first version had for them."""
         return self.metrics
 
 
 @dataclass
 class Experiment:
-    """A run, of parts that are ready: `fedhm.assemble` puts them together."""
+    """A run made of ready parts, which `fedhm.assemble` puts together."""
 
     config: ResolvedConfig
     method: AnyMethod
@@ -108,7 +108,7 @@ class Experiment:
         return (self.method.start(self.initial), Moments()), records
 
     def _next_state(self, state: Any, moments: Moments, record: Record) -> tuple[Any, Moments]:
-        """Return what a round leaves, which is tried again with other clients if too few updates can be used."""
+        """Return the state after a round, which is tried again with other clients if too few updates can be used."""
         federation = self.config.federation
         for attempt, chosen in enumerate(self._drawings(record.round), start=1):
             record.attempts, record.participants = attempt, chosen

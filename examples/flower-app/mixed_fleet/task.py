@@ -24,7 +24,7 @@ def build_model() -> nn.Module:
 
 
 def client_data(context: Context) -> tuple[Tensor, Tensor]:
-    """A real client reads its own files; this one takes its part of scikit-learn's handwritten digits."""
+    """Return this client's part of scikit-learn's handwritten digits; a real client reads its own files."""
     part, parts = int(context.node_config["partition-id"]), int(context.node_config["num-partitions"])
     inputs, labels = _digits()
     return inputs[TEST:][part::parts], labels[TEST:][part::parts]

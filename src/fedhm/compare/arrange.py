@@ -35,7 +35,7 @@ class Comparison:
         return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
 
     def best(self, row: int) -> float:
-        """Return the best mean, as precise as it is shown: equal ones are all best."""
+        """Return the best mean of a row, as precise as it is shown: equal ones are all best."""
         means = [places[row].final.mean for places in self.columns.values() if row in places]
         return self.metric.best(round(mean, self.metric.decimals) for mean in means) if means else math.nan
 

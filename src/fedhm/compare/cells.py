@@ -36,7 +36,7 @@ class Cell:
         return is_complete(self.folder, self.config)
 
     def open(self) -> None:
-        """Make the folder, so that it can be resumed like any interrupted run."""
+        """Make the run's folder, so that it can be resumed like any interrupted run."""
         if not (self.folder / "config.toml").exists():
             with RunFolder.create(self.folder, self.config):
                 return

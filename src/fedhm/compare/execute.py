@@ -21,7 +21,7 @@ PATIENCE = 10.0  # seconds that a run is given to stop by itself
 
 
 class _Child:
-    """`fedhm resume` on one cell. Of what it says, only complaints are kept."""
+    """A process that runs `fedhm resume` on one cell. Of its output, only complaints are kept."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
@@ -42,7 +42,7 @@ class _Child:
 
     @property
     def failure(self) -> str | None:
-        """Return why it failed, once it has ended."""
+        """Return why the run failed, once it has ended."""
         code = self._process.returncode
         if code == 0:
             return None
@@ -63,7 +63,7 @@ class _Child:
 
 
 def _reason(said: str, code: int) -> str:
-    """Return a run's own sentence, or the last line of a traceback."""
+    """Return why a run failed: its own sentence, or the last line of a traceback."""
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
     if "fedhm: " in said:
@@ -122,7 +122,7 @@ def _requests_to_stop() -> Iterator[list[int]]:
 
 
 class _LiveBar:
-    """Rounds of all runs, with what runs now beside it."""
+    """A bar of the rounds of all runs, with what runs now beside it."""
 
     def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
         self._console = console

@@ -40,7 +40,7 @@ class ComparisonReport:
 
     @cached_property
     def reached(self) -> list[Reached]:
-        """Return nothing where the full model is not among the entries."""
+        """Return what the target cost each entry; nothing where the full model is not among the entries."""
         full = full_model(self.entries)
         return costs_to_reach(self.target, self.entries, full) if full else []
 
@@ -61,7 +61,7 @@ class ComparisonReport:
         costs, layers = folder / "cost-to-target.png", folder / "parameters-and-macs-by-layer.png"
         energy = folder / "energy-beyond-rank.png"
         for path in (costs, layers, energy):
-            path.unlink(missing_ok=True)  # of an earlier comparison, which could afford it
+            path.unlink(missing_ok=True)  # left by an earlier comparison, and perhaps not made by this one
         if self.reached:
             figures.append(save_costs_to_target(self.comparison, self.target, self.reached, costs))
         if self.layers:
@@ -75,7 +75,7 @@ class ComparisonReport:
         return [folder / "comparison.md", folder / "comparison.csv", *figures]
 
     def _settings(self) -> str:
-        """Return what was done, on top of what came of it."""
+        """Return the settings of the comparison, as they stand above its tables."""
         config = self.entries[0].first.config
         train, federation = config.train, config.federation
         tiers = next((e.first.config.federation.heterogeneity for e in self.entries if len(e.tiers) > 1), None)

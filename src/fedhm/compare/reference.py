@@ -81,7 +81,7 @@ class Reference:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Return the parameters of FedHM's levels."""
+        """Return the number of parameters of each of FedHM's levels."""
         method = self._design.method
         sizes = {tier: _parameters(method.network(tier)) for tier in method.tiers}
         return [sizes[tier] for tier in method.levels]
@@ -91,7 +91,7 @@ class Reference:
         return _parameters(narrowed(model, plan_widths(model, width, sample, classifier)))
 
     def _nearest_width(self, size: int) -> float:
-        """Return the width in steps of a hundredth."""
+        """Return the width, in steps of a hundredth, at which the number of parameters is nearest to `size`."""
         above = bisect_right(WIDTHS, size, key=self._narrow_size)  # of equal ones, the widest
         return min(WIDTHS[max(0, above - 1) : above + 1], key=lambda width: abs(self._narrow_size(width) - size))
 

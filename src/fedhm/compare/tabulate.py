@@ -17,7 +17,7 @@ CSV = (
 
 
 def outcomes(comparison: Comparison, seeds: int) -> Sheet:
-    """Return the paper's table."""
+    """Return the paper's table: the metric by capability level, a column for each method."""
     rows = [
         [level, *(_cell(comparison, places.get(number), number) for places in comparison.columns.values())]
         for number, level in enumerate(comparison.rows)
@@ -94,7 +94,7 @@ def readable_count(parameters: int) -> str:
 
 
 def readable_work(macs: float) -> str:
-    """Return the work of a whole training."""
+    """Return the MACs of a whole training in a readable unit."""
     for unit in ("M", "G", "T"):
         macs /= 1000 if unit != "M" else 1e6
         if macs < 1000:

@@ -26,7 +26,7 @@ def full_model(entries: Sequence[Compared]) -> Compared | None:
 
 
 def common_target(entries: Sequence[Compared]) -> float:
-    """Return the best round number that the smallest tier of every entry reaches with every seed."""
+    """Return the best rounded value that the smallest tier of every entry reaches with every seed."""
     metric = entries[0].metric
     best = [metric.best(entry.values(run, entry.tiers[-1]).values()) for entry in entries for run in entry.runs]
     return _easier(metric, metric.worst(best))
@@ -42,7 +42,7 @@ def _easier(metric: Metric, value: float) -> float:
 
 
 def costs_to_reach(target: float, entries: Sequence[Compared], reference: Compared) -> list[Reached]:
-    """Return what it took every entry's largest and smallest tier, or only one."""
+    """Return what it took every entry's largest and smallest tier, or its only one, to reach the target."""
     full = reference.tiers[0]
     of_reference = [_cost(reference, full, target, what) for what in (sent, computed)]
     reached: list[Reached] = []
@@ -55,7 +55,7 @@ def costs_to_reach(target: float, entries: Sequence[Compared], reference: Compar
 
 
 def _cost(entry: Compared, tier: str, target: float, what: Callable[[Traffic], int]) -> float | None:
-    """Return the cost of the whole federation, mean over the seeds."""
+    """Return what the whole federation spent to reach the target, mean over the seeds; None if a seed never did."""
     spent: list[int] = []
     for run in entry.runs:
         rounds = (number for number, value in entry.values(run, tier).items() if entry.metric.reaches(value, target))

@@ -8,7 +8,7 @@ from fedhm.errors import FedhmError
 
 
 def whole_number(option: str, largest: int | None = None) -> Callable[[str], int]:
-    """Return what reads a whole number from 1 on."""
+    """Return a function that reads a whole number from 1 on."""
     span = "from 1 on" if largest is None else f"from 1 to {largest}"
 
     def read(text: str) -> int:
@@ -20,7 +20,7 @@ def whole_number(option: str, largest: int | None = None) -> Callable[[str], int
 
 
 def whole_number_or_auto(option: str) -> Callable[[str], int | Literal["auto"]]:
-    """Return what reads a whole number from 1 on, or the word auto."""
+    """Return a function that reads a whole number from 1 on, or the word auto."""
 
     def read(text: str) -> int | Literal["auto"]:
         if text == "auto":
@@ -34,7 +34,7 @@ def whole_number_or_auto(option: str) -> Callable[[str], int | Literal["auto"]]:
 
 
 def number(option: str, called: str, above: float = -math.inf, below: float = math.inf) -> Callable[[str], float]:
-    """Return what reads a number between two others."""
+    """Return a function that reads a number between two others."""
 
     def read(text: str) -> float:
         try:
@@ -49,7 +49,7 @@ def number(option: str, called: str, above: float = -math.inf, below: float = ma
 
 
 def one_of(option: str, *choices: str) -> Callable[[str], str]:
-    """Return what reads one of a few words."""
+    """Return a function that reads one of a few words."""
 
     def read(text: str) -> str:
         if text not in choices:

@@ -97,7 +97,7 @@ class MethodConfig(Section, ABC):
 
     @property
     def column(self) -> str:
-        """Return the column of a comparison that several one-size runs share; empty: each has its own."""
+        """Return the column of a comparison that several one-size runs share; empty where each has its own."""
         return ""
 
     @property
@@ -111,7 +111,7 @@ class MethodConfig(Section, ABC):
         return ""
 
     def in_setting(self, heterogeneity: str) -> Settings:  # noqa: ARG002
-        """Return the settings that its authors use with fixed or dynamic tiers."""
+        """Return the settings that the method's authors use with fixed or dynamic tiers."""
         return {}
 
 

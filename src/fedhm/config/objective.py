@@ -37,12 +37,12 @@ class Metric:
 
     @property
     def quoted(self) -> str:
-        """Return how a sentence calls its unit: `accuracy in percent`."""
+        """Return how a sentence calls the metric with its unit: `accuracy in percent`."""
         return f"{self.name}{' in percent' if self.percent else ''}"
 
     @property
     def stem(self) -> str:
-        """Return how files are named by it: `accuracy`, of `accuracy-by-round.png`."""
+        """Return how files are named after the metric: `accuracy`, of `accuracy-by-round.png`."""
         return re.sub(r"[^\w.-]+", "-", self.name)
 
     @property
@@ -59,7 +59,7 @@ class Metric:
         return f"{self.scaled(value):.{self.decimals}f}{' %' if self.percent else ''}"
 
     def brief(self, *values: float) -> str:
-        """Return a short form, for lines in which many stand side by side: `97.1/96.4%`."""
+        """Return values in short form, for lines in which many stand side by side: `97.1/96.4%`."""
         numbers = (f"{self.scaled(value):.{1 if self.percent else 3}f}" for value in values)
         return "/".join(numbers) + ("%" if self.percent else "")
 

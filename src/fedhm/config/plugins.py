@@ -19,11 +19,11 @@ from fedhm.errors import FedhmError
 
 Group = Literal["methods", "objectives", "work"]
 CALLED: dict[Group, str] = {"methods": "method", "objectives": "objective", "work": "kind of client work"}
-FIRST = "fedhm"  # of all lists: what the library is named after
+FIRST = "fedhm"  # in all lists: what the library is named after
 
 
 class UnknownNameError(FedhmError):
-    """Nobody provides anything of this name."""
+    """A name that nobody provides anything for."""
 
 
 _provided: dict[tuple[Group, str], Any] = {}

@@ -17,14 +17,14 @@ from fedhm.errors import FedhmError
 
 
 def presets() -> dict[str, str]:
-    """Preset name → its TOML text."""
+    """Return the TOML text of every preset by its name."""
     folder = resources.files("fedhm.config") / "presets"
     texts = {f.name.removesuffix(".toml"): f.read_text() for f in folder.iterdir() if f.name.endswith(".toml")}
     return dict(sorted(texts.items()))
 
 
 def load_config(name: str, changes: Iterable[str] = ()) -> Config:
-    """The config of a preset or a TOML file, with `section.key=value` changes applied."""
+    """Read the config of a preset or a TOML file, with `section.key=value` changes applied."""
     known = presets()
     if name in known:
         text, where = known[name], f"preset '{name}'"
@@ -59,9 +59,9 @@ def parse_resolved(text: str, where: str) -> ResolvedConfig:
 
 
 def parse_flat(values: Mapping[str, Any], where: str) -> Config:
-    """Of dotted keys with plain values, in which a list is written as text: {"method.tiers": "[1, 1/2]"}.
+    """Read dotted keys with plain values, in which a list is written as text: {"method.tiers": "[1, 1/2]"}.
 
-    Keys that belong to no section are somebody else's.
+    Keys that belong to no section are somebody else's and ignored.
     """
     table: dict[str, Any] = {}
     for key, value in values.items():
@@ -108,7 +108,7 @@ def _name_of(table: dict[str, Any], section: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """As TOML would read it; a bare word is a string, and so is a bare fraction in a list."""
+    """Read a value as TOML would; a bare word is a string, and so is a bare fraction in a list."""
     if text.startswith("["):
         text = re.sub(r'(?<![\w"\'/.])(\d+/\d+)(?![\w"\'/.])', r'"\1"', text)
     try:

@@ -44,7 +44,7 @@ class FederationConfig(Section):
     attempts: Positive = 3  # at a round, before the run ends
 
     def per_round(self, clients: int) -> int:
-        """How many of so many clients take part in a round."""
+        """Return how many of so many clients take part in a round."""
         return max(1, round(self.participation * clients))
 
 
@@ -77,7 +77,7 @@ class TrainConfig(Section):
         return self
 
     def learning_rate(self, round_number: int) -> float:
-        """Of round 1, 2, …; a milestone is the last round before a drop."""
+        """Return the learning rate of round 1, 2, …; a milestone is the last round before a drop."""
         return self.lr * self.lr_decay ** sum(round_number > milestone for milestone in self.milestones)
 
 
@@ -145,7 +145,7 @@ def _of_its_name(group: Group, default: str) -> BeforeValidator:
 
 
 class Config(Section):
-    """`data` and `model` are None where a run is started from Python with a user's own."""
+    """All settings of a run; `data` and `model` are None where it is started from Python with a user's own."""
 
     seed: int = 0
     data: DataConfig | None = None
@@ -175,7 +175,7 @@ class Config(Section):
             "server_threads": self.engine.server_threads or cores,
             "device": self.engine.device,
         }
-        if self.engine.device == "auto" and self.engine.name == "local":  # others look for themselves what they have
+        if self.engine.device == "auto" and self.engine.name == "local":  # Flower's nodes find out what they have
             engine["device"] = str(find_device("auto"))
         if self.engine.superlink and Path(self.engine.superlink).is_dir():
             engine["superlink"] = str(Path(self.engine.superlink).absolute())

@@ -16,7 +16,7 @@ Place = tuple[int, str, list[int]]  # first byte, type, shape: plain values that
 
 
 class Arena:
-    """Made before a fork, it is the same memory on both sides. Only one of them may put tensors in at a time."""
+    """Memory for tensors. Made before a fork, it is shared by both sides; only one may put tensors in at a time."""
 
     def __init__(self) -> None:
         self._file = _nameless_file()
@@ -31,7 +31,7 @@ class Arena:
         return place
 
     def get(self, place: Place) -> Tensor:
-        """The memory at `place` itself: it changes when something else is put there."""
+        """Return the memory at `place` itself: it changes when something else is put there."""
         start, name, shape = place
         dtype: torch.dtype = getattr(torch, name)
         end = start + math.prod(shape) * dtype.itemsize
@@ -42,12 +42,12 @@ class Arena:
         return self._bytes[start:end].view(dtype).view(shape)
 
     def close(self) -> None:
-        """The memory itself is given back once no tensor lies in it any more."""
+        """Close the file; the memory itself is released once no tensor lies in it any more."""
         self._file.close()
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _map(self, wanted: int) -> None:
-        """Maps the whole file, enlarged if need be. Tensors in an older mapping lie in the same memory."""
+        """Map the whole file, enlarged if need be. Tensors in an older mapping lie in the same memory."""
         size = os.fstat(self._file.fileno()).st_size
         if size < wanted:
             size = max(wanted, 2 * size, SMALLEST)

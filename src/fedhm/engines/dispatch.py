@@ -10,8 +10,8 @@ from fedhm.work.messages import Reply, Task
 
 
 class Dispatch:
-    """Takes tasks as there are slots for them, and never gets far ahead of the oldest one that is not answered: later
-    replies have to wait for it, and must not become more and more."""
+    """A run's tasks, handed out as there are slots for them, and never far ahead of the oldest that is not answered:
+    later replies have to wait for it, and must not become more and more."""
 
     def __init__(self, tasks: Iterable[Task], shared: Arena, slots: Sequence[Arena], notes: int, window: int) -> None:
         self.under_way: dict[int, Task] = {}  # by position, oldest first

@@ -18,7 +18,7 @@ class Engine(Protocol):
 
 
 class Elsewhere:
-    """The engine of an experiment that only Flower's processes can run: it is there to be looked at."""
+    """The engine of an experiment that only Flower's processes can run: it can be inspected, but not run here."""
 
     SENTENCE = "engine.name = 'flower' is for 'fedhm run' and 'fedhm resume', and for Flower apps made by fedhm.flower"
 
@@ -26,4 +26,4 @@ class Elsewhere:
         raise FedhmError(self.SENTENCE)
 
     def close(self) -> None:
-        """Do nothing: it never ran."""
+        """Do nothing: the engine never ran."""

@@ -18,7 +18,7 @@ from fedhm.work.messages import Reply, Task
 
 
 class LocalEngine:
-    """Replies are the same to the last bit, however many workers there are."""
+    """An engine on this machine, whose replies are the same to the last bit however many workers there are."""
 
     def __init__(self, clients: Sequence[Client], workers: int = 1, threads: int = 1) -> None:
         self._clients, self._workers, self._threads = clients, workers, threads
@@ -52,7 +52,7 @@ class LocalEngine:
 
 
 def workers_for(config: EngineConfig, tasks: int) -> int:
-    """How many workers to start for rounds of so many tasks; `config` is resolved."""
+    """Return how many workers to start for rounds of so many tasks; `config` is resolved."""
     if not hasattr(os, "fork"):
         return 1
     # Apple's libraries and CUDA may not survive a fork; and what torch compiles depends on what it compiled before, so
@@ -67,9 +67,9 @@ def workers_for(config: EngineConfig, tasks: int) -> int:
 
 
 def _teach_allocator() -> None:
-    """What a small network's step frees, glibc may give back to the system, and get again page by page in the next one.
+    """Make glibc keep what a small network's step frees, which it may else give back and get again page by page.
     It keeps more of it once it saw a larger block freed. No page of this one is touched."""
-    torch.empty(31 << 20, dtype=torch.uint8)  # of blocks beyond 32 MB it takes no notice
+    torch.empty(31 << 20, dtype=torch.uint8)  # glibc learns nothing from blocks beyond 32 MB
 
 
 def _contiguous(tensors: Tensors) -> Tensors:

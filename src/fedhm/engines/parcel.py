@@ -20,7 +20,7 @@ Put = Callable[[Tensor], Place]
 
 
 class Note(NamedTuple):
-    """Says where a parcel lies. Small enough for a pipe to carry it whole, and never to block on it."""
+    """Where a parcel lies: small enough for a pipe to carry it whole, and never to block on it."""
 
     slot: int
     start: int
@@ -31,7 +31,7 @@ class Note(NamedTuple):
 
     @classmethod
     def receive(cls, pipe: int) -> "Note | None":
-        """None if there is nobody left who could send one."""
+        """Return the next note; None if there is nobody left who could send one."""
         read = os.read(pipe, _NOTE.size)
         return cls(*_NOTE.unpack(read)) if read else None
 
@@ -46,7 +46,7 @@ def write(values: Values, slot: int, arena: Arena) -> Note:
 
 
 def read(note: Note, arena: Arena) -> Values:
-    """Whoever has read a parcel may put its answer behind it."""
+    """Return what a parcel holds; whoever has read it may put its answer behind it."""
     arena.used = note.start + note.length
     values: Values = json.loads(arena.get((note.start, "uint8", [note.length])).numpy().tobytes())
     return values
@@ -77,7 +77,7 @@ def packed_error(error: BaseException, position: int) -> Values:
 
 
 def unpacked_reply(values: Values, arena: Arena) -> Reply:
-    """Its tensors are copies: the arena is soon used for something else."""
+    """Return the reply in a parcel, with copies of its tensors: the arena is soon used for something else."""
     if "update" in values:
         update = values["update"]
         for part in ("tensors", "kept"):
@@ -89,7 +89,7 @@ def unpacked_reply(values: Values, arena: Arena) -> Reply:
 
 
 def unpacked_error(values: Values, task: Task) -> Exception:
-    """What to raise in place of an exception that was raised in a worker."""
+    """Return what to raise in place of an exception that was raised in a worker."""
     if values["sentence"]:
         return FedhmError(values["sentence"])
     error = RuntimeError(f"client {task.client} (tier {task.tier}) in round {task.round} raised {values['what']}")

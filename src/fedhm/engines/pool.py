@@ -32,7 +32,7 @@ class _Worker(NamedTuple):
 
 class Pool:
     def __init__(self, clients: Sequence[Client], workers: int, threads: int) -> None:
-        self.idle = True  # not from the beginning of a run until all its tasks are answered
+        self.idle = True  # False from the beginning of a run until all its tasks are answered
         self._owner = os.getpid()
         self._size, self._workers, self._arenas, self._pipes = workers, list[_Worker](), list[Arena](), list[int]()
         self._busy_with = mmap.mmap(-1, 8 * workers)  # for each worker, the position of its task plus 1
@@ -77,7 +77,7 @@ class Pool:
         return out, into
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
-        """Replies as they come. If it is not run to its end, for whatever reason, there are no workers after it."""
+        """Yield replies as they come. If the run is not finished, for whatever reason, no workers are left after it."""
         self.idle = False
         self._busy_with[:] = bytes(8 * self._size)
         dispatch = Dispatch(tasks, self._arenas[0], self._arenas[1:], self._notes, WINDOW * self._size)
@@ -99,7 +99,7 @@ class Pool:
                 self.close()
 
     def _ready(self) -> list[_Worker]:
-        """Those that have answered or died; waits until there is one."""
+        """Wait until some workers have answered or died, and return those."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
@@ -107,7 +107,7 @@ class Pool:
 
     def _death(self, worker: _Worker, under_way: dict[int, Task]) -> FedhmError:
         how = "ended"
-        with suppress(ChildProcessError):  # somebody else has asked for it
+        with suppress(ChildProcessError):  # somebody else has waited for the process
             code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._workers.remove(worker)
@@ -124,7 +124,7 @@ class Pool:
         )
 
     def close(self) -> None:
-        """Ends the workers, whatever they are at: they hold nothing that could be lost."""
+        """End the workers, whatever they are doing: they hold nothing that could be lost."""
         if os.getpid() != self._owner:
             return  # in a process that a user forked, and whose workers they are not
         for worker in self._workers:

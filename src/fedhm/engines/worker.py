@@ -25,7 +25,7 @@ POLL = 0.5  # seconds between two looks at whether there still is a parent
 
 
 def answer(clients: Sequence[Client], task: Task, position: int) -> Reply:
-    """What becomes of a task, in whichever process."""
+    """Return a client's reply to a task, in whichever process."""
     try:
         return clients[task.client].run(task, position)
     except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
@@ -45,7 +45,7 @@ class Desk:
 
 
 def serve(clients: Sequence[Client], threads: int, desk: Desk, parent: int) -> NoReturn:
-    """All that a worker process does. It leaves alone what it inherited but is its parent's: handlers, buffers."""
+    """Do all that a worker process does. It leaves alone what it inherited but is its parent's: handlers, buffers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -61,7 +61,7 @@ def serve(clients: Sequence[Client], threads: int, desk: Desk, parent: int) -> N
 
 
 def _stream(descriptor: int) -> TextIO:
-    """For what a user's network prints. The inherited one may hold others' text, or a lock that nobody releases."""
+    """Open a stream for what a user's network prints: the inherited one may hold others' text, or a lock for ever."""
     try:
         return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
     except OSError:  # the process has none
@@ -69,8 +69,8 @@ def _stream(descriptor: int) -> TextIO:
 
 
 def _keep_freed_memory() -> None:
-    """What a training step frees, the next one wants. By its defaults glibc gives much of it back to the system each
-    time, and a step spends a tenth of its time or more on getting it page by page."""
+    """Make glibc keep what a training step frees, since the next one wants it. By its defaults glibc gives much of it
+    back to the system each time, and a step spends a tenth of its time or more on getting it page by page."""
     with suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes

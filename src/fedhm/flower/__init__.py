@@ -21,7 +21,7 @@ __all__ = ["client_app", "server_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Flower is an extra and takes seconds to import, which is left to those who want an app."""
+    """Import the apps when one is asked for: Flower is an extra and takes seconds to import."""
     if name not in __all__:
         raise AttributeError(f"module 'fedhm.flower' has no attribute '{name}'")
     check_installed()

@@ -19,7 +19,7 @@ MakeClient = Callable[[Context, Terms], Client]
 
 
 def make_client_app(make_client: MakeClient) -> ClientApp:
-    """An app that introduces its node, and does tasks by the client that `make_client` makes of it."""
+    """Return an app that introduces its node, and does tasks by the client that `make_client` makes of it."""
     app = ClientApp()
 
     @app.query()
@@ -55,7 +55,7 @@ def make_server_app(serve: Callable[[Grid, Context], None]) -> ServerApp:
 
 
 def client_number(context: Context) -> int:
-    """A node's config says which client it is; in a simulation Flower writes it."""
+    """Return which client a node is, by its node config; in a simulation Flower writes that."""
     number = context.node_config.get("partition-id")
     if type(number) is not int:
         raise FedhmError("the node config must say which client this is: partition-id=0, 1, …")

@@ -19,12 +19,12 @@ from fedhm.server.record import Watcher
 APP = Path(__file__).parent / "preset_app"
 PAUSE = 0.2  # seconds between two looks
 ASK_AFTER = 10.0  # seconds without a sign of life after which Flower is asked what became of the run
-SILENCE = 300.0  # seconds after which a run that Flower says is running must have given one
+SILENCE = 300.0  # seconds after which a run that Flower says is running must have given a sign of life
 LAST_BREATH = 20.0  # seconds that a stopped run has to end
 
 
 def run_on_flower(config: Config, out: Path, watcher: Watcher, say: Callable[[str], None]) -> None:
-    """Runs what is left of `config` in the folder `out`. Flower's processes write the folder; this one looks on."""
+    """Run what is left of `config` in the folder `out`. Flower's processes write the folder; this one watches."""
     check_installed()
     with TemporaryDirectory(prefix="fedhm-") as scratch, _superlink(config, Path(scratch), say) as connection:
         news = Path(scratch) / "status.json"
@@ -55,7 +55,7 @@ def _superlink(config: Config, scratch: Path, say: Callable[[str], None]) -> Ite
 
 
 def _simulation(config: Config) -> str:
-    """As many nodes as clients, and at a time as many at work as there are cores for their threads."""
+    """Return options for as many nodes as clients, of which as many work at a time as there are cores for."""
     return f"num-supernodes={config.federation.clients} client-resources-num-cpus={config.engine.threads}"
 
 

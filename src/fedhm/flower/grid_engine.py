@@ -37,7 +37,7 @@ class Parcel:
 
 
 class FlowerEngine:
-    """A map over Flower's nodes. A client that fails, dies or is late costs only its own replies."""
+    """An engine on Flower's nodes. A client that fails, dies or is late costs only its own replies."""
 
     def __init__(self, grid: Grid, roster: Roster, terms: Terms, deadline: float, fp16: bool) -> None:
         self._grid, self._roster, self._terms = grid, roster, terms
@@ -68,10 +68,10 @@ class FlowerEngine:
         yield from self._replies(waiting, until)
 
     def close(self) -> None:
-        """Nodes are Flower's: there is nothing to give back."""
+        """Do nothing: the nodes are Flower's."""
 
     def _push(self, outgoing: list[tuple[Message, Parcel]], waiting: dict[str, Parcel]) -> Iterator[Reply]:
-        """Sends messages and notes under which ids their replies will come; what cannot be sent has failed."""
+        """Send messages and note under which ids their replies will come; yield failures for what cannot be sent."""
         ids = push(self._grid, [message for message, _ in outgoing]) if outgoing else []
         for message_id, (_, parcel) in zip(ids, outgoing, strict=True):
             if message_id:
@@ -94,7 +94,7 @@ class FlowerEngine:
             yield from parcel.failed(f"it did not answer within {self._deadline:g} s (engine.deadline)")
 
     def _reply(self, message_id: str, waiting: dict[str, Parcel]) -> Iterator[Reply]:
-        """The replies to the tasks of one message, if they have come: then it is no longer waited for."""
+        """Yield the replies to the tasks of one message, if they have come: then it is no longer waited for."""
         try:
             message = pull(self._grid, message_id)
         except UnreadableError as error:
@@ -114,7 +114,10 @@ class FlowerEngine:
         )
 
     def _held_to_its_word(self, reply: Reply) -> Reply:
-        """A client's weight in the mean is that of the samples which it said it has before it saw a task."""
+        """Return the reply, or a failure where it does not claim the samples that its client had before it saw a task.
+
+        They are the client's weight in the mean.
+        """
         node = self._roster.introduced().get(reply.client) if isinstance(reply, Update) else None
         if node is None or not isinstance(reply, Update) or reply.samples == node.samples:
             return reply

@@ -1,4 +1,4 @@
-"""Messages by Flower's grid, one at a time, so that what a client did to its reply is nobody else's loss."""
+"""Messages by Flower's grid, one at a time, so that one client's broken reply costs nobody else's."""
 
 from collections.abc import Sequence
 
@@ -19,17 +19,17 @@ BY_THE_APP = (0, 1, 2)
 
 
 class UnreadableError(Exception):
-    """A reply has come, but there is no making sense of it."""
+    """A reply that has come but cannot be read."""
 
 
 def push(grid: Grid, messages: Sequence[Message]) -> list[str | None]:
-    """The ids under which their replies will come; None for what could not be sent."""
+    """Send messages and return the ids under which their replies will come; None for what could not be sent."""
     ids: list[str | None] = [message_id or None for message_id in grid.push_messages(messages)]
     return ids + [None] * (len(messages) - len(ids))
 
 
 def pull(grid: Grid, message_id: str) -> Message | None:
-    """The reply to one message, if it has come. Whose it is, is told by what was asked, not by what the reply says."""
+    """Return the reply to one message, if it has come. Whose it is follows from the message, not from what it says."""
     try:
         replies = list(grid.pull_messages([message_id]))
     except httpx.HTTPError:  # it is the SuperLink that does not answer
@@ -40,7 +40,7 @@ def pull(grid: Grid, message_id: str) -> Message | None:
 
 
 def describe(reply: Message) -> str:
-    """Why a reply is an error, in a clause."""
+    """Return why a reply is an error, in a clause."""
     reason = REASONS.get(reply.error.code, f"Flower reports error {reply.error.code}")
     if reply.error.code not in BY_THE_APP or not reply.error.reason:
         return reason
@@ -51,5 +51,5 @@ def describe(reply: Message) -> str:
 
 
 def printable(text: str) -> str:
-    """What a client wrote, for a line of a log."""
+    """Return what a client wrote, made fit for a line of a log."""
     return "".join(letter if letter.isprintable() else "�" for letter in text[:300])

@@ -14,7 +14,7 @@ from fedhm.seeds import derive
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A user's. Two that are equal make the same model."""
+    """A user's own model. Two that are equal make the same model."""
 
     make: Callable[[], nn.Module]
     seed: int
@@ -27,7 +27,7 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """That which a config names."""
+    """The model that a config names."""
 
     config: ResolvedConfig
     input_shape: tuple[int, ...]
@@ -42,5 +42,5 @@ Model = OwnModel | NamedModel
 
 @lru_cache(maxsize=4)
 def weights_dtype(model: Model) -> torch.dtype:
-    """Return the type of a model's weights, without building it with every message."""
+    """Return the type of a model's weights, without building the model with every message."""
     return dtype_of(model.build())

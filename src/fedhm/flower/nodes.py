@@ -32,7 +32,7 @@ class Node:
 
     @classmethod
     def read(cls, content: RecordDict) -> "Node":
-        """Raises if the note is not such a one."""
+        """Read what a node says of itself; raise if it is not of this form."""
         note: dict[str, Any] = dict(content.config_records[NOTE])
         node = cls(**note)
         numbers = (node.client, node.samples, node.memory)
@@ -61,7 +61,7 @@ class Roster:
         self._refused = ""  # why a node is of no use, the last time
 
     def __getitem__(self, client: int) -> int | None:
-        """The node of a client, if it is connected and takes part."""
+        """Return the node of a client, if it is connected and takes part."""
         return None if self._objection(client) else self._ids.get(client)
 
     def why_not(self, client: int) -> str:
@@ -80,7 +80,7 @@ class Roster:
         return {client: node for client in self._ids if (node := self._known[self._ids[client]])}
 
     def refresh(self) -> None:
-        """Looks who is there, asks those who are new, and takes down what they have answered so far."""
+        """See which nodes are connected, ask the new ones who they are, and read the answers that have come so far."""
         present = set(self._grid.get_node_ids())
         # Who comes back may have other data, or be another client: it is asked again.
         self._known = {node_id: node for node_id, node in self._known.items() if node_id in present}
@@ -95,7 +95,7 @@ class Roster:
                 self._ids.setdefault(node.client, node_id)
 
     def wait(self, count: int, patience: float) -> None:
-        """Until so many clients are there, or none has come for so many seconds."""
+        """Wait until `count` clients are connected, or none has come for `patience` seconds."""
         said, until = -1, time.monotonic() + patience
         while True:
             self.refresh()

@@ -25,7 +25,7 @@ from fedhm.run import as_begun, report_on
 from fedhm.runs.folder import RunFolder
 from fedhm.server.record import Watcher
 
-# Of so many samples at each client, the federation
+# Makes the federation from the number of samples at each client
 MakeFederation = Callable[[tuple[int, ...]], Federation]
 
 
@@ -40,7 +40,7 @@ def server_app(
     flip: bool = False,
     public: Callable[[], PublicLike] | None = None,
 ) -> ServerApp:
-    """A Flower ServerApp that trains `model` on the nodes that are connected.
+    """Return a Flower ServerApp that trains `model` on the nodes that are connected.
 
     test        samples to evaluate every tier's model on, as `fedhm.run` takes them
     classes     how many there are; the server does not see the clients' labels
@@ -49,7 +49,7 @@ def server_app(
     public      inputs that everybody has, for methods that distil
 
     Settings are the app's run config, by dotted keys: `train.rounds = 20`. With `out`, the path of a folder, the run
-    leaves there what `fedhm run` leaves, and goes on with what it finds.
+    leaves there what `fedhm run` leaves, and resumes an unfinished run that it finds there.
     """
 
     def serve(grid: Grid, context: Context) -> None:
@@ -70,7 +70,7 @@ def server_app(
 
 
 def named_server_app() -> ServerApp:
-    """For runs from a config, which names model and data."""
+    """Return the app of runs from a config, which names model and data."""
 
     def serve(grid: Grid, context: Context) -> None:
         said = context.run_config
@@ -106,7 +106,7 @@ def run_on(
     watchers: Sequence[Watcher],
     say: Callable[[str], None] = print,
 ) -> None:
-    """Waits for the clients, then runs the rounds that are left."""
+    """Wait for the clients, then run the rounds that are left."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"name": "flower"})})
     settings = as_begun(config, out).resolved()
     with ExitStack() as stack:
@@ -114,7 +114,7 @@ def run_on(
         clients = settings.federation.clients
         bare = make_federation((0,) * clients)
         batch, _ = next(Feed(bare.test, bare.preprocessing).ordered(1))
-        # what is wrong with it is said before anyone waits
+        # what is wrong with the method or model is said before anyone waits
         method = design(settings, model.build(), batch, bare.classes, bare.public_feed()).method
         roster = Roster(grid, clients, greeting(_terms(settings, bare)), say)
         if folder:

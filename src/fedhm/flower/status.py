@@ -43,7 +43,7 @@ class StatusFile:
 
 
 def read_status(path: Path) -> Status | None:
-    """None until the process has begun."""
+    """Return what the status file says; None until the process has begun."""
     try:
         status: Status = json.loads(path.read_text())
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def read_status(path: Path) -> Status | None:
 
 
 def is_gone(path: Path) -> bool:
-    """The process that wrote the file has ended, in whichever way."""
+    """Tell whether the process that wrote the status file has ended, in whichever way."""
     return not is_locked(_lock_of(path))
 
 

@@ -19,7 +19,7 @@ class Tiers:
 
 
 def chosen_tiers(config: Config, method: AnyMethod, batch: Tensor, nodes: Mapping[int, Node]) -> Tiers:
-    """A client that says nothing gets the tier of its number; one whose wish cannot be met is left out."""
+    """Choose tiers: a client that asks for none gets that of its number; one that cannot get its own is left out."""
     asking = {client: node for client, node in nodes.items() if node.tier or node.memory}
     settled = config.federation.assignment or config.federation.heterogeneity == "dynamic"
     if not asking or settled:

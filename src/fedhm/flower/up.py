@@ -113,7 +113,7 @@ def _node_configs(clients: int, tiers: Sequence[str] | None, memory: Sequence[in
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Take SIGTERM for Ctrl-C. Another one while the children are being ended must not leave some of them behind."""
+    """Treat SIGTERM as Ctrl-C. Another one while the children are being ended must not leave some of them behind."""
     interrupted = False
 
     def interrupt(*_: object) -> None:

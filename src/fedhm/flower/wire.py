@@ -35,7 +35,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Terms:
-    """What the server tells every client of the run; it comes with each message, since no process lives for two."""
+    """What the server tells every client of the run; it comes with each message, since processes may live for one."""
 
     config: ResolvedConfig
     classes: int
@@ -60,12 +60,12 @@ def _terms(text: str) -> Terms:
 
 
 def greeting(terms: Terms) -> RecordDict:
-    """Asks a node who it is."""
+    """Return a message that asks a node who it is."""
     return RecordDict({NOTE: ConfigRecord({**terms.note()})})
 
 
 class Outbox:
-    """What goes to the clients in one exchange. A record that several get is made once, and Flower uploads it once."""
+    """The messages to clients in one exchange. A record that several get is made once, and Flower uploads it once."""
 
     def __init__(self, terms: Terms, fp16: bool) -> None:
         self._terms, self._fp16 = terms, fp16
@@ -92,7 +92,7 @@ class Outbox:
 
 
 def read_tasks(content: RecordDict) -> list[Task]:
-    """On a client, which trusts its server."""
+    """Read the tasks in a message, on a client, which trusts its server."""
     tasks = []
     for number, values in enumerate(json.loads(str(content.config_records[NOTE]["tasks"]))):
         for part in PARTS:
@@ -120,7 +120,7 @@ def reply_parcel(replies: Iterable[Reply], fp16: bool) -> RecordDict:
 
 
 def read_replies(content: RecordDict, tasks: Sequence[Task], fp16: bool) -> list[Reply]:
-    """On the server, which trusts no client: whatever was sent, each task gets one reply.
+    """Read the replies in a message, on the server, which trusts no client: each task gets one, whatever was sent.
 
     Here an update need only be readable. Whether it may be merged is for admission to say.
     """
@@ -154,7 +154,7 @@ def _read_reply(content: RecordDict, number: int, values: Any, task: Task, fp16:
 
 
 def travelled(content: RecordDict, count: int) -> list[int]:
-    """Bytes of a message's records, by task; what belongs to none is the first one's, as is what several share."""
+    """Return the bytes of a message's records by task; what belongs to none, or to several, counts for the first."""
     places = _places(count)
     seen: set[int] = set()
     counted = [0] * count
@@ -166,7 +166,7 @@ def travelled(content: RecordDict, count: int) -> list[int]:
 
 
 def _places(count: int) -> dict[str, int]:
-    """Under which names the records of so many tasks or replies go, and whose they are."""
+    """Return the names of the records of so many tasks or replies, each with the number of its task."""
     return {f"{part}.{number}": number for part in PARTS for number in range(count)}
 
 
@@ -183,7 +183,7 @@ def _record(tensors: Tensors, fp16: bool = False) -> ArrayRecord:
 
 
 def _array(name: str, tensor: Tensor, fp16: bool) -> Array:
-    """Matrices and convolutions are halved; vectors are few numbers, and some of them need their range."""
+    """Return a tensor as it travels. Matrices may be halved; vectors are few numbers, and some need their range."""
     if fp16 and tensor.ndim > 1 and tensor.is_floating_point():
         tensor = tensor.half()
     try:
@@ -197,7 +197,7 @@ def _tensor(array: Array) -> Tensor:
 
 
 def _as_sent(tensor: Tensor, sent: Tensor | None) -> Tensor:
-    """What was halved for the way, in its own type again."""
+    """Return a tensor that was halved to travel in its own type again."""
     halved = sent is not None and sent.ndim > 1 and tensor.dtype == torch.float16
     return tensor.to(sent.dtype) if sent is not None and halved else tensor
 

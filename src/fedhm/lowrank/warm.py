@@ -71,7 +71,7 @@ class Pass(NamedTuple):
 
 
 def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
-    """Do one pass over `matrix`, from orthonormal right vectors (k, N) to the next; None if some vanish."""
+    """Do one pass over `matrix`, from orthonormal right vectors (k, N) to the next; None if that fails."""
     X, L, unit = _nearly_orthonormal(matrix @ basis.T)
     B = unit @ (X.T @ matrix)
     inner = (B @ B.T).double()

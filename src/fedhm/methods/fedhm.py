@@ -77,7 +77,7 @@ class FedHMConfig(MethodConfig):
 
     @property
     def column(self) -> str:
-        """Return the column of one low-rank tier on all clients."""
+        """Return the column that runs of one low-rank tier on all clients share; empty for any other run."""
         return "lowrank" if len(set(self.tiers)) == 1 and (self.form, self.warmup) == ("spatial", 0) else ""
 
     @property
@@ -85,7 +85,7 @@ class FedHMConfig(MethodConfig):
         return f"averages {self.aggregate}"
 
     def in_setting(self, heterogeneity: str) -> Settings:
-        """Return the paper's weighting."""
+        """Return the paper's weighting for fixed or dynamic tiers."""
         return {"weighting": "softmax" if heterogeneity == "dynamic" else "uniform"}
 
 
@@ -94,7 +94,7 @@ def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
 
 
 def _low_rank(sizes: Sizes, ratio: float | str) -> Settings:
-    """Return the settings of one tier for everybody, as FedHM trains it."""
+    """Return the settings with which FedHM trains one tier on all clients."""
     return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep}
 
 
@@ -181,9 +181,9 @@ class FedHM(Method[FedHMState]):
     def _factorized(
         self, weights: Tensors, mean: WeightedMean | None = None, before: Mapping[str, Factors] | None = None
     ) -> tuple[dict[str, Factors], int]:
-        """Return one decomposition per layer, at the largest rank: the smaller tiers are its leading columns.
+        """Return one decomposition per layer, at the largest rank, and how many of them were not found from `before`.
 
-        With those of the round before in `before`, most are found from there; and how many were not.
+        Smaller tiers are its leading columns. `before` has those of the round before, from which most are found.
         """
 
         def factors_of(layer: str) -> tuple[Factors, bool]:
@@ -207,7 +207,7 @@ class FedHM(Method[FedHMState]):
         return spectral_constants(spectra, ranks, tails) if ranks else (0.0, 0.0)
 
     def _energy_beyond(self, weights: Tensors, factors: Mapping[str, Factors]) -> dict[str, float]:
-        """Return, for every tier below full, the share of the model that it cannot carry."""
+        """Return, for every tier below full, the share of the model's energy that it cannot carry."""
         spectra = {layer: factors[layer].spectrum for layer in self._largest}
         energies = {layer: squared_norm(weights[f"{layer}.weight"]) for layer in self._largest}
         return {
@@ -217,7 +217,7 @@ class FedHM(Method[FedHMState]):
         }
 
     def _fold(self, mean: WeightedMean, update: Update, plan: RankPlan, weight: float) -> float:
-        """Adds one client's model to the mean; its κ_UV."""
+        """Add one client's model to the mean and return its κ_UV."""
         rows = trained_rows(update, self._setup.classifier)
         norm = 0.0
         for layer in plan:
@@ -231,7 +231,7 @@ class FedHM(Method[FedHMState]):
         return norm
 
     def _complete(self, mean: WeightedMean, state: FedHMState, weight_of_network: Mapping[str, float]) -> None:
-        """Turns every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
+        """Turn every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
         for network, weight in weight_of_network.items():
             for layer, rank in self.plans[network].items():
                 mean.correct_product(f"{layer}.weight", *state.factors[layer].prefix(rank), -weight)
@@ -239,7 +239,7 @@ class FedHM(Method[FedHMState]):
 
 
 def _weight(config: FedHMConfig, ratio: float, samples: int) -> float:
-    """αₚ up to a common factor, which the mean divides out; the exponents are at most 0, so nothing overflows."""
+    """Return αₚ up to a factor, which the mean divides out; the exponents are at most 0, so nothing overflows."""
     if config.weighting == "softmax":  # the paper: softmax(γ / τ)
         return math.exp((ratio - 1) / config.temperature)
     if config.weighting == "softmax-inverse":  # published code: softmax(−(1 / γ) / τ)

@@ -1,7 +1,7 @@
-"""FedMD: every client has a model of its own, which never travels; what travels are class scores on public inputs.
+"""FedMD: every client has a model of its own, which never travels; what travels are logits on public inputs.
 
 tasks    a participant gets the consensus of the last round. It digests it, bringing its model f_p towards it by SGD on
-         mean |f_p(x) − consensus| over the public inputs x; revisits its own samples; and sends its scores f_p(x)
+         mean |f_p(x) − consensus| over the public inputs x; revisits its own samples; and sends its logits f_p(x)
 merge    consensus ← mean over the participants of f_p(x)
 
 A tier is a width. Its model, for evaluation, is that of its client that took part last, the lowest number of several.

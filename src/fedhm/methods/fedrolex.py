@@ -64,7 +64,7 @@ class FedRolex(Method[FedRolexState]):
         return self.slices.network(name)
 
     def weights(self, state: FedRolexState, tier: str) -> Tensors:
-        """Return the window that was trained last."""
+        """Return the weights of a tier in the window that was trained last."""
         return self.slices.take(state.weights, tier, self._offset(max(1, state.trained)))
 
     def _offset(self, round_number: int) -> int:

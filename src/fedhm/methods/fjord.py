@@ -33,7 +33,7 @@ class OrderedDropout(nn.Module):
 
     @property
     def drawn(self) -> Sequence[nn.Module]:
-        """The networks of which each batch runs one, all as often; the widest first."""
+        """Return the networks of which each batch runs one, all equally often; the widest first."""
         return [self.network, *self._narrower]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the methods share in which all clients train the same network."""
+"""What methods have in common in which all clients train the same network."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from fedhm.work.messages import Participant, Task
 
 
 class Homogeneous(Method[ModelState], ABC):
-    """Have one tier; the state's weights are those of its network, as they travel."""
+    """A method with one tier; its state's weights are those of that tier's network, as they travel."""
 
     def __init__(self, tier: str) -> None:
         self.tier = tier
@@ -32,4 +32,4 @@ class Homogeneous(Method[ModelState], ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The network, whose weights are to be loaded."""
+        """Return a new network, whose weights are to be loaded."""

@@ -25,7 +25,7 @@ class WeightedMean:
         self._weights: dict[str, float | Tensor] = {}  # a number, or one for each row or element
 
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
-        """Folds in a dense tensor; with `rows`, a mask, only those of its rows."""
+        """Fold in a dense tensor; with `rows`, a mask, only those of its rows."""
         if rows is None:
             self.correct(name, tensor, weight)
             self._count(name, weight)
@@ -43,7 +43,7 @@ class WeightedMean:
             self.add(name, tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
 
     def add_part(self, name: str, tensor: Tensor, weight: float, indices: Where, rows: Tensor | None = None) -> None:
-        """Folds in a tensor that holds only the numbers at `indices`; the mean is over those who hold a number."""
+        """Fold in a tensor that holds only the numbers at `indices`; the mean is over those who hold a number."""
         if name not in self._sums:
             self._sums[name] = torch.zeros_like(self._old[name])
         share = torch.full_like(tensor, weight, dtype=torch.float64)
@@ -56,26 +56,26 @@ class WeightedMean:
         self._count(name, held)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
-        """Folds in the weight that unrolls to `left @ right`, without forming it."""
+        """Fold in the weight that unrolls to `left @ right`, without forming it."""
         self.correct_product(name, left, right, weight)
         self._count(name, weight)
 
     def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
-        """Adds `weight · left @ right` to the sum, but is nobody's contribution."""
+        """Add `weight · left @ right` to the sum, without counting it as a contribution."""
         if name in self._products:
             self._products[name].addmm_(left, right, alpha=weight)
         else:
             self._products[name] = (left @ right).mul_(weight)
 
     def correct(self, name: str, tensor: Tensor, weight: float) -> None:
-        """Adds `weight · tensor` to the sum, but is nobody's contribution."""
+        """Add `weight · tensor` to the sum, without counting it as a contribution."""
         if name in self._sums:
             self._sums[name].add_(tensor, alpha=weight)
         else:
             self._sums[name] = tensor * weight
 
     def result(self) -> Tensors:
-        """To be asked for once: the sums become the means."""
+        """Return the means. To be called once: the sums become the means in place."""
         merged: Tensors = {}
         for name, old in self._old.items():
             if name not in self._weights:
@@ -87,7 +87,7 @@ class WeightedMean:
         return merged
 
     def unrolled(self, name: str) -> Tensor | None:
-        """After `result`: the mean in unrolled form, where there is one already, since it had factored parts."""
+        """Return, after `result`, a mean in unrolled form, where there is one already, since it had factored parts."""
         return self._products.get(name)
 
     def _dense_mean(self, name: str) -> Tensor:
@@ -109,7 +109,7 @@ class WeightedMean:
 
 
 def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
-    """One weight per row, shaped and typed to multiply `tensor`."""
+    """Return one weight per row, shaped and typed to multiply `tensor`."""
     shaped = weight.reshape(-1, *[1] * (tensor.ndim - 1)) if weight.ndim == 1 else weight
     return shaped.to(tensor.dtype)
 
@@ -119,7 +119,7 @@ def influence(update: Update, weighting: str) -> float:
 
 
 def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
-    """The mask of the classifier's rows that a client trained, those of the labels it holds; None for all of them."""
+    """Return a mask of the classifier's rows that a client trained, those of the labels it holds; None for all rows."""
     weight = update.tensors.get(f"{classifier}.weight" if classifier else "weight")  # a model may be one layer
     if classifier is None or update.labels is None or weight is None or len(update.labels) == len(weight):
         return None
@@ -129,7 +129,7 @@ def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
 
 
 def average(old: Tensors, updates: Iterable[Update], weighting: str, classifier: str | None) -> Tensors:
-    """The mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
+    """Return the mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
     mean = WeightedMean(old)
     for update in updates:
         mean.add_all(update, influence(update, weighting), classifier)

@@ -71,7 +71,7 @@ S = TypeVar("S", bound=State)
 
 
 class Method(Protocol[S]):
-    """What runs. `AnyMethod` is one of whose state nothing is known."""
+    """A method as it runs. `AnyMethod` is one of whose state nothing is known."""
 
     tiers: tuple[str, ...]  # names, largest first: a client's tier is one of them
     levels: tuple[str, ...]  # the tier of each capability level, strongest first; one with two shares comes twice

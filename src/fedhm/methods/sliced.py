@@ -37,12 +37,12 @@ class Slices:
         return narrowed(self._model, self._plans[tier], self.widths[tier] if self._scaler else 1.0)
 
     def take(self, weights: Tensors, tier: str, offset: int = 0) -> Tensors:
-        """The tier's part of the full model's weights: a window of channels that starts at `offset`."""
+        """Return the tier's part of the full model's weights: a window of channels that starts at `offset`."""
         plan = self._plans[tier]
         return {name: take(t, where(plan, name, t.ndim, offset)) for name, t in weights.items()}
 
     def own_scale(self, tensors: Tensors, tier: str) -> Tensors:
-        """Initial weights shrink with the number of inputs: brings slices to the scale of a network of their width."""
+        """Bring slices to the scale of a network of their width: initial weights shrink with the number of inputs."""
         cuts = {name: self._plans[tier].get(name.rpartition(".")[0]) for name in tensors}
         scale = {name: (c.inputs.full / c.inputs.kept) ** 0.5 for name, c in cuts.items() if c and c.inputs}
         return {name: tensor * scale.get(name, 1.0) for name, tensor in tensors.items()}
@@ -50,13 +50,13 @@ class Slices:
     def tasks(
         self, weights: Tensors, participants: Sequence[Participant], round_number: int, offset: int = 0
     ) -> Iterator[Task]:
-        """Every participant trains its tier's part of the full model."""
+        """Yield a task for every participant: to train its tier's part of the full model."""
         sent = {tier: self.take(weights, tier, offset) for tier in {p.tier for p in participants}}
         for p in participants:
             yield Task("train", round_number, p.client, p.tier, p.tier, sent[p.tier])
 
     def merged(self, weights: Tensors, updates: Iterable[Update], weighting: str, offset: int = 0) -> Tensors:
-        """The full model, each of its numbers averaged over those who hold it."""
+        """Return the full model, each of its numbers averaged over those who hold it."""
         mean = WeightedMean(weights)
         for update in updates:
             rows = trained_rows(update, self._classifier)

@@ -66,9 +66,9 @@ class SplitMix(Method[SplitMixState]):
         self._model = model
 
     def start(self, weights: Tensors) -> SplitMixState:
-        """Return the bases: the leading part of the given weights, and of as many new initialisations.
+        """Return the bases: the first is the leading part of the given weights, the others that of new initialisations.
 
-        Slices of a wider network start smaller than a narrow network of its own would, by √width: its initialisation.
+        Such slices start smaller than a narrow network of its own would, by √width: Split-Mix's initialisation.
         """
         bases: list[Tensors] = []
         for base in range(self._bases):
@@ -100,7 +100,7 @@ class SplitMix(Method[SplitMixState]):
         return {f"members.{base}.{name}": t for base in bases for name, t in state.bases[base].items()}
 
     def _assigned(self, participant: Participant, turn: int) -> list[int]:
-        """Participants are counted through all rounds; every cycle of as many turns as there are bases is shuffled."""
+        """Return a participant's bases. `turn` counts those of all rounds; each cycle through the bases is shuffled."""
         cycle, place = divmod(turn, self._bases)
         first = int(numpy_generator(self._seed, "cycle", cycle).permutation(self._bases)[place])
         others = [base for base in range(self._bases) if base != first]

@@ -9,7 +9,7 @@ from fedhm.lowrank.unroll import Form
 
 
 def tier_plan(model: nn.Module, ratio: float, keep: int, classifier: str | None, form: Form = "spatial") -> RankPlan:
-    """A tier below the full one must differ from it. `classifier` gives the logits, where that layer is known."""
+    """Return a tier's rank plan; one below full must differ from it. `classifier` gives the logits, where known."""
     plan = plan_ranks(model, ratio, keep, classifier=classifier or "auto", form=form)
     if not plan and ratio < 1:
         raise FedhmError(

@@ -13,7 +13,7 @@ BOLD = re.compile(r"\*\*(.*?)\*\*")
 
 @dataclass(frozen=True)
 class Sheet:
-    """`groups` of rows, kept apart by a line; **bold** as in Markdown."""
+    """A table: `groups` of rows, kept apart by a line; **bold** as in Markdown."""
 
     columns: Sequence[str]
     groups: Sequence[Sequence[Sequence[str]]]

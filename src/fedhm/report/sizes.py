@@ -34,14 +34,14 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
 
 
 def _memory(method: AnyMethod, tasks: Sequence[Task], config: Config, shape: tuple[int, ...]) -> int:
-    """Return the most that any of a client's networks takes in training."""
+    """Return the most memory that any of a client's networks takes in training."""
     networks = {task.network for task in tasks}
     batch, optimizer = config.train.batch, config.train.optimizer
     return max(training_memory(method.network(each), shape, batch, optimizer=optimizer) for each in networks)
 
 
 def _bytes(method: AnyMethod, tasks: Sequence[Task], static: bool) -> int | None:
-    """Return None where logits travel in place of networks: as many as there are public samples."""
+    """Return the bytes sent each way; None where logits travel instead, as many as there are public samples."""
     if not all(work_of(task.kind).returns_network for task in tasks):
         return None
     total = 0

@@ -49,7 +49,7 @@ def _rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
 
 
 def caption(runs: Sequence[Run]) -> str:
-    """Return what the columns leave out."""
+    """Return a note on what the columns leave out."""
     text = "bytes/round: one client's training, down and up."
     for run in runs:
         if gathering := run.statistics_bytes():

@@ -30,7 +30,7 @@ class Run:
         return [record for record in self.records if record.metrics]
 
     def bytes_per_client(self, tier: str) -> float | None:
-        """Return the measured bytes of training, both ways, per round and participant of a tier; None without one."""
+        """Return the measured bytes of training, both ways, per round and participant of a tier; None if none."""
         # Of a round that took several attempts, the record names only the last one's participants.
         records = [record for record in self.records if record.attempts == 1] or self.records
         traffic = [record.traffic[tier] for record in records if tier in record.traffic]

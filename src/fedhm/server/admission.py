@@ -1,4 +1,4 @@
-"""What an update must satisfy before the server computes with it: the door that the replies of every engine go through.
+"""What an update must satisfy before the server computes with it: the replies of every engine are checked here.
 
 An update may come from a client that diverged, that is broken, or that means harm. So nothing in it is trusted, not
 even that its values are of their types; and its numbers are bounded, since a single 1e38 leaves nothing of a mean.
@@ -61,7 +61,7 @@ def _claim(update: Update, expected: Expected) -> str | None:
 
 
 def _misfit(tensors: Tensors, expected: Tensors) -> str | None:
-    """Whether these are the tensors that they should be, whatever their values."""
+    """Return why these are not the expected tensors, whatever their values; None if they are."""
     if not isinstance(tensors, dict):
         return f"it has {_short.repr(tensors)} in place of tensors"
     if odd := tensors.keys() ^ expected.keys():
@@ -78,7 +78,7 @@ def _misfit(tensors: Tensors, expected: Tensors) -> str | None:
 
 
 def _is_plain(tensor: object) -> bool:
-    """In memory as it stands: what else claims to be a tensor may raise, or be another one, when computed with."""
+    """Tell whether a tensor lies in memory as it stands: any other may raise, or be another one, when computed with."""
     if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
         return False
     apart = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized

@@ -1,4 +1,4 @@
-"""From tasks to the updates that may be merged: the engine's replies in order, through the door, into the record."""
+"""From tasks to the updates that may be merged: the engine's replies in order, through admission, into the record."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -24,11 +24,11 @@ Run = Callable[[Sequence[Task]], Iterator[Reply]]  # an engine's
 
 
 class TooFewUpdatesError(FedhmError):
-    """A round's attempt failed; another one may not."""
+    """A round's attempt brought too few updates; another one may bring enough."""
 
 
 class Intake:
-    """`network` makes a network by its name; `sample` is a batch of one input."""
+    """Lets updates in and records them; `network` makes a network by its name, `sample` is a batch of one input."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Intake:
     def updates(self, run: Run, tasks: Iterable[Task], record: Record, least: int = 0) -> Iterator[Update]:
         """Send tasks to the engine and let their updates in, in the order of the tasks.
 
-        Raises in the end if there were fewer than `least`, so that who merges them does not come to a result.
+        Raises in the end if there were fewer than `least`, so that whoever merges them gets no result.
         """
         sent = [self._without_running(task) if self.static(task.round) else task for task in tasks]
         admitted, before = 0, len(record.dropped)

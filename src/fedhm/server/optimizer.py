@@ -33,7 +33,7 @@ class Moments:
 
 
 class ServerOptimizer:
-    """Makes its step on those fields of a method's state that the method averages."""
+    """The server's optimizer, which makes its step on those fields of a method's state that the method averages."""
 
     def __init__(self, config: ServerConfig, method: str, averaged: tuple[str, ...], running: Set[str]) -> None:
         self.config, self._averaged, self._running = config, averaged, running

@@ -1,4 +1,4 @@
-"""What a round left behind, one line of JSON each."""
+"""The records of rounds, one line of JSON each."""
 
 import json
 import time
@@ -24,7 +24,7 @@ class Traffic:
     down: int = 0  # bytes, server → clients: as they travelled, or those of the tensors where nobody counted
     up: int = 0
     macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
-    loss: float = 0.0  # of training, mean over those
+    loss: float = 0.0  # of training, mean over the answers
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Record:
         return self.metrics
 
     def count(self, task: Task, reply: Reply, macs: int) -> None:
-        """Books one task and what came of it: an update that may be used, or in its place a failure."""
+        """Count one task and what came of it: an update that may be used, or in its place a failure."""
         trains = work_of(task.kind).trains
         traffic = self.traffic.setdefault(task.tier, Traffic()) if trains else self.statistics
         traffic.clients += 1
@@ -66,7 +66,7 @@ class Record:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def timed(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Passes `items` on; the time spent waiting for them belongs to phase `name`."""
+        """Yield `items`; the time spent waiting for them counts for phase `name`."""
         iterator = iter(items)
         while True:
             with self.phase(name):
@@ -92,7 +92,7 @@ class Record:
 
 
 class Watcher(Protocol):
-    """Whoever wants to be told how a run goes."""
+    """An object that is told how a run goes."""
 
     def started(self, done: int, rounds: int) -> None: ...
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None: ...

@@ -12,10 +12,10 @@ from fedhm.work.messages import Participant
 def drawings(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> Iterator[list[Participant]]:
-    """Who takes part in a round; then who does in its second attempt, its third, and so on without end.
+    """Yield who takes part in a round; then who does in its second attempt, its third, and so on without end.
 
-    A random share of the clients, in the order of their numbers. Those who were not asked in an earlier attempt come
-    first, and others only if there are too few of them.
+    They are a random share of the clients, in the order of their numbers. Those who were not asked in an earlier
+    attempt come first, and others only if there are too few of them.
     """
     number = config.per_round(clients)
     chosen = numpy_generator(seed, "participants", round_number).choice(clients, number, replace=False).tolist()
@@ -30,14 +30,14 @@ def drawings(
 def participants(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> list[Participant]:
-    """Those of a round's first attempt."""
+    """Return who takes part in a round's first attempt."""
     return next(drawings(config, clients, levels, seed, round_number))
 
 
 def _at_their_tiers(
     chosen: Sequence[int], config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> list[Participant]:
-    """Each with the tier of its capability level."""
+    """Return the chosen clients as participants, each with the tier of its capability level."""
     if config.heterogeneity == "dynamic":
         drawn = numpy_generator(seed, "tiers", round_number).integers(len(levels), size=clients)
         return [Participant(client, levels[drawn[client]]) for client in chosen]

@@ -14,7 +14,7 @@ from fedhm.work.reuse import Networks
 
 @dataclass(frozen=True)
 class Client:
-    """Holds one client's samples and has the networks that a task may name."""
+    """One client's samples, and the networks that a task may name."""
 
     samples: Samples
     preprocessing: Preprocessing

@@ -85,7 +85,7 @@ def follow(
 
 @torch.no_grad()
 def logits(network: nn.Module, public: Feed, batch: int) -> Tensor:
-    """Return the outputs (N, outputs) for all public inputs.
+    """Return the logits (N, outputs) for all public inputs.
 
     Only BatchNorm looks at its batch, as in training: its running averages need not have travelled with the network.
     """

@@ -42,7 +42,7 @@ class Ready:
 
 
 class Networks:
-    """`build` makes a new network by its name, whose weights are to be loaded."""
+    """Networks by name, for one task at a time; `build` makes a new one, whose weights are to be loaded."""
 
     def __init__(
         self, build: Callable[[str], nn.Module], device: torch.device = CPU, compiled: bool = False, most: int = MOST
@@ -54,7 +54,7 @@ class Networks:
 
     @contextmanager
     def loaded(self, name: str, tensors: Tensors) -> Iterator[Ready]:
-        """Hand out the network of this name with `tensors` in it. What they leave out is as in a new network."""
+        """Yield the network of this name with `tensors` in it. What they leave out is as in a new network."""
         prepared = self._network(name)
         ready = self._compiled_once(name, prepared) if self._compiled else _ready(copied(prepared))
         fill(ready.network, unpacked(ready.network, tensors))

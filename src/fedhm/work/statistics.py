@@ -39,7 +39,7 @@ class Statistics:
         return Answer(gather(ready.network, (inputs for inputs, _ in batches)))
 
     def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
-        """Return also how many values each channel sees of one sample; means and variances are zero.
+        """Return zero means and variances, and how many values each channel sees of one sample.
 
         A layer that never runs gives nothing.
         """
@@ -76,7 +76,7 @@ class Moments(NamedTuple):
 
 @torch.no_grad()
 def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
-    """The input statistics of every BatchNorm layer over all batches, as tensors to send.
+    """Return the input statistics of every BatchNorm layer over all batches, as tensors to send.
 
     With momentum 1 a layer's running statistics are those of its last batch, which it computes anyway.
     """
@@ -111,7 +111,7 @@ def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
 
 
 def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> Moments:
-    """Of all batches of one layer: how many values, their means, and their variances as layers store them."""
+    """Join the batches of one layer: each is how many values, their means, and their variances as layers store them."""
     counts, means, variances = zip(*batches, strict=True)
     values = torch.tensor(counts, dtype=torch.float64)[:, None]
     mean = torch.stack(means).cpu().double()
@@ -122,7 +122,7 @@ def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> Moments:
 
 
 def pool(gathered: Iterable[Tensors]) -> Tensors:
-    """Merges what the clients sent into the statistics of their joint data, named as a network stores them."""
+    """Merge what the clients sent into the statistics of their joint data, named as a network stores them."""
     total: dict[str, Moments] = {}
     for tensors in gathered:
         for name in {key.rpartition("/")[0] for key in tensors}:

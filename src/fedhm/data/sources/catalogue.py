@@ -78,7 +78,7 @@ def read_source(name: str, folder: Path | None) -> Source:
 
 
 def lies_in(name: str, folder: Path | None) -> bool:
-    """Say whether the files of the data set `name` are in `folder`; not of Hugging Face's, which nobody can tell."""
+    """Say whether `folder` holds the files of the data set `name`; False for Hugging Face's, which cannot be told."""
     return name in FILES and folder is not None and FILES[name].are_in(folder)
 
 

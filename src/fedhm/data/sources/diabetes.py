@@ -12,7 +12,7 @@ TEST_EVERY = 5
 
 
 def read_diabetes() -> Source:
-    """Read the patients; every fifth is for testing, whatever the seed, so that metrics compare."""
+    """Read the patients; every fifth is for testing, whatever the seed, so that metrics are comparable."""
     from sklearn.datasets import load_diabetes  # takes a second, which other sources need not
 
     inputs, progression = load_diabetes(return_X_y=True, scaled=False)

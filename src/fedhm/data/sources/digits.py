@@ -15,7 +15,7 @@ TEST_EVERY = 5
 
 
 def read_digits() -> Source:
-    """Read the digits; every fifth of each class is for testing, whatever the seed, so that accuracies compare."""
+    """Read the digits; every fifth of each class is for testing, whatever the seed, so that metrics are comparable."""
     pixels, targets = _table()
     images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     labels = targets.astype(np.int64)

@@ -18,7 +18,7 @@ RENEWED_BEFORE = timedelta(days=7)  # a federation may stay up for days
 
 
 def ensure_certificates(folder: Path) -> None:
-    """`ca.crt`, `server.pem` and `server.key` for localhost; those of before stay unless they are about to expire."""
+    """Write `ca.crt`, `server.pem` and `server.key` for localhost, unless those in the folder last for some days."""
     if all((folder / name).exists() for name in ("ca.crt", "server.pem", "server.key")) and _lasts(folder):
         return
     authority_key, server_key = _new_key(), _new_key()
@@ -47,7 +47,7 @@ def ensure_certificates(folder: Path) -> None:
 
 
 def ensure_client_key(path: Path) -> None:
-    """`path` and `path.pub` as `ssh-keygen -t ecdsa -b 384` writes them; a pair of before stays."""
+    """Write `path` and `path.pub` as `ssh-keygen -t ecdsa -b 384` would; a pair that exists stays."""
     public_path = path.with_name(path.name + ".pub")
     if path.exists() and public_path.exists():
         return
@@ -58,7 +58,7 @@ def ensure_client_key(path: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Nobody else may read it, at no moment."""
+    """Write a file that nobody else can read at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

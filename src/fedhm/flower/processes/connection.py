@@ -21,21 +21,21 @@ ANSWER = 300.0  # seconds that a command may take; one that ships an app to a bu
 
 @dataclass(frozen=True)
 class Connection:
-    """`[superlink.NAME]` in the `config.toml` of `home`, which is FLWR_HOME."""
+    """A connection's place: `[superlink.NAME]` in the `config.toml` of `home`, which is FLWR_HOME."""
 
     home: Path
     name: str
 
 
 def write_connection(connection: Connection, port: int, authority: Path | None) -> None:
-    """To a SuperLink on this machine; without the authority of its certificate, in plain text."""
+    """Write a connection to a SuperLink on this machine; without the authority of its certificate, in plain text."""
     trust = {"insecure": True} if authority is None else {"root-certificates": str(authority.absolute())}
     table = {"default": connection.name, connection.name: {"address": f"127.0.0.1:{port}", **trust}}
     write_atomically(connection.home / "config.toml", tomli_w.dumps({"superlink": table}))
 
 
 def named_connection(name: str) -> Connection:
-    """One that the user has in a Flower configuration."""
+    """Return a connection that the user has in a Flower configuration."""
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     try:
         table = tomllib.loads((home / "config.toml").read_text())
@@ -53,7 +53,7 @@ def named_connection(name: str) -> Connection:
 
 
 def flwr(connection: Connection, *arguments: str) -> str:
-    """What `flwr ARGUMENTS NAME` prints; a connection's name comes last in all of Flower's subcommands."""
+    """Return what `flwr ARGUMENTS NAME` prints; a connection's name comes last in all of Flower's subcommands."""
     check_installed()
     command = [executable("flwr", connection.home), *arguments, connection.name]
     try:
@@ -74,7 +74,7 @@ def flwr(connection: Connection, *arguments: str) -> str:
 
 
 def ask(connection: Connection, *arguments: str) -> dict[str, Any]:
-    """The same with an answer in JSON, which tells of failures that the exit code does not."""
+    """Return what `flwr` answers in JSON, which tells of failures that the exit code does not."""
     shown = flwr(connection, *arguments, "--format", "json")
     try:
         answer: dict[str, Any] = json.loads(shown)
@@ -91,7 +91,7 @@ def submit(
     run_config: Mapping[str, str | int | float | bool],
     federation_config: str = "",
 ) -> int:
-    """Starts a run of the app; its id. Keys of the run config must be in the app's own."""
+    """Start a run of the app and return its id. Keys of the run config must be in the app's own."""
     with TemporaryDirectory() as folder:
         changes = Path(folder) / "run.toml"  # Flower reads the quotes of values on its command line wrongly
         changes.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
@@ -102,7 +102,7 @@ def submit(
 
 
 def stop(connection: Connection, run_id: int) -> None:
-    """Nothing happens where it has ended by itself."""
+    """Stop a run, unless it has ended by itself."""
     try:
         ask(connection, "stop", str(run_id))
     except FedhmError:
@@ -111,13 +111,13 @@ def stop(connection: Connection, run_id: int) -> None:
 
 
 def status(connection: Connection, run_id: int) -> str:
-    """pending, starting, running, finished:completed, finished:failed, finished:stopped."""
+    """Return pending, starting, running, finished:completed, finished:failed or finished:stopped."""
     (run,) = ask(connection, "list", "--run-id", str(run_id))["runs"]
     return str(run["status"])
 
 
 def _sentence(text: str) -> str:
-    """Flower says what it does, then leaves a line empty and says what is wrong; its boxes are left out."""
+    """Return what Flower says is wrong, which it prints after what it does and an empty line, without its boxes."""
     last = text.strip().split("\n\n")[-1]
     words = (line.strip("│╭╮╰╯─ ") for line in last.splitlines())
     return " ".join(word for word in words if word and word != "Error") or "it does not say why"

@@ -11,7 +11,7 @@ from fedhm.flower.processes.fleet_folder import FleetFolder
 from fedhm.flower.processes.process import HOST, Process, check_port, ended_afterwards, free_ports
 from fedhm.flower.processes.superlink import GOODBYES, superlink_command, supernode_command
 
-FORGETTING = 90.0  # seconds until a SuperLink holds a SuperNode that did not say goodbye for gone; it takes it 60
+FORGETTING = 90.0  # seconds to wait until a SuperLink notices a SuperNode that ended without disconnecting; it takes 60
 COMING_UP = 120.0  # seconds for all SuperNodes, and two more for each
 
 Report = Callable[[str], None]
@@ -81,7 +81,7 @@ class Fleet:
         return sum(node["status"] == "online" for node in ask(self.folder.connection, "supernode", "list")["nodes"])
 
     def newly_dead(self) -> list[Process]:
-        """SuperNodes that ended since the last call; a SuperLink that ended is an error."""
+        """Return the SuperNodes that ended since the last call; raise if the SuperLink ended."""
         self.superlink.check()
         dead = [node for node in self.nodes if not node.alive and node.name not in self._buried]
         self._buried |= {node.name for node in dead}
@@ -97,7 +97,7 @@ class Fleet:
 def started_fleet(
     folder: FleetFolder, node_configs: Sequence[str], port: int | None, secure: bool, report: Report
 ) -> Iterator[Fleet]:
-    """With one SuperNode for each node config, up once the context is entered, and gone when it is left."""
+    """Run a federation with one SuperNode for each node config: up inside the context, and gone after it."""
     with folder.locked() as lock, ExitStack() as stack:
         if port is not None:
             check_port(port)
@@ -106,7 +106,7 @@ def started_fleet(
         report("starting the SuperLink")
         fleet = Fleet(folder, own_port, secure, lock)
         stack.enter_context(ended_afterwards(fleet.superlink))
-        stack.callback(fleet.end_nodes)  # first, so that they can say goodbye to the SuperLink
+        stack.callback(fleet.end_nodes)  # first, so that they can still disconnect from the SuperLink
         fleet.wait_for_superlink(own_port, report)
         for client, (node_port, node_config) in enumerate(zip(node_ports, node_configs, strict=True)):
             report(f"starting SuperNode {client + 1} of {len(node_configs)}")

@@ -43,7 +43,7 @@ class FleetFolder:
 
     @property
     def announcement(self) -> Path:
-        """Is there while the federation is up."""
+        """Return the path of a file that exists while the federation is up."""
         return self.path / "connection.json"
 
     @property
@@ -56,10 +56,10 @@ class FleetFolder:
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """Hold the lock of the one federation that may run here, and give its descriptor.
+        """Hold the lock of the one federation that may run here, and yield its descriptor.
 
-        Its processes inherit that, so that the lock is free once the last of them has ended. A FileLock would keep the
-        descriptor to itself and close it with this process, while a SuperLink may still be saying its goodbyes.
+        The federation's processes inherit it, so that the lock is free once the last of them has ended. A FileLock
+        would keep it to itself and close it with this process, while a SuperLink may still wait for its SuperNodes.
         """
         with _opened(self.path / "lock") as file:
             until = time.monotonic() + CLEARING
@@ -85,7 +85,7 @@ class FleetFolder:
 
 
 def connection_of(superlink: str) -> Connection:
-    """`superlink` is the folder of a `fedhm flower up`, or the name of a connection that the user has."""
+    """Return the connection of `superlink`: the folder of a `fedhm flower up`, or the name of a user's connection."""
     folder = FleetFolder(Path(superlink).absolute())
     if not (folder.path / "lock").exists():
         return named_connection(superlink)
@@ -107,7 +107,7 @@ def _opened(path: Path) -> IO[str]:
 
 
 def _lives(owner: str) -> bool:
-    """Does the process that a lock names?"""
+    """Tell whether the process that a lock names is alive."""
     try:
         os.kill(int(json.loads(owner)["pid"]), 0)
     except (ValueError, ProcessLookupError):

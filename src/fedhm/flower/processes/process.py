@@ -29,9 +29,9 @@ def check_installed() -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """For all of Flower's commands: nothing is reported to anyone, and they are found beside this Python.
+    """Return the environment of Flower's commands: they report nothing to anyone, and are found beside this Python.
 
-    They would ask a proxy even for this machine.
+    Without `no_proxy` they would ask a proxy even for this machine.
     """
     direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), HOST, "localhost"]))
     return {
@@ -54,7 +54,7 @@ def executable(name: str, home: Path) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Of the loopback, and all different: none is given back before the last is known."""
+    """Return free ports of the loopback, all different: none is released before the last is known."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
         return [int(each.getsockname()[1]) for each in sockets]
@@ -68,7 +68,7 @@ def check_port(port: int) -> None:
 
 
 class Process:
-    """Runs `command` under a supervisor; `supervisor.py` explains `linger`."""
+    """A command that runs under a supervisor; `supervisor.py` explains `linger`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Process:
 
     @property
     def last_words(self) -> str:
-        """The last line of its log that tells why it ended."""
+        """Return the last line of the process's log that tells why it ended."""
         text = _COLOUR.sub("", self.log.read_text(errors="replace")) if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         told = [line for line in lines if not _UNREMARKABLE.match(line)]

@@ -7,12 +7,12 @@ from pathlib import Path
 from fedhm.flower.processes.connection import Connection, write_connection
 from fedhm.flower.processes.process import HOST, Process, check_installed, ended_afterwards, free_ports
 
-GOODBYES = 3.0  # seconds that SuperNodes have to say goodbye to a SuperLink whose parent has vanished
+GOODBYES = 3.0  # seconds that SuperNodes have to disconnect from a SuperLink whose parent has vanished
 
 
 @contextmanager
 def simulation_superlink(folder: Path) -> Iterator[Connection]:
-    """A SuperLink that simulates its clients on Ray, for as long as the context lasts; its files are in `folder`."""
+    """Run a SuperLink that simulates its clients on Ray, while the context lasts; its files are in `folder`."""
     check_installed()
     connection = Connection((folder / "flower").absolute(), "simulation")
     (port,) = free_ports(1)
@@ -24,7 +24,7 @@ def simulation_superlink(folder: Path) -> Iterator[Connection]:
 
 
 def superlink_command(port: int, certificates: Path | None, more: Sequence[str]) -> list[str]:
-    """With certificates, only SuperNodes whose keys are registered get in."""
+    """Return the command of a SuperLink; with certificates, only SuperNodes whose keys are registered get in."""
     return [
         "flower-superlink",
         *(_encrypted(certificates) if certificates else ["--insecure"]),

@@ -1,9 +1,9 @@
-"""Runs a command and ends it, with all that it started, when it is told to or when its parent is gone.
+"""The supervisor of a command: ends it, with all that it started, when told to or when its parent is gone.
 
 Flower's processes start others, some in sessions of their own, so that ending a process or its group leaves some
 behind. This file is run by its path, `python supervisor.py PARENT_PID LINGER -- COMMAND …`: importing the package would
 cost each of Flower's processes seconds. LINGER is how many seconds a command outlives a parent that vanished: a
-SuperLink has to hear its SuperNodes say goodbye, or else it refuses them for a minute when they come again.
+SuperLink has to hear its SuperNodes disconnect, or else it refuses them for a minute when they come again.
 """
 
 import ctypes
@@ -46,12 +46,12 @@ class Supervisor:
         self.told = True
 
     def _alive(self) -> bool:
-        """Is the command?"""
+        """Tell whether the command is alive."""
         self._reap()
         return self.status is None
 
     def _reap(self) -> bool:
-        """Whoever has ended; is anyone left?"""
+        """Reap the processes that have ended; tell whether any are left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -74,7 +74,7 @@ class Supervisor:
                 return False
             time.sleep(PAUSE)
             if number == signal.SIGKILL:
-                self._signal(number)  # also those that were born meanwhile
+                self._signal(number)  # also those that were started meanwhile
         return True
 
     def _signal(self, number: int) -> None:
