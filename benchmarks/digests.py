@@ -4,7 +4,7 @@
 
 A change that is not to change any number leaves all digests as they were. Each case is a short run of digits:
 every method, with fixed and dynamic tiers, IID and Dirichlet data, with one and two workers and on Flower's simulation.
-The file keeps what is done, so the same command goes on after an interruption.
+The file keeps what is done, so the same command resumes after an interruption.
 """
 
 import argparse

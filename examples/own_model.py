@@ -41,8 +41,8 @@ def main() -> None:
         "engine": {"threads": 1},  # so small a network gains nothing from more
     }
     result = fedhm.run(model, clients, test, settings)
-    for tier, score in result.scores.items():
-        print(f"tier {tier:<4}  {result.costs[tier].parameters:6,} parameters  accuracy {score.accuracy:.1%}")
+    for tier, metrics in result.metrics.items():
+        print(f"tier {tier:<4}  {result.costs[tier].parameters:6,} parameters  accuracy {metrics.accuracy:.1%}")
 
     smallest = result.networks["1/8"].eval()  # an ordinary module
     with torch.no_grad():

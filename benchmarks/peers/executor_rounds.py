@@ -10,7 +10,6 @@ import torch
 from fedhm.assembly import assemble
 from fedhm.data.federation import gathered
 from fedhm.engines.local import LocalEngine
-from fedhm.engines.worker import answer
 from fedhm.work.client import Client
 from fedhm.work.messages import Reply, Task
 from peers.fedhm_rounds import Paced, config
@@ -21,7 +20,7 @@ _clients: Sequence[Client] = ()  # of the forked processes
 
 
 def _answer(task: Task, position: int) -> Reply:
-    return answer(_clients, task, position)
+    return _clients[task.client].reply(task, position)
 
 
 class ExecutorEngine:

@@ -87,7 +87,9 @@ def test_several_runs_side_by_side(
 def test_a_finished_run_can_be_resumed_and_not_overwritten(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(finished)]) == 0
     capsys.readouterr()
-    assert "holds a run already: go on with 'fedhm resume" in failure(capsys, "run", "digits", "--out", str(finished))
+    assert "holds a run already: resume it with 'fedhm resume" in failure(
+        capsys, "run", "digits", "--out", str(finished)
+    )
 
 
 @pytest.mark.parametrize("method", ["heterofl", "fedmd", "feddf"])
@@ -260,7 +262,7 @@ def test_ctrl_c_in_a_terminal_stops_cleanly_and_the_bar_was_shown(tmp_path: Path
     text = screen.decode()
     assert "round" in text
     assert "━" in text
-    assert "goes on from the last complete round" in text
+    assert "resumes from the last complete round" in text
     assert "Traceback" not in text
 
 

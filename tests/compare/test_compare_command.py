@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(tmp_path: Path) -
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == "\nfedhm: stopped; the same command goes on with what is missing\n"
+    assert err == "\nfedhm: stopped; the same command resumes what is missing\n"
     assert processes_in(out) == []
     done = len((out / "fedavg-seed0" / "records.jsonl").read_text().splitlines())
     assert done >= 2

@@ -15,7 +15,7 @@ MODULE = """
 from typing import Literal
 
 from fedhm import MethodConfig
-from fedhm.config.method_config import Entry, Family
+from fedhm.config.method_config import Family, NamedEntry
 
 
 class Mine(MethodConfig):
@@ -28,7 +28,7 @@ class Mine(MethodConfig):
     @classmethod
     def entries(cls):
         return [
-            Entry("mine", lambda sizes: {"name": "mine", "share": min(sizes.ratios)}),
+            NamedEntry("mine", lambda sizes: {"name": "mine", "share": min(sizes.ratios)}),
             Family("mine-at", lambda sizes: sizes.widths, lambda _, w: {"name": "mine", "share": w}, "{:g}".format),
         ]
 """

@@ -64,7 +64,7 @@ def test_ctrl_c_reaches_all_and_leaves_none(process: "subprocess.Popen[str]", tm
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.strip() == f"fedhm: stopped; 'fedhm resume {tmp_path / 'run'}' goes on from the last complete round"
+    assert said.strip() == f"fedhm: stopped; 'fedhm resume {tmp_path / 'run'}' resumes from the last complete round"
     assert workers_of(process.pid) == []
 
 

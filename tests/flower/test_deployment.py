@@ -61,7 +61,7 @@ def test_a_server_that_is_killed_resumes_on_the_same_supernodes(up: Up, tmp_path
         finally:
             process.kill()
     assert process.returncode == 1
-    expected = f"fedhm: the run's server process died; 'fedhm resume {out}' goes on from the last complete round\n"
+    expected = f"fedhm: the run's server process died; 'fedhm resume {out}' resumes from the last complete round\n"
     assert said == expected
 
     nodes = supernodes(up)

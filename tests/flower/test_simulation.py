@@ -83,7 +83,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
             process.kill()
     assert len(below) > 3  # Ray's processes among them
     assert process.returncode == 130, said
-    assert f"fedhm: stopped; 'fedhm resume {tmp_path}/run' goes on from the last complete round" in said
+    assert f"fedhm: stopped; 'fedhm resume {tmp_path}/run' resumes from the last complete round" in said
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
 
     assert main(["resume", str(tmp_path / "run")]) == 0

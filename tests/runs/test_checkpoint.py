@@ -70,7 +70,7 @@ def test_a_cut_file_is_noticed_and_the_way_out_said(tmp_path: Path, length: int)
     save_checkpoint(tmp_path, Checkpoint(2, state()), "run")
     path = max(tmp_path.iterdir())
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(FedhmError, match=r"is damaged(.|\n)*remove it to go on from the one before"):
+    with pytest.raises(FedhmError, match=r"is damaged(.|\n)*remove it to resume from the one before"):
         newest_checkpoint(tmp_path, "run", Memory)
     path.unlink()
     found = newest_checkpoint(tmp_path, "run", Memory)

@@ -89,7 +89,7 @@ def _reading(config: Config) -> Console:
 
 
 def _resume_hint(path: Path) -> str:
-    return f"; 'fedhm resume {path}' goes on from the last complete round"
+    return f"; 'fedhm resume {path}' resumes from the last complete round"
 
 
 def sizes(options: argparse.Namespace) -> None:

@@ -98,7 +98,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     if missing:
         at_a_time = f"{min(jobs, missing)} at a time"
         console.print(f"{missing} of {len(planned)} runs to do in {out}, {at_a_time}", highlight=False, soft_wrap=True)
-    options.resume_hint = "; the same command goes on with what is missing"
+    options.resume_hint = "; the same command resumes what is missing"
     failures = execute(planned, jobs, console)
     if complete := _complete(planned):
         _show(ComparisonReport(complete, options.command, reference.layers(), target), out, console)

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fedhm.compare.reference import Reference
-from fedhm.config import method_config as methods
 from fedhm.config import plugins
-from fedhm.config.method_config import Family, Settings
+from fedhm.config.method_config import Family, NamedEntry, Settings
 from fedhm.errors import FedhmError
 
 
@@ -39,9 +38,9 @@ def known() -> list[str]:
     return sorted(provided, key=lambda name: isinstance(provided[name], Family))
 
 
-def _provided() -> dict[str, methods.Entry | Family]:
+def _provided() -> dict[str, NamedEntry | Family]:
     """Return what the methods say of themselves, by name; of two that use the same name the first has it."""
-    provided: dict[str, methods.Entry | Family] = {}
+    provided: dict[str, NamedEntry | Family] = {}
     for name in plugins.known("methods"):
         try:
             given = plugins.find("methods", name).entries()

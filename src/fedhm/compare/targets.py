@@ -49,7 +49,7 @@ def costs_to_reach(target: float, entries: Sequence[Compared], reference: Compar
     for entry in entries:
         for tier in dict.fromkeys((entry.tiers[0], entry.tiers[-1])):
             costs = [_cost(entry, tier, target, what) for what in (sent, computed)]
-            ratios = [c / r if c and r else None for c, r in zip(costs, of_reference, strict=True)]
+            ratios = [None if c is None or not r else c / r for c, r in zip(costs, of_reference, strict=True)]
             reached.append(Reached(entry, tier, *ratios))
     return reached
 

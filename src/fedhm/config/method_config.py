@@ -80,10 +80,10 @@ class MethodConfig(Section, ABC):
     # What reports and comparisons ask
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
+    def entries(cls) -> Sequence[NamedEntry | Family]:
         """Return what the method adds to the names that `fedhm compare --methods` takes."""
         name = cls.model_fields["name"].default
-        return [Entry(name, lambda _: {"name": name})]
+        return [NamedEntry(name, lambda _: {"name": name})]
 
     @property
     def shares(self) -> Sequence[float]:
@@ -115,9 +115,9 @@ class MethodConfig(Section, ABC):
         return {}
 
 
-def matched_widths(name: str) -> list[Entry]:
+def matched_widths(name: str) -> list[NamedEntry]:
     """Return the entry of a method whose tiers are widths: those that match FedHM's tiers."""
-    return [Entry(name, lambda sizes: {"name": name, "tiers": sizes.widths})]
+    return [NamedEntry(name, lambda sizes: {"name": name, "tiers": sizes.widths})]
 
 
 PAPER_WIDTHS = (1.0, 0.62, 0.5, 0.35)  # sizes near those of γ = 1, 1/2, 1/4, 1/8 on ResNet-18

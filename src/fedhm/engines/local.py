@@ -9,7 +9,6 @@ import torch
 
 from fedhm.config.settings import EngineConfig
 from fedhm.engines.pool import Pool
-from fedhm.engines.worker import answer
 from fedhm.errors import FedhmError
 from fedhm.machine.cores import usable_cores
 from fedhm.networks.exchange import Tensors
@@ -40,7 +39,7 @@ class LocalEngine:
             before = torch.get_num_threads()
             torch.set_num_threads(self._threads)
             try:
-                reply = answer(self._clients, task, position)
+                reply = self._clients[task.client].reply(task, position)
             finally:
                 torch.set_num_threads(before)
             yield reply

@@ -120,7 +120,7 @@ class Pool:
         )
         return FedhmError(
             f"a worker process {how}{doing}: there may not be enough memory for {self._size} workers, then set "
-            "engine.workers lower; a run with a folder can go on from its last finished round"
+            "engine.workers lower; a run with a folder can be resumed from its last finished round"
         )
 
     def close(self) -> None:

@@ -18,18 +18,9 @@ import torch
 from fedhm.engines.arena import Arena
 from fedhm.engines.parcel import Note, packed_error, packed_reply, read, unpacked_task, write
 from fedhm.work.client import Client
-from fedhm.work.messages import Failure, Reply, Task
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 POLL = 0.5  # seconds between two looks at whether there still is a parent
-
-
-def answer(clients: Sequence[Client], task: Task, position: int) -> Reply:
-    """Return a client's reply to a task, in whichever process."""
-    try:
-        return clients[task.client].run(task, position)
-    except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
-        return Failure(task.client, str(error), position, error)
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ def _work(clients: Sequence[Client], threads: int, desk: Desk) -> None:
             task, position = unpacked_task(read(note, slot), desk.shared, slot)
             struct.pack_into("<Q", desk.busy_with, 8 * desk.number, position + 1)
             try:
-                values = packed_reply(answer(clients, task, position), slot.put)
+                values = packed_reply(clients[task.client].reply(task, position), slot.put)
             except BaseException as error:  # it ends the run, not this process
                 values = packed_error(error, position)
             write(values, note.slot, slot).send(desk.answers)

@@ -105,7 +105,7 @@ def _wait_for_its_beginning(connection: Connection, run_id: int, news: Path) -> 
 
 
 def _where_to_go_on(out: Path) -> str:
-    return f"; 'fedhm resume {out}' goes on from the last complete round" if (out / "config.toml").exists() else ""
+    return f"; 'fedhm resume {out}' resumes from the last complete round" if (out / "config.toml").exists() else ""
 
 
 def _wait_for_its_end(news: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedhm.config.method_config import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.method_config import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Positive, Ratios
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
@@ -42,7 +42,7 @@ class FedDFConfig(MethodConfig):
         return FedDF(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
+    def entries(cls) -> Sequence[NamedEntry | Family]:
         return matched_widths("feddf")
 
     @property

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedhm.config.method_config import Entry, Family, MethodConfig
+from fedhm.config.method_config import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Ratio, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
@@ -63,8 +63,8 @@ class FedDLRConfig(MethodConfig):
         return FedDLR(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
-        return [Entry("feddlr", lambda sizes: {"name": "feddlr", "tier": min(sizes.ratios), "keep": sizes.keep})]
+    def entries(cls) -> Sequence[NamedEntry | Family]:
+        return [NamedEntry("feddlr", lambda sizes: {"name": "feddlr", "tier": min(sizes.ratios), "keep": sizes.keep})]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method_config import Entry, Family, MethodConfig, Settings, Sizes, replace_largest
+from fedhm.config.method_config import Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Ratios, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.diagnostics import Tail, energy_beyond, largest_norm, spectral_constants
@@ -58,12 +58,12 @@ class FedHMConfig(MethodConfig):
         return FedHM(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
+    def entries(cls) -> Sequence[NamedEntry | Family]:
         return [
-            Entry("fedhm", lambda sizes: sizes.fedhm),
-            Entry("fedhm-updates", lambda sizes: {**sizes.fedhm, "aggregate": "updates"}),
-            *(Entry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
-            Entry("pufferfish", _pufferfish),
+            NamedEntry("fedhm", lambda sizes: sizes.fedhm),
+            NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, "aggregate": "updates"}),
+            *(NamedEntry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
+            NamedEntry("pufferfish", _pufferfish),
             Family("lowrank", lambda sizes: sorted(set(sizes.ratios), reverse=True), _low_rank, tier_name),
         ]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from torch import nn
 
-from fedhm.config.method_config import Entry, Family, MethodConfig
+from fedhm.config.method_config import Family, MethodConfig, NamedEntry
 from fedhm.config.section import as_ratio
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import plan_hadamard
@@ -35,8 +35,8 @@ class FedParaConfig(MethodConfig):
         return FedPara(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
-        return [Entry("fedpara", lambda sizes: {"name": "fedpara", "keep": sizes.keep})]
+    def entries(cls) -> Sequence[NamedEntry | Family]:
+        return [NamedEntry("fedpara", lambda sizes: {"name": "fedpara", "keep": sizes.keep})]
 
 
 class FedPara(Homogeneous):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method_config import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.method_config import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
@@ -28,7 +28,7 @@ class FedRolexConfig(MethodConfig):
         return FedRolex(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
+    def entries(cls) -> Sequence[NamedEntry | Family]:
         return matched_widths("fedrolex")
 
     @property

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.method_config import PAPER_WIDTHS, Entry, Family, MethodConfig, matched_widths
+from fedhm.config.method_config import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices
@@ -38,16 +38,16 @@ class OrderedDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         drawn = int(torch.randint(len(self._narrower) + 1, ())) if self.training else 0
-        scores: Tensor
+        logits: Tensor
         if drawn == 0:
-            scores = self.network(x)
+            logits = self.network(x)
         else:
             chosen = self._narrower[drawn - 1].train()
             own = dict(self.network.named_parameters()) | dict(self.network.named_buffers())
             shapes = {n: t.shape for n, t in (*chosen.named_parameters(), *chosen.named_buffers())}
             leading = {name: own[name][tuple(slice(size) for size in shape)] for name, shape in shapes.items()}
-            scores = torch.func.functional_call(chosen, leading, (x,))
-        return scores
+            logits = torch.func.functional_call(chosen, leading, (x,))
+        return logits
 
 
 class FjORDConfig(MethodConfig):
@@ -59,7 +59,7 @@ class FjORDConfig(MethodConfig):
         return FjORD(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
+    def entries(cls) -> Sequence[NamedEntry | Family]:
         return matched_widths("fjord")
 
     @property

@@ -11,9 +11,9 @@ from torch import nn
 
 from fedhm.config.method_config import (
     PAPER_WIDTHS,
-    Entry,
     Family,
     MethodConfig,
+    NamedEntry,
     Settings,
     Sizes,
     matched_widths,
@@ -36,10 +36,10 @@ class HeteroFLConfig(MethodConfig):
         return HeteroFL(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
+    def entries(cls) -> Sequence[NamedEntry | Family]:
         return [
             *matched_widths("heterofl"),
-            *(Entry(f"heterofl-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
+            *(NamedEntry(f"heterofl-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
         ]
 
     @property

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.method_config import Entry, Family, MethodConfig
+from fedhm.config.method_config import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Ratio, width_name
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
@@ -24,7 +24,7 @@ class SlimmedConfig(MethodConfig):
         return Slimmed(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
+    def entries(cls) -> Sequence[NamedEntry | Family]:
         return [
             Family(
                 "slimmed",

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method_config import Entry, Family, MethodConfig
+from fedhm.config.method_config import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Positive, Ratio
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
@@ -39,8 +39,10 @@ class SplitMixConfig(MethodConfig):
         return SplitMix(model, self, setup)
 
     @classmethod
-    def entries(cls) -> Sequence[Entry | Family]:
-        return [Entry("splitmix", lambda sizes: {"name": "splitmix", "base": min(sizes.widths), "tiers": sizes.bases})]
+    def entries(cls) -> Sequence[NamedEntry | Family]:
+        return [
+            NamedEntry("splitmix", lambda sizes: {"name": "splitmix", "base": min(sizes.widths), "tiers": sizes.bases})
+        ]
 
     @property
     def shares(self) -> Sequence[float]:

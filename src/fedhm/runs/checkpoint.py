@@ -67,7 +67,7 @@ def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
 
 def _way_out(path: Path) -> str:
     if len(_existing(path.parent)) > 1:
-        return "remove it to go on from the one before"
+        return "remove it to resume from the one before"
     return "remove it to start the run again"
 
 

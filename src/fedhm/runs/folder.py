@@ -36,7 +36,9 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path) -> None:
         if (path / "config.toml").exists():
-            raise FedhmError(f"{path} holds a run already: go on with 'fedhm resume {path}', or choose another folder")
+            raise FedhmError(
+                f"{path} holds a run already: resume it with 'fedhm resume {path}', or choose another folder"
+            )
         if path.is_dir() and any(entry.name != LOCK and not entry.name.endswith(".tmp") for entry in path.iterdir()):
             raise FedhmError(f"{path} holds other files: choose an empty or a new folder")
 

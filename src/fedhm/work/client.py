@@ -8,7 +8,7 @@ from fedhm.config.plugins import find, make
 from fedhm.config.settings import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
-from fedhm.work.messages import Task, Update
+from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.reuse import Networks
 
 
@@ -33,6 +33,13 @@ class Client:
         """Return the labels that the client holds, where its loss is masked to them."""
         masked = self.train.masked_loss and self.objective.has_labels
         return self.objective.held(self.samples.labels) if masked else None
+
+    def reply(self, task: Task, position: int = 0) -> Reply:
+        """Do a task, or say why it cannot be done."""
+        try:
+            return self.run(task, position)
+        except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
+            return Failure(task.client, str(error), position, error)
 
     def run(self, task: Task, position: int = 0) -> Update:
         """Do a task by its kind of work."""

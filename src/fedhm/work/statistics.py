@@ -61,17 +61,17 @@ class Statistics:
         return samples
 
 
-class Moments(NamedTuple):
+class ChannelMoments(NamedTuple):
     values: Tensor  # (): how many each channel saw
     mean: Tensor  # (channels,)
     variance: Tensor  # (channels,), of the population
 
-    def pooled(self, other: "Moments") -> "Moments":
+    def pooled(self, other: "ChannelMoments") -> "ChannelMoments":
         count = self.values + other.values
         share = other.values / count
         shift = other.mean - self.mean
         variance = self.variance + share * (other.variance - self.variance) + share * (1 - share) * shift**2
-        return Moments(count, self.mean + share * shift, variance)
+        return ChannelMoments(count, self.mean + share * shift, variance)
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
     return {f"{name}/{part}": t for name, m in joined.items() for part, t in m._asdict().items()}
 
 
-def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> Moments:
+def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> ChannelMoments:
     """Join the batches of one layer: each is how many values, their means, and their variances as layers store them."""
     counts, means, variances = zip(*batches, strict=True)
     values = torch.tensor(counts, dtype=torch.float64)[:, None]
@@ -118,15 +118,15 @@ def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> Moments:
     variance = torch.stack(variances).cpu().double() * (values - 1) / values  # a layer stores the unbiased estimate
     total = values.sum()
     middle = (values * mean).sum(0) / total
-    return Moments(total, middle, (values * (variance + (mean - middle) ** 2)).sum(0) / total)
+    return ChannelMoments(total, middle, (values * (variance + (mean - middle) ** 2)).sum(0) / total)
 
 
 def pool(gathered: Iterable[Tensors]) -> Tensors:
     """Merge what the clients sent into the statistics of their joint data, named as a network stores them."""
-    total: dict[str, Moments] = {}
+    total: dict[str, ChannelMoments] = {}
     for tensors in gathered:
         for name in {key.rpartition("/")[0] for key in tensors}:
-            seen = Moments(*(tensors[f"{name}/{part}"] for part in Moments._fields))
+            seen = ChannelMoments(*(tensors[f"{name}/{part}"] for part in ChannelMoments._fields))
             total[name] = total[name].pooled(seen) if name in total else seen
     stored: Tensors = {}
     for name, pooled in total.items():
