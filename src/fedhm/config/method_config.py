@@ -50,7 +50,7 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
-class Entry:
+class NamedEntry:
     """What a name in `fedhm compare --methods` stands for: a method with its settings, run once for each seed."""
 
     name: str
