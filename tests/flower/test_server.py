@@ -7,6 +7,7 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
+import fedhm
 from fedhm.assembly import design
 from fedhm.config.reading import parse_flat
 from fedhm.config.settings import Config
@@ -164,3 +165,38 @@ def test_an_app_reads_its_settings_from_the_run_config(tmp_path: Path) -> None:
 
 def context(run_config: dict[str, object]) -> object:
     return Context(1, 1, {}, RecordDict(), run_config)  # type: ignore[arg-type]
+
+
+def test_numbers_are_predicted_and_servers_step_as_with_the_local_engine(tmp_path: Path) -> None:
+    """Regression, AdamW at the clients and momentum at the server: an app and `fedhm.run` end in the same weights."""
+
+    def predicted(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, _ = samples(number)
+        return inputs, inputs[:, :2] @ torch.tensor([[1.0, 0.5, 0.0], [0.0, -1.0, 2.0]])
+
+    def one(client: int) -> LoopbackNode:
+        app = client_app(build_model, lambda context: predicted(int(context.node_config["partition-id"])))
+        return LoopbackNode(app, {"partition-id": client, "num-partitions": 3})
+
+    settings = {
+        **SETTINGS,
+        "objective.name": "regression",
+        "train.optimizer": "adamw",
+        "train.lr": 0.001,
+        "server.optimizer": "momentum",
+    }
+    config = parse_flat(settings, "test")
+    own = OwnModel(build_model, 0)
+    grid = Loopback({1: one(0), 2: one(1), 3: one(2)})
+    out = tmp_path / "run"
+    run_on(
+        grid,
+        config,
+        own,
+        lambda sizes: remote_federation(predicted(9), 3, sizes, Preprocessing(), objective=config.objective),
+        out,
+        [],
+    )
+    here = fedhm.run(own.build(), [predicted(number) for number in range(3)], predicted(9), config)
+    assert [record.metrics for record in read_records(out / "records.jsonl")] == [r.metrics for r in here.records]
+    assert here.metrics["full"].keys() == {"r2", "mse"}

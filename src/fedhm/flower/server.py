@@ -43,7 +43,7 @@ def server_app(
     """Return a Flower ServerApp that trains `model` on the nodes that are connected.
 
     test        samples to evaluate every tier's model on, as `fedhm.run` takes them
-    classes     how many there are; the server does not see the clients' labels
+    classes     how many there are, or numbers to predict; the server does not see the clients' labels
     mean, std   of each channel, where inputs are uint8 images: these are divided by 255 and normalised
     crop, flip  clients augment images: random window after padding by `crop` pixels, random mirror image
     public      inputs that everybody has, for methods that distil
