@@ -206,7 +206,7 @@ class Echo:
     def __init__(self, slow: int = -1) -> None:
         self.slow = slow
 
-    def run(self, task: Task, position: int) -> Update:
+    def reply(self, task: Task, position: int) -> Update:
         x = task.tensors["x"]
         for _ in range(200 if position == self.slow else 0):
             torch.rand(200, 200) @ torch.rand(200, 200)
