@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import fedhm
 
 
@@ -15,6 +17,7 @@ def test_every_exported_name_is_there_and_has_its_own_words() -> None:
         assert name in fedhm.__all__
 
 
+@pytest.mark.slow
 def test_plots_and_flower_are_imported_by_those_who_need_them() -> None:
     code = "import sys, fedhm; print([m for m in ('matplotlib', 'flwr', 'sklearn', 'datasets') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

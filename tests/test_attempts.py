@@ -120,6 +120,7 @@ def test_the_record_tells_of_all_attempts(federation: Federation) -> None:
     assert Record.from_json(old).attempts == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("least", "sentence"),
     [

@@ -125,6 +125,7 @@ def test_a_run_from_python_is_resumed_there(
     assert "it was started from Python with its own data, and is resumed there, by fedhm.run" in sentence
 
 
+@pytest.mark.slow
 def test_sizes_need_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sizes", "cifar10-resnet18", "--set", "train.batch=2"]) == 0
     out = capsys.readouterr().out

@@ -21,6 +21,7 @@ def run(federation: Federation, out: Path, method: dict[str, object], seed: int 
     fedhm.run(small_model(), federation.clients, federation.test, settings, out)
 
 
+@pytest.mark.slow
 def test_runs_that_differ_only_in_their_seed_are_one_entry(federation: Federation, tmp_path: Path) -> None:
     for seed in (0, 1):
         run(federation, tmp_path / f"ours-seed{seed}", {"name": "fedhm"}, seed)

@@ -45,6 +45,7 @@ def supervised(code: str, linger: float = 0.0) -> subprocess.Popen[str]:
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
+@pytest.mark.slow
 def test_told_to_end_it_ends_all() -> None:
     with supervised(STUBBORN) as process:
         assert process.stdout
@@ -77,6 +78,7 @@ time.sleep(300)
     return subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.DEVNULL, text=True)
 
 
+@pytest.mark.slow
 def test_a_killed_parent_takes_all_with_it() -> None:
     with a_parent(0, STUBBORN) as process:
         wait_until(lambda: len(list(descendants(process.pid))) == 3)
@@ -94,6 +96,7 @@ def test_a_killed_supervisor_takes_its_command_with_it() -> None:
     wait_until(lambda: gone(pids))
 
 
+@pytest.mark.slow
 def test_a_lingering_command_outlives_its_parent_for_a_while() -> None:
     with a_parent(2, "import time; time.sleep(300)") as process:
         wait_until(lambda: len(list(descendants(process.pid))) == 2)

@@ -102,6 +102,7 @@ def test_a_killed_process_leaves_no_lock_even_if_its_children_live(tmp_path: Pat
             os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_runs_and_the_command_line_need_neither_fcntl_nor_fork(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_FORK, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False

@@ -185,6 +185,7 @@ def test_every_client_of_fedmd_keeps_a_model_of_its_own() -> None:
 # ---- whole runs
 
 
+@pytest.mark.slow
 @BOTH
 def test_they_learn(sharing: Federation, method: dict[str, object]) -> None:
     everybody: dict[str, object] = {"participation": 1.0}
@@ -229,6 +230,7 @@ class Killer:
             raise KilledError
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("static_from", [0, "never"])
 def test_a_resumed_run_ends_the_same(

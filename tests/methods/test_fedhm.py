@@ -224,6 +224,7 @@ def test_a_run_without_a_full_tier_warms_up_on_the_full_network(federation: Fede
         assert sent == [experiment.intake.cost("full").bytes, cost.bytes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregate", ["models", "updates"])
 def test_a_whole_run_in_pufferfishs_form(federation: Federation, tmp_path: Path, aggregate: str) -> None:
     settings: dict[str, dict[str, object]] = {

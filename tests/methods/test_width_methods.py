@@ -265,6 +265,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m["name"])
 @pytest.mark.parametrize("heterogeneity", ["fixed", "dynamic"])
 def test_they_learn(federation: Federation, method: dict[str, object], heterogeneity: str) -> None:

@@ -74,6 +74,7 @@ def test_a_run_killed_at_any_write_ends_the_same(
         assert not list(folder.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

@@ -160,6 +160,7 @@ class Damaging:
         self._engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static_from", [0, "never"])
 def test_damaged_replies_leave_the_weights_as_if_their_clients_had_failed(
     federation: Federation, static_from: object

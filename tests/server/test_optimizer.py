@@ -58,6 +58,7 @@ def test_momentum_zero_is_the_mean_itself() -> None:
     assert [s.weights["w"].item() for s in steps(config, [1.0, 3.0])] == [1.0, 3.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(set(known("methods")) - {"fedmd"}))
 def test_it_steps_after_every_methods_mean(method: str, federation: Federation) -> None:
     """In the first round, momentum with η = ½ goes half of the way from the start to the mean."""
@@ -112,6 +113,7 @@ def test_a_method_without_a_mean_is_refused(federation: Federation) -> None:
         assemble(small_model(), federation, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_its_moments_are_part_of_a_checkpoint(optimizer: str, federation: Federation, tmp_path: Path) -> None:
     def config(rounds: int):  # type: ignore[no-untyped-def]

@@ -72,6 +72,7 @@ def run(data: Federation, method: str, static_from: int | str) -> Result:
     return assemble(restless_model(), replace(data, public=data.test), config).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static_from", [0, "never"])
 @pytest.mark.parametrize("method", known("methods"))
 def test_no_method_can_tell(

@@ -14,6 +14,8 @@ from fedhm.flower.processes.superlink import GOODBYES, superlink_command, supern
 FORGETTING = 90.0  # seconds to wait until a SuperLink notices a SuperNode that ended without disconnecting; it takes 60
 COMING_UP = 120.0  # seconds for all SuperNodes, and two more for each
 
+PAUSE = 2.0  # seconds between two looks: each starts a command that takes more than one, which the SuperNodes lack
+
 Report = Callable[[str], None]
 
 
@@ -75,7 +77,7 @@ class Fleet:
                     f"only {online} of {len(self.nodes)} SuperNodes are online; see {self.folder.path}/logs"
                 )
             report(f"{online} of {len(self.nodes)} SuperNodes are online")
-            time.sleep(0.5)
+            time.sleep(PAUSE)
 
     def _online(self) -> int:
         return sum(node["status"] == "online" for node in ask(self.folder.connection, "supernode", "list")["nodes"])
