@@ -19,6 +19,7 @@ from fedhm.networks.exchange import Tensors, load, travels_as
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
+from fedhm.server.flatten import check_state
 from fedhm.server.gather import gather_statistics
 from fedhm.server.intake import Intake, TooFewUpdatesError
 from fedhm.server.optimizer import Moments, ServerOptimizer
@@ -80,6 +81,8 @@ class Experiment:
         for number in range(len(records) + 1, rounds + 1):
             record = Record(number)
             state, moments = self._next_state(state, moments, record)
+            if number == 1:
+                check_state(state, self.method.state_type)  # parts that were empty at the start are there now
             record.diagnostics = state.diagnostics
             if number % every == 0 or number == rounds:
                 networks = self._tier_networks(state, record)
@@ -105,7 +108,9 @@ class Experiment:
             watcher.started(len(records), self.config.train.rounds)
         if checkpoint:
             return (checkpoint.state, checkpoint.moments), records
-        return (self.method.start(self.initial), Moments()), records
+        state = self.method.start(self.initial)
+        check_state(state, self.method.state_type)
+        return (state, Moments()), records
 
     def _next_state(self, state: Any, moments: Moments, record: Record) -> tuple[Any, Moments]:
         """Return the state after a round, which is tried again with other clients if too few updates can be used."""
@@ -124,7 +129,7 @@ class Experiment:
             except TooFewUpdatesError:
                 if attempt == federation.attempts:
                     raise
-        record.seconds["merge"] -= record.seconds["train"]  # merging waits for training
+        record.seconds["merge"] -= record.seconds.get("train", 0.0)  # merging waits for training
         return merged, moments
 
     def _tier_networks(self, state: Any, record: Record) -> dict[str, nn.Module]:

@@ -61,7 +61,11 @@ def run(
     if path is None:
         return experiment.run()
     with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, resolved) as folder:
-        result = experiment.run(folder)
+        try:
+            result = experiment.run(folder)
+        except FedhmError:
+            folder.remove_if_nothing_was_done()
+            raise
     report_on(path)
     return result
 
@@ -94,7 +98,9 @@ def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:
 
 def _own_table(config: Mapping[str, Any] | Config | None, **sections: Any) -> dict[str, Any]:
     """Return a user's settings as a table, with the sections that are given apart."""
+    replaceable: tuple[str, ...] = ()
     if isinstance(config, Config):  # of a preset or file, all but its data and model
+        replaceable = tuple(sections)
         named = {"method": config.method, "objective": config.objective}
         config = config.model_dump(mode="json", exclude={"data", "model", *named}) | named
     if config is not None and not isinstance(config, Mapping):
@@ -103,11 +109,11 @@ def _own_table(config: Mapping[str, Any] | Config | None, **sections: Any) -> di
     if given := {"data", "model"} & set(table):
         raise FedhmError(f"the section '{min(given)}' is for runs from a config file; here data and model are given")
     for name, section in sections.items():
-        if section is None:
-            continue
-        if isinstance(table.get(name), Mapping):
+        if section is not None and table.get(name) is not None and name not in replaceable:
             raise FedhmError(f"the {name} is given twice: by {name}=, and by the config's section '{name}'")
-        table[name] = {"name": section} if isinstance(section, str) else _made_known(name, section)
+        section = table.get(name) if section is None else section
+        if section is not None:
+            table[name] = section if isinstance(section, str | Mapping) else _made_known(name, section)
     return table
 
 
@@ -116,7 +122,11 @@ def _made_known(kind: str, given: Any) -> Any:
     group: Group = "methods" if kind == "method" else "objectives"
     name = str(getattr(given, "name", ""))  # what is no settings at all is refused with the others
     try:
-        if name and find(group, name) is not type(given):
+        known = find(group, name) if name else type(given)
+        again = (known.__module__, known.__qualname__) == (type(given).__module__, type(given).__qualname__)
+        if again:  # a notebook's cell that was run again makes the class anew
+            provide(group, name, type(given))
+        else:
             raise FedhmError(f"'{name}' is the name of another {kind}: give yours a name of its own")
     except UnknownNameError:
         provide(group, name, type(given))

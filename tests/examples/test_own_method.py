@@ -1,11 +1,15 @@
 """A method from outside the package: as an object, by its name, in comparisons. On Flower: tests/flower."""
 
+import copy
 import runpy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from pydantic import Field
 from torch import nn
 
 import fedhm
@@ -17,6 +21,7 @@ from fedhm.config.plugins import known
 from fedhm.config.reading import load_config, parse
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
+from fedhm.networks.exchange import Tensors
 from installed import install
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_method.py"
@@ -83,12 +88,6 @@ def test_a_package_that_does_not_import_says_why(tmp_path: Path, monkeypatch: py
 
 
 def test_wrong_methods_are_one_sentence(data: Data) -> None:
-    class Own(fedhm.MethodConfig):
-        name: Literal["own"] = "own"
-
-        def build(self, model: nn.Module, setup: object) -> object:  # noqa: ARG002
-            raise AssertionError
-
     class Copycat(Own):
         name: Literal["fedhm"] = "fedhm"  # type: ignore[assignment]
 
@@ -104,6 +103,82 @@ def test_wrong_methods_are_one_sentence(data: Data) -> None:
     with pytest.raises(TypeError, match="abstract"):
         fedhm.MethodConfig(name="x")  # type: ignore[abstract]
     assert fedhm.run(network(), data[1:], data[0], {"train": {"rounds": 1}}, method="fedavg").metrics.keys() == {"full"}
+
+
+class Own(fedhm.MethodConfig):
+    name: Literal["own"] = "own"
+    parts: list[float] = Field(default=[1.0])
+
+    def build(self, model: nn.Module, setup: object) -> "Remembering":  # noqa: ARG002
+        return Remembering(model)
+
+
+@dataclass(frozen=True)
+class Memory(fedhm.State):
+    weights: Tensors
+    seen: tuple[int, ...] = ()
+
+
+class Remembering(fedhm.Method[Memory]):
+    """It has a state of its own, of which it must say so."""
+
+    tiers = levels = ("full",)
+    state_type = Memory
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def start(self, weights: Tensors) -> Memory:
+        return Memory(weights)
+
+    def tasks(
+        self, state: Memory, participants: Sequence[fedhm.Participant], round_number: int
+    ) -> Iterator[fedhm.Task]:
+        for p in participants:
+            yield fedhm.Task("train", round_number, p.client, p.tier, "full", state.weights)
+
+    def merge(self, state: Memory, updates: Iterable[fedhm.Update], round_number: int) -> Memory:
+        last = list(updates)[-1]
+        return Memory(last.tensors, (*state.seen, round_number))
+
+    def network(self, name: str) -> nn.Module:  # noqa: ARG002
+        return copy.deepcopy(self.model)
+
+    def weights(self, state: Memory, tier: str) -> Tensors:  # noqa: ARG002
+        return state.weights
+
+
+SHORT: dict[str, Any] = {"train": {"rounds": 2, "lr": 0.1}, "engine": {"threads": 1}}
+
+
+def test_a_state_of_ones_own_comes_back_and_a_wrong_one_is_refused_at_once(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = fedhm.run(network(), data[1:], data[0], SHORT, tmp_path / "run", method=Own())
+    max((tmp_path / "run" / "checkpoints").iterdir()).unlink()
+    again = fedhm.run(network(), data[1:], data[0], {**SHORT, "method": Own()}, tmp_path / "run")
+    assert again.metrics == whole.metrics
+    monkeypatch.setattr(Remembering, "state_type", fedhm.ModelState)
+    with pytest.raises(FedhmError, match="is a Memory, but its state_type is ModelState: set state_type = Memory"):
+        fedhm.run(network(), data[1:], data[0], SHORT, tmp_path / "other", method=Own())
+    assert not (tmp_path / "other").exists()  # what failed in its first round does not stand in the way
+
+
+def test_a_class_that_was_made_again_takes_the_place_of_the_first(data: Data) -> None:
+    for _ in range(2):  # as a notebook's cell that is run twice
+        again = type("Own", (Own,), {"__module__": Own.__module__, "__qualname__": "Own"})
+        assert fedhm.run(network(), data[1:], data[0], SHORT, method=again()).metrics
+
+
+def test_settings_without_a_hash_can_still_be_told_apart() -> None:
+    one, other = (parse({"method": Own(parts=[share])}, "test").resolved() for share in (1.0, 2.0))
+    assert hash(one) != hash(other)
+    assert hash(one) == hash(one.model_copy())
+
+
+def test_a_name_alone_stands_for_its_section() -> None:
+    config = parse({"method": "fedavg", "objective": "regression"}, "test")
+    assert (config.method.name, config.objective.name) == ("fedavg", "regression")
 
 
 def test_no_round_is_merged_under_another_number(federation: Federation) -> None:

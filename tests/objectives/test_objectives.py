@@ -60,6 +60,20 @@ def test_targets_without_variance_are_met_or_not() -> None:
     assert measured(Regression(), y[:, None] + 1, y, 2).r2 == 0
 
 
+def test_targets_far_from_zero_have_a_variance_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = 1.7e9 + 1000 * torch.randn(500, generator=generator, dtype=torch.float64)
+    f = y + 10 * torch.randn(500, generator=generator, dtype=torch.float64)
+    assert measured(Regression(), f[:, None], y, 64).r2 == pytest.approx(r2_score(y, f), abs=1e-3)
+
+
+def test_outputs_of_another_shape_and_memory_are_the_same_numbers() -> None:
+    y = torch.randn(6, 16)
+    images = y.reshape(6, 4, 2, 2).to(memory_format=torch.channels_last)
+    assert measured(Regression(), images, y, 4).mse == 0
+    assert Regression().loss(images, y, None) == 0
+
+
 def test_metrics_are_called_by_their_names() -> None:
     metrics = Metrics(r2=0.5)
     assert metrics.r2 == metrics["r2"] == 0.5

@@ -104,7 +104,7 @@ def _changed(table: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
 
 def _name_of(table: dict[str, Any], section: str) -> Any:
     given = table.get(section, {})
-    return given.get("name") if isinstance(given, dict) else None
+    return given.get("name") if isinstance(given, dict) else given
 
 
 def _value(text: str) -> Any:
@@ -156,7 +156,8 @@ def _known_keys(table: dict[str, Any]) -> Iterator[str]:
 def _named_section(name: str, given: Any) -> type[BaseModel] | None:
     group, default = NAMED[name]
     try:
-        found: type[BaseModel] = find(group, str(given.get("name", default)) if isinstance(given, dict) else default)
+        name = given.get("name", default) if isinstance(given, dict) else given or default
+        found: type[BaseModel] = find(group, str(name))
     except UnknownNameError:
         return None
     return found

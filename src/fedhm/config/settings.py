@@ -132,6 +132,7 @@ def _of_its_name(group: Group, default: str) -> BeforeValidator:
     """Read a section by the class that its `name` stands for; without a name it is the default's."""
 
     def read(section: Any) -> Any:
+        section = {"name": section} if isinstance(section, str) else section
         if not isinstance(section, dict):
             return section
         name = section.get("name", default)
@@ -201,6 +202,9 @@ class Config(Section):
         for name, value in self.model_dump(mode="json", exclude_none=True).items():
             found |= {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
         return found
+
+    def __hash__(self) -> int:
+        return hash(self.to_toml())  # a method of a user's may have settings without a hash
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

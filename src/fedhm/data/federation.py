@@ -215,7 +215,8 @@ def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:
         images = [_as_tensor(pair[0]) for pair in pairs]
         labels = [torch.as_tensor(pair[1]) for pair in pairs]
     except Exception as error:  # whatever a user's data set raises
-        raise FedhmError(f"the samples of {whose} must be pairs of an array and a class number: {error!r}") from error
+        wanted = "pairs of an array and a class number, or numbers"
+        raise FedhmError(f"the samples of {whose} must be {wanted}: {error!r}") from error
     if not pairs:
         raise FedhmError(f"{whose} has no samples")
     if any(x.shape != images[0].shape for x in images) or any(y.shape != labels[0].shape for y in labels):

@@ -43,6 +43,7 @@ def client_app(
         dtype = weights_dtype(own)
         everybodys = public_feed(own_public(public(), dtype), terms.preprocessing) if public else None
         samples = own_samples(data(context), f"client {client_number(context)}", dtype, config.objective)
+        config.objective.check(samples.labels, terms.classes, f"client {client_number(context)}")
         networks = _networks(own, terms, _device(context, config), *_format(samples, terms.preprocessing))
         return make_client(samples, terms.preprocessing, networks, config, everybodys)
 

@@ -109,21 +109,19 @@ class FlowerEngine:
         up = travelled(message.content, len(parcel.tasks))
         replies = read_replies(message.content, parcel.tasks, self._fp16)
         return (
-            replace(self._held_to_its_word(reply), position=position, down=sent, up=received)
+            replace(self._held_to_its_word(reply, parcel.client), position=position, down=sent, up=received)
             for reply, position, sent, received in zip(replies, parcel.positions, parcel.down, up, strict=True)
         )
 
-    def _held_to_its_word(self, reply: Reply) -> Reply:
+    def _held_to_its_word(self, reply: Reply, client: int) -> Reply:
         """Return the reply, or a failure where it does not claim the samples that its client had before it saw a task.
 
         They are the client's weight in the mean.
         """
-        node = self._roster.introduced().get(reply.client) if isinstance(reply, Update) else None
+        node = self._roster.introduced().get(client) if isinstance(reply, Update) else None
         if node is None or not isinstance(reply, Update) or reply.samples == node.samples:
             return reply
-        return Failure(
-            reply.client, f"it claims {str(reply.samples)[:80]} samples, but said that it has {node.samples}"
-        )
+        return Failure(client, f"it claims {str(reply.samples)[:80]} samples, but said that it has {node.samples}")
 
 
 def _by_client(tasks: Iterable[Task]) -> dict[int, list[tuple[int, Task]]]:

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedhm.config.reading import parse_resolved
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.errors import FedhmError
+from fedhm.flower.mail import printable
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of
@@ -138,7 +139,7 @@ def read_replies(content: RecordDict, tasks: Sequence[Task], fp16: bool) -> list
 def _read_reply(content: RecordDict, number: int, values: Any, task: Task, fp16: bool) -> Reply:
     try:
         if set(values) == {"failure"}:
-            return Failure(task.client, str(values["failure"])[:1000])
+            return Failure(task.client, printable(str(values["failure"])))
         if set(values) != UPDATE_VALUES:
             raise ValueError("its values are not those of an update")
         labels = values["labels"]
@@ -160,9 +161,16 @@ def travelled(content: RecordDict, count: int) -> list[int]:
     counted = [0] * count
     for key, record in content.items():
         if id(record) not in seen:
-            counted[places.get(key, 0)] += record.count_bytes()
+            counted[places.get(key, 0)] += _size(record)
             seen.add(id(record))
     return counted
+
+
+def _size(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+    try:
+        return record.count_bytes()
+    except Exception:  # Flower cannot count a record that holds an empty text or list, as a client may send
+        return 0
 
 
 def _places(count: int) -> dict[str, int]:

@@ -80,7 +80,9 @@ class FedDF(Method[FedDFState]):
         for update in updates:
             means[update.tier].add_all(update, influence(update, self.config.weighting), self._classifier)
             client = load(self.network(update.tier), update.tensors)
-            teacher, teachers = teacher + logits(client, self._public, self.config.batch), teachers + 1
+            found = logits(client, self._public, self.config.batch)
+            if bool(found.isfinite().all()):  # weights within their bounds may still overflow
+                teacher, teachers = teacher + found, teachers + 1
         models = {tier: mean.result() for tier, mean in means.items()}
         if teachers:
             for tier, model in models.items():

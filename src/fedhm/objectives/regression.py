@@ -39,18 +39,18 @@ class Regression(Objective):
             raise FedhmError(f"the model must give {outputs} numbers for each sample, but its output is {shape}")
 
     def loss(self, output: Tensor, targets: Tensor, held: tuple[int, ...] | None) -> Tensor:
-        return F.mse_loss(output.view_as(targets), targets)
+        return F.mse_loss(output.reshape(targets.shape), targets)
 
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         # float64: variances are differences of sums that may be nearly equal
         y = targets.double().view(len(targets), -1)  # (batch, numbers)
-        error = output.double().view_as(y) - y
+        error = output.double().reshape(y.shape) - y
         return {"errors": error.square().sum(0), "targets": y.sum(0), "squares": y.square().sum(0)}
 
     def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:
         spread = sums["squares"] - sums["targets"].square() / samples
         # of numbers that are all alike there is nothing to explain: as scikit-learn, 1 if they were met, else 0
-        alike = spread <= 1e-12 * sums["squares"]
+        alike = spread <= 1e-14 * sums["squares"]
         explained = torch.where(alike, (sums["errors"] == 0).double(), 1 - sums["errors"] / spread.clamp(min=1e-300))
         return Metrics(r2=explained.mean().item(), mse=sums["errors"].mean().item() / samples)
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from torch import Tensor
 
+from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors
 
 Value = TypeVar("Value")
@@ -46,9 +47,22 @@ def unflatten(kind: type[Value], tensors: Tensors, outline: Any) -> Value:
     """Return the value that `flatten` took apart; raises ValueError if it was of another kind."""
     try:
         read: Value = _read(kind, tensors, outline)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, NameError, ValueError) as error:
         raise ValueError(f"it is not a {kind.__name__}: {error!r}") from error
     return read
+
+
+def check_state(state: Any, kind: type[Any]) -> None:
+    """Refuse a state that could not be read back from a checkpoint, before there is one."""
+    if type(state) is not kind:
+        own = type(state).__name__
+        raise FedhmError(
+            f"the method's state is a {own}, but its state_type is {kind.__name__}: set state_type = {own}"
+        )
+    try:
+        unflatten(kind, *flatten(state))
+    except (TypeError, ValueError) as error:
+        raise FedhmError(f"the method's state cannot be written to a checkpoint and read back: {error}") from error
 
 
 def mapped(value: Value, change: Callable[[str, Way, Tensor], Tensor]) -> Value:

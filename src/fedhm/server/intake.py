@@ -16,7 +16,7 @@ from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import Tensors, size_in_bytes
 from fedhm.server.admission import objection
 from fedhm.server.record import Record, Watcher
-from fedhm.work.bounds import Expected
+from fedhm.work.bounds import LARGEST_LOGIT, LARGEST_MEAN, Expected
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of
 
@@ -101,6 +101,7 @@ class Intake:
             self._federation.classes,
             work.trains and config.train.masked_loss and config.objective.has_labels,
             self.running_names(task.network),
+            LARGEST_LOGIT if config.objective.has_labels else LARGEST_MEAN,
             config.train.max_change,
         )
 

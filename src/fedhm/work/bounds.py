@@ -23,6 +23,7 @@ class Expected:
     classes: int
     labelled: bool = False  # it says which labels its client holds
     running: Set[str] = frozenset()  # the names of running averages among the weights
+    largest_output: float = LARGEST_LOGIT  # of a network
     max_change: float = 0.0  # norm of the change of all weights, in units of what was sent; 0 is no limit
 
 

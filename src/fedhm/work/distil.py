@@ -18,7 +18,7 @@ from fedhm.data.batches import Batch, Feed
 from fedhm.networks.batchnorm import by_batch
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import torch_generator
-from fedhm.work.bounds import LARGEST_LOGIT, Expected, outside
+from fedhm.work.bounds import Expected, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.reuse import Ready
@@ -62,7 +62,7 @@ class Distil:
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
         for name, tensor in update.tensors.items():
-            if reason := outside(name, tensor, -LARGEST_LOGIT, LARGEST_LOGIT):
+            if reason := outside(name, tensor, -expected.largest_output, expected.largest_output):
                 return reason
         return None
 
