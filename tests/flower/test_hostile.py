@@ -181,7 +181,7 @@ class Hostile:
         content = self._honest(message, context).content
         round_number = read_tasks(message.content)[0].round
         choices = [*sorted(DAMAGES), "stale", "garbled"]
-        name = choices[(round_number * CLIENTS + self._client) % len(choices)]
+        name = choices[(round_number * (CLIENTS - 1) + self._client) % len(choices)]  # each in its turn
         self.sent.append(name)
         if name == "garbled" or (name == "stale" and self._old is None):
             raise GarbledError(name)
