@@ -52,6 +52,7 @@ def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, publi
         public,
         fixed=config.federation.heterogeneity == "fixed",
         objective=config.objective,
+        nested=config.train.nested_shares,
         optimizer_follows=config.server.optimizer != "none",
     )
     return Design(config, model, config.method.build(model, setup), sample, classifier)

@@ -66,6 +66,11 @@ class TrainConfig(Section):
     frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
     decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
     masked_loss: bool = True  # logits of labels that a client does not hold count as 0
+    nested: Annotated[float, Field(ge=0, le=1)] = 0.0  # of FedHM: how much a client of a larger tier also trains one of
+    # the smaller tiers inside it
+    nested_form: Literal["beside", "instead"] = (
+        "instead"  # each batch trains both, or with this probability the smaller
+    )
     clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
     max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
     on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
@@ -75,6 +80,13 @@ class TrainConfig(Section):
         if self.nesterov and self.optimizer == "sgd" and (self.momentum == 0 or self.dampening):
             raise ValueError("nesterov needs a momentum, and no dampening")
         return self
+
+    @property
+    def nested_shares(self) -> tuple[float, float] | None:
+        """Return the shares of the batches that run through a client's own network and through one inside it."""
+        if not self.nested:
+            return None
+        return (1.0, 1.0) if self.nested_form == "beside" else (1 - self.nested, self.nested)
 
     def learning_rate(self, round_number: int) -> float:
         """Return the learning rate of round 1, 2, …; a milestone is the last round before a drop."""

@@ -20,6 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.svd import Factors, squared_norm
+from fedhm.lowrank.unroll import Form
+
 
 class Tail(NamedTuple):
     """The singular values of a layer beyond those that are known."""
@@ -61,3 +65,25 @@ def energy_beyond(energies: Mapping[str, float], spectra: Mapping[str, Tensor], 
     total = sum(energies[layer] for layer in ranks)
     within = sum(spectra[layer][:rank].double().square().sum().item() for layer, rank in ranks.items())
     return max(0.0, 1 - within / total) if total else 0.0
+
+
+def layer_constants(
+    weights: Mapping[str, Tensor], factors: Mapping[str, Factors], ranks: Sequence[Mapping[str, int]], form: Form
+) -> tuple[float, float]:
+    """Return κ_σ1 and κ_σ2 of a model whose layers are decomposed, perhaps in part; `ranks` are the participants'."""
+    spectra = {layer: found.spectrum for layer, found in factors.items()}
+    tails: dict[str, Tail] = {}
+    for layer, spectrum in spectra.items():
+        weight = weights[f"{layer}.weight"]
+        if unknown := largest_rank(weight.shape, form) - len(spectrum):
+            tails[layer] = Tail(unknown, max(0.0, squared_norm(weight) - float(spectrum.double().square().sum())))
+    return spectral_constants(spectra, ranks, tails) if ranks else (0.0, 0.0)
+
+
+def tier_energies(
+    weights: Mapping[str, Tensor], factors: Mapping[str, Factors], plans: Mapping[str, Mapping[str, int]]
+) -> dict[str, float]:
+    """Return, by tier, the share of the model's energy that it cannot carry."""
+    spectra = {layer: found.spectrum for layer, found in factors.items()}
+    energies = {layer: squared_norm(weights[f"{layer}.weight"]) for layer in factors}
+    return {tier: energy_beyond(energies, spectra, plan) for tier, plan in plans.items()}

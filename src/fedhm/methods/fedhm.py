@@ -15,33 +15,35 @@ anything is cut off.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from fedhm.config.method_config import Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Ratios, tier_name
 from fedhm.errors import FedhmError
-from fedhm.lowrank.diagnostics import Tail, energy_beyond, largest_norm, spectral_constants
+from fedhm.lowrank.bands import directions
+from fedhm.lowrank.diagnostics import layer_constants, tier_energies
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.nested import Inside, contain
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors, squared_norm
-from fedhm.lowrank.unroll import join, split, unroll
+from fedhm.lowrank.svd import Factors
+from fedhm.lowrank.unroll import roll, split, unroll
 from fedhm.lowrank.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
-from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.methods.method import Method, Setup, State
+from fedhm.methods.recovered import Aggregate, RecoveredMean
 from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
+from fedhm.work.nested import BASIS
 
 FULL = tier_name(1)
+NESTED = "nested "  # before a tier: its network with the smaller tiers inside
 
 
 class FedHMConfig(MethodConfig):
@@ -50,7 +52,9 @@ class FedHMConfig(MethodConfig):
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
-    aggregate: Literal["models", "updates"] = "models"  # updates: directions that a tier cannot carry are left alone
+    aggregate: Aggregate = "models"  # updates: directions that a tier cannot carry are left alone; bands: and move as
+    # fast as if those who can carry them were alone
+    start: Literal["whole", "smallest"] = "whole"  # smallest: what lies beyond the smallest tier starts at 0
     form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
@@ -128,47 +132,86 @@ class FedHM(Method[FedHMState]):
 
     def start(self, weights: Tensors) -> FedHMState:
         factors, _ = self._factorized(weights)
-        return FedHMState(weights, factors)
+        return (
+            self._at_the_smallest_rank(weights, factors)
+            if self.config.start == "smallest"
+            else FedHMState(weights, factors)
+        )
+
+    def _at_the_smallest_rank(self, weights: Tensors, factors: Mapping[str, Factors]) -> FedHMState:
+        """Return the state in which whatever the smallest tier cannot carry is 0, but can be learnt by all others.
+
+        As in LoRA, one factor of such a direction is 0 and the other is not: with both at 0 it would never move.
+        """
+        smallest = self.plans[self.tiers[-1]]
+        kept, cut = dict(weights), dict(factors)
+        for layer, rank in smallest.items():
+            left, right, spectrum = factors[layer]
+            right, spectrum = right.clone(), spectrum.clone()
+            right[rank:], spectrum[rank:] = 0, 0
+            cut[layer] = Factors(left, right, spectrum)
+            kept[f"{layer}.weight"] = roll(left @ right, weights[f"{layer}.weight"].shape)
+        return FedHMState(kept, cut)
 
     def tasks(self, state: FedHMState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         warm = round_number <= self.config.warmup
-        networks = [FULL if warm else p.tier for p in participants]
-        sent = {name: self.weights(state, name) for name in set(networks)}
-        for p, name in zip(participants, networks, strict=True):
-            yield Task("train", round_number, p.client, p.tier, name, sent[name])
+        tiers = [FULL if warm else p.tier for p in participants]
+        sent = {tier: self._sent(state, tier, nested=not warm) for tier in set(tiers)}
+        for p, tier in zip(participants, tiers, strict=True):
+            kind, network, tensors = sent[tier]
+            yield Task(kind, round_number, p.client, p.tier, network, tensors)
+
+    def _sent(self, state: FedHMState, tier: str, *, nested: bool) -> tuple[str, str, Tensors]:
+        """Return what a tier's clients are to do, with which network, and its tensors."""
+        weights = self.weights(state, tier)
+        if not nested or self._setup.nested is None or not (smaller := self._smaller(tier)):
+            return "train", tier, weights
+        ranks = {layer: max(p[layer] for p in smaller) for layer in smaller[0] if layer not in self.plans[tier]}
+        bases = {f"{BASIS}{layer}": directions(state.factors[layer]).left[:, :r] for layer, r in ranks.items()}
+        return "nested", f"{NESTED}{tier}", weights | bases
+
+    def _smaller(self, tier: str) -> list[RankPlan]:
+        """Return the rank plans of the tiers inside another."""
+        return [self.plans[name] for name in self.tiers[self.tiers.index(tier) + 1 :]]
 
     def merge(self, state: FedHMState, updates: Iterable[Update], round_number: int) -> FedHMState:
-        mean = WeightedMean(state.weights)
-        weight_of_network: dict[str, float] = defaultdict(float)
+        mean = RecoveredMean(
+            state.weights, state.factors, self.config.aggregate, self.config.form, self._setup.classifier
+        )
         ranks: list[RankPlan] = []
         kappa_uv = 0.0
         for update in updates:
-            plan = self.plans[update.network]
-            weight = _weight(self.config, self.ratios[update.network], update.samples)
-            weight_of_network[update.network] += weight
-            ranks.append(plan)
-            kappa_uv = max(kappa_uv, self._fold(mean, update, plan, weight))
-        if self.config.aggregate == "updates":
-            self._complete(mean, state, weight_of_network)
-        weights = mean.result()
-        kappa_1, kappa_2 = self._spectral_constants(state, ranks)
+            tier = update.network.removeprefix(NESTED)
+            ranks.append(self.plans[tier])
+            weight = _weight(self.config, self.ratios[tier], update.samples)
+            kappa_uv = max(kappa_uv, mean.fold(update, tier, self.plans[tier], weight))
+        weights, unrolled = mean.result()
+        kappa_1, kappa_2 = layer_constants(state.weights, state.factors, ranks, self.config.form)
         diagnostics = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
         if self._setup.optimizer_follows:  # what it leaves of the mean is to be decomposed
             return FedHMState(weights, state.factors, diagnostics=diagnostics)
-        return self._decomposed(weights, mean, state, diagnostics)
+        return self._decomposed(weights, unrolled, state, diagnostics)
 
     def settle(self, state: FedHMState, before: FedHMState) -> FedHMState:
-        return self._decomposed(state.weights, None, before, state.diagnostics)
+        return self._decomposed(state.weights, {}, before, state.diagnostics)
 
     def _decomposed(
-        self, weights: Tensors, mean: WeightedMean | None, before: FedHMState, diagnostics: dict[str, float]
+        self, weights: Tensors, unrolled: Tensors, before: FedHMState, diagnostics: dict[str, float]
     ) -> FedHMState:
-        factors, exact = self._factorized(weights, mean, before.factors)
-        found = {**diagnostics, "exact_decompositions": exact, **self._energy_beyond(weights, factors)}
+        factors, exact = self._factorized(weights, unrolled, before.factors)
+        shares = tier_energies(weights, factors, {tier: self.plans[tier] for tier in self.tiers if tier != FULL})
+        energies = {f"energy_beyond/{tier}": share for tier, share in shares.items()}
+        found = {**diagnostics, "exact_decompositions": exact, **energies}
         return FedHMState(weights, factors, diagnostics=found)
 
     def network(self, name: str) -> nn.Module:
-        return to_hybrid(self._model, self.plans[name], spectral=False)
+        tier = name.removeprefix(NESTED)
+        network = to_hybrid(self._model, self.plans[tier], spectral=False)
+        if tier == name or self._setup.nested is None:
+            return network
+        plans, (own, inside) = self._smaller(tier), self._setup.nested
+        smaller = [to_hybrid(self._model, plan, spectral=False) for plan in plans]
+        return contain(network, Inside(smaller, plans), [own, *[inside / len(plans)] * len(plans)])
 
     def weights(self, state: FedHMState, tier: str) -> Tensors:
         plan = self.plans[tier]
@@ -179,7 +222,7 @@ class FedHM(Method[FedHMState]):
         return tensors
 
     def _factorized(
-        self, weights: Tensors, mean: WeightedMean | None = None, before: Mapping[str, Factors] | None = None
+        self, weights: Tensors, unrolled: Mapping[str, Tensor] = {}, before: Mapping[str, Factors] | None = None
     ) -> tuple[dict[str, Factors], int]:
         """Return one decomposition per layer, at the largest rank, and how many of them were not found from `before`.
 
@@ -188,54 +231,12 @@ class FedHM(Method[FedHMState]):
 
         def factors_of(layer: str) -> tuple[Factors, bool]:
             name = f"{layer}.weight"
-            matrix = mean.unrolled(name) if mean else None
-            if matrix is None:
-                matrix = unroll(weights[name], self.config.form)
+            matrix = unrolled[name] if name in unrolled else unroll(weights[name], self.config.form)
             return decompose(matrix, self._largest[layer], before[layer] if before else None)
 
         found = side_by_side(factors_of, list(self._largest))
         contiguous = [Factors(*(tensor.contiguous() for tensor in factors)) for factors, _ in found]
         return dict(zip(self._largest, contiguous, strict=True)), sum(exact for _, exact in found)
-
-    def _spectral_constants(self, state: FedHMState, ranks: Sequence[RankPlan]) -> tuple[float, float]:
-        spectra = {layer: factors.spectrum for layer, factors in state.factors.items()}
-        tails: dict[str, Tail] = {}
-        for layer, spectrum in spectra.items():
-            weight = state.weights[f"{layer}.weight"]
-            if unknown := largest_rank(weight.shape, self.config.form) - len(spectrum):
-                tails[layer] = Tail(unknown, max(0.0, squared_norm(weight) - float(spectrum.double().square().sum())))
-        return spectral_constants(spectra, ranks, tails) if ranks else (0.0, 0.0)
-
-    def _energy_beyond(self, weights: Tensors, factors: Mapping[str, Factors]) -> dict[str, float]:
-        """Return, for every tier below full, the share of the model's energy that it cannot carry."""
-        spectra = {layer: factors[layer].spectrum for layer in self._largest}
-        energies = {layer: squared_norm(weights[f"{layer}.weight"]) for layer in self._largest}
-        return {
-            f"energy_beyond/{tier}": energy_beyond(energies, spectra, self.plans[tier])
-            for tier in self.tiers
-            if tier != FULL
-        }
-
-    def _fold(self, mean: WeightedMean, update: Update, plan: RankPlan, weight: float) -> float:
-        """Add one client's model to the mean and return its κ_UV."""
-        rows = trained_rows(update, self._setup.classifier)
-        norm = 0.0
-        for layer in plan:
-            u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]
-            mean.add_product(f"{layer}.weight", *join(u, v), weight)
-            norm = max(norm, largest_norm((u, v)))
-        for name, tensor in update.tensors.items():
-            layer, _, part = name.rpartition(".")
-            if part not in ("u", "v") or layer not in plan:
-                mean.add(name, tensor, weight, rows if layer == self._setup.classifier else None)
-        return norm
-
-    def _complete(self, mean: WeightedMean, state: FedHMState, weight_of_network: Mapping[str, float]) -> None:
-        """Turn every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
-        for network, weight in weight_of_network.items():
-            for layer, rank in self.plans[network].items():
-                mean.correct_product(f"{layer}.weight", *state.factors[layer].prefix(rank), -weight)
-                mean.correct(f"{layer}.weight", state.weights[f"{layer}.weight"], weight)
 
 
 def _weight(config: FedHMConfig, ratio: float, samples: int) -> float:

@@ -32,9 +32,9 @@ class OrderedDropout(nn.Module):
         self._narrower = list(narrower)  # a plain list: they have no weights of their own
 
     @property
-    def drawn(self) -> Sequence[nn.Module]:
+    def drawn(self) -> Sequence[tuple[nn.Module, float]]:
         """Return the networks of which each batch runs one, all equally often; the widest first."""
-        return [self.network, *self._narrower]
+        return [(network, 1 / (len(self._narrower) + 1)) for network in (self.network, *self._narrower)]
 
     def forward(self, x: Tensor) -> Tensor:
         drawn = int(torch.randint(len(self._narrower) + 1, ())) if self.training else 0

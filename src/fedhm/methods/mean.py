@@ -74,6 +74,19 @@ class WeightedMean:
         else:
             self._sums[name] = tensor * weight
 
+    def absorb(self, other: "WeightedMean") -> None:
+        """Fold in all that another mean has been given."""
+        for name, tensor in other._sums.items():
+            self.correct(name, tensor, 1.0)
+        for name, product in other._products.items():
+            self._products[name] = self._products[name].add_(product) if name in self._products else product.clone()
+        for name, share in other._weights.items():
+            self._count(name, share)
+
+    def total(self, name: str) -> Tensor:
+        """Return the sum behind a mean: in unrolled form if its contributions were factored."""
+        return self._products[name] if name in self._products else self._sums[name]
+
     def result(self) -> Tensors:
         """Return the means. To be called once: the sums become the means in place."""
         merged: Tensors = {}

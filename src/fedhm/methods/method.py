@@ -64,6 +64,8 @@ class Setup:
     public: Feed | None = None  # samples that everybody has, numbered in place of labels
     fixed: bool = True  # every client stays at its tier
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
+    nested: tuple[float, float] | None = None  # the shares of a client's batches that train its own network and one of
+    # the smaller tiers inside it; None: no method is to train these
     optimizer_follows: bool = False  # the server makes a step after each merge: `settle` is called then
 
 

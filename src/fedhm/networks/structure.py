@@ -27,10 +27,10 @@ def weight_owners(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
-def run_in_training(network: nn.Module) -> Sequence[nn.Module]:
-    """Return the networks of which `network` draws one for each batch (`drawn`), the widest first, or `network` itself.
+def run_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, float]]:
+    """Return the networks that `network` runs in training (`drawn`), the widest first, and for how many of the batches.
 
-    Ordered dropout does so. They share the weights of the first.
+    Ordered dropout draws one of several. They share the weights of the first.
     """
-    drawn: Sequence[nn.Module] | None = getattr(network, "drawn", None)
-    return drawn or [network]
+    drawn: Sequence[tuple[nn.Module, float]] | None = getattr(network, "drawn", None)
+    return drawn or [(network, 1.0)]

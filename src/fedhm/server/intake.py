@@ -95,7 +95,7 @@ class Intake:
     def _expected(self, task: Task) -> Expected:
         work, config = work_of(task.kind), self._config
         return Expected(
-            task.tensors if work.returns_network else self._blank(task.kind, task.network),
+            work.loaded(task) if work.returns_network else self._blank(task.kind, task.network),
             # What a remote client says of itself may change; its engine holds it to what it said last.
             0 if self._federation.remote else self._federation.samples_of(task.client),
             self._federation.classes,

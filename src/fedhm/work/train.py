@@ -1,5 +1,6 @@
 """Train the network on the client's samples, and send it back."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -46,9 +47,19 @@ def task_seed(client: Client, task: Task) -> AbstractContextManager[None]:
     return seeded(derive(client.seed, "network", task.round, task.client, task.network), client.networks.device)
 
 
-def fit(client: Client, task: Task, ready: Ready, held: tuple[int, ...] | None) -> float:
-    """Make the local steps of one round; return the mean loss of the last epoch."""
-    train, feed, loss_of = client.train, client.feed, client.objective.loss
+def fit(
+    client: Client,
+    task: Task,
+    ready: Ready,
+    held: tuple[int, ...] | None,
+    batch_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> float:
+    """Make the local steps of one round; return the mean loss of the last epoch.
+
+    `batch_loss` says what is minimised on a batch's inputs and targets; without it, the objective's loss.
+    """
+    train, feed = client.train, client.feed
+    loss_of = batch_loss or (lambda inputs, targets: client.objective.loss(forward(inputs), targets, held))
     generator = torch_generator(client.seed, "batches", task.round, task.client, task.network)
     network, forward = ready.network, ready.forward
     layers = factorized_layers(network) if train.frobenius_decay else []
@@ -59,7 +70,7 @@ def fit(client: Client, task: Task, ready: Ready, held: tuple[int, ...] | None) 
         total = torch.zeros((), device=feed.device)  # summed as a tensor: no step waits for its loss
         for inputs, targets in feed.shuffled(train.batch, generator):
             optimizer.zero_grad()
-            loss = loss_of(forward(inputs), targets, held)
+            loss = loss_of(inputs, targets)
             loss.backward()
             add_decay(layers, train.frobenius_decay)
             if train.clip_norm:

@@ -30,7 +30,7 @@ class Answer:
 
 class Work(Protocol):
     trains: bool  # it is counted as training, tier by tier; all other work is counted apart
-    returns_network: bool  # its answer has the very tensors that its task has
+    returns_network: bool  # its answer has the very tensors that the network was loaded with
     past: str  # what a client did, in a sentence: it trained
     short: str  # for a progress bar, which must fit 80 columns
 

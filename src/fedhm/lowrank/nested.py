@@ -1,0 +1,61 @@
+"""The smaller tiers inside a larger one: networks that have no weights of their own.
+
+A layer of the larger network, which the smaller one has at rank r, is there
+
+    factorized   its leading columns: u[:r], v[:, :r]
+    dense        L_r (L_rᵀ W), with the server's L of this round: what the weight has in its leading directions
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.lowrank.plan import RankPlan
+from fedhm.lowrank.unroll import split, unroll
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The networks of the smaller tiers inside another, and their rank plans."""
+
+    networks: Sequence[nn.Module]
+    plans: Sequence[RankPlan]
+
+    def forward(self, number: int, network: nn.Module, bases: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the logits of one of them for a batch; `bases` has L, by layer, of those that are dense in `network`.
+
+        Gradients go to the weights of `network`, of which it is a part.
+        """
+        inner, plan = self.networks[number].train(network.training), self.plans[number]
+        own: dict[str, Tensor] = dict(network.named_parameters()) | dict(network.named_buffers())
+        parts = {n: t for n, t in own.items() if n.rpartition(".")[0] not in plan or n.endswith(".bias")}
+        for layer, rank in plan.items():
+            parts[f"{layer}.u"], parts[f"{layer}.v"] = _leading(layer, rank, own, bases, plan)
+        logits: Tensor = torch.func.functional_call(inner, parts, (x,))
+        return logits
+
+
+def _leading(
+    layer: str, rank: int, own: Mapping[str, Tensor], bases: Mapping[str, Tensor], plan: RankPlan
+) -> tuple[Tensor, Tensor]:
+    if f"{layer}.u" in own:
+        return own[f"{layer}.u"][:rank], own[f"{layer}.v"][:, :rank]
+    weight, left = own[f"{layer}.weight"], bases[layer][:, :rank]
+    return split(left, left.T @ unroll(weight, plan.form), weight.shape)
+
+
+def contain(network: nn.Module, inside: Inside, shares: Sequence[float]) -> nn.Module:
+    """Put smaller networks inside `network`, whose state they do not add to, and return it.
+
+    `shares` says how often, of the batches, `network` itself and each of them runs in training.
+    """
+    vars(network)["fedhm_inside"] = inside
+    vars(network)["drawn"] = list(zip([network, *inside.networks], shares, strict=True))
+    return network
+
+
+def inside_of(network: nn.Module) -> Inside:
+    inside: Inside = vars(network)["fedhm_inside"]
+    return inside

@@ -1,0 +1,105 @@
+"""The mean of client models of different ranks, recovered to full shape: of the models, their changes, or by bands."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from fedhm.lowrank.bands import Level, directions, faster
+from fedhm.lowrank.diagnostics import largest_norm
+from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.plan import RankPlan
+from fedhm.lowrank.svd import Factors
+from fedhm.lowrank.unroll import Form, join, roll, unroll
+from fedhm.machine.side_by_side import side_by_side
+from fedhm.methods.mean import WeightedMean, trained_rows
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Update
+
+Aggregate = Literal["models", "updates", "bands"]
+
+
+class RecoveredMean:
+    """The mean over updates of hybrid networks, folded one at a time.
+
+    models   Σ αₚ recoveredₚ / Σ αₚ
+    updates  W + Σ αₚ (recoveredₚ − sentₚ) / Σ αₚ
+    bands    the same, each band of a change over those whose rank reaches it: one buffer for each network
+    """
+
+    def __init__(
+        self,
+        weights: Tensors,
+        factors: Mapping[str, Factors],
+        aggregate: Aggregate,
+        form: Form,
+        classifier: str | None,
+    ) -> None:
+        self._weights, self._factors = weights, factors
+        self._aggregate, self._form, self._classifier = aggregate, form, classifier
+        self._whole = WeightedMean(weights)
+        self._means: dict[str, WeightedMean] = {}  # by network; without bands they are all one
+        self._plans: dict[str, RankPlan] = {}
+        self._influence: dict[str, float] = defaultdict(float)
+
+    def fold(self, update: Update, tier: str, plan: RankPlan, weight: float) -> float:
+        """Add the model that a client trained, of a tier's ranks, to the mean and return its κ_UV."""
+        apart = self._aggregate == "bands"
+        mean = self._means.setdefault(tier, WeightedMean(self._weights) if apart else self._whole)
+        self._plans[tier] = plan
+        self._influence[tier] += weight
+        rows = trained_rows(update, self._classifier)
+        norm = 0.0
+        for layer in plan:
+            u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]
+            mean.add_product(f"{layer}.weight", *join(u, v), weight)
+            norm = max(norm, largest_norm((u, v)))
+        for name, tensor in update.tensors.items():
+            layer, _, part = name.rpartition(".")
+            if part not in ("u", "v") or layer not in plan:
+                mean.add(name, tensor, weight, rows if layer == self._classifier else None)
+        return norm
+
+    def result(self) -> tuple[Tensors, Tensors]:
+        """Return the means, and those of factorized layers in unrolled form where that is there already; once."""
+        steps = self._faster_steps() if self._aggregate == "bands" else {}
+        for mean in self._means.values():
+            if mean is not self._whole:
+                self._whole.absorb(mean)
+        if self._aggregate != "models":
+            self._complete()
+        merged = self._whole.result()
+        unrolled = {name: t for name in merged if (t := self._whole.unrolled(name)) is not None}
+        for name, step in steps.items():
+            unrolled[name] = unrolled[name].add_(step)
+            merged[name] = roll(unrolled[name], merged[name].shape)
+        return merged, unrolled
+
+    def _complete(self) -> None:
+        """Turn every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
+        for network, weight in self._influence.items():
+            for layer, rank in self._plans[network].items():
+                self._whole.correct_product(f"{layer}.weight", *self._factors[layer].prefix(rank), -weight)
+                self._whole.correct(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
+
+    def _faster_steps(self) -> dict[str, Tensor]:
+        """Return, by weight, how much further than the mean over everybody the mean over the bands goes."""
+
+        def step_of(layer: str) -> Tensor | None:
+            levels = [self._level(layer, network) for network in self._means]
+            return faster(levels, directions(self._factors[layer])) if len(levels) > 1 else None
+
+        layers = list(dict.fromkeys(layer for plan in self._plans.values() for layer in plan))
+        found = zip(layers, side_by_side(step_of, layers), strict=True)
+        return {f"{layer}.weight": step for layer, step in found if step is not None}
+
+    def _level(self, layer: str, network: str) -> Level:
+        """Return the changes of one network's clients in a layer, recoveredₚ − sentₚ, in unrolled form."""
+        name, weight, plan = f"{layer}.weight", self._influence[network], self._plans[network]
+        total = self._means[network].total(name)
+        if layer not in plan:  # dense there
+            full = largest_rank(self._weights[name].shape, self._form)
+            return Level(full, unroll(total.sub(self._weights[name], alpha=weight), self._form), weight)
+        left, right = self._factors[layer].prefix(plan[layer])
+        return Level(plan[layer], total.addmm(left, right, alpha=-weight), weight)

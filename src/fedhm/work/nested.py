@@ -1,0 +1,62 @@
+"""Train the network and, with the same batches, one of the smaller tiers inside it; send the network back.
+
+For every batch one of the smaller tiers is drawn at random. With w = `train.nested`,
+
+    beside    the loss is (own + w · inside) / (1 + w), both on this batch
+    instead   with probability w the batch trains the smaller tier alone, which costs nothing more
+"""
+
+from torch import Tensor, nn
+
+from fedhm.config.settings import TrainConfig
+from fedhm.lowrank.nested import inside_of
+from fedhm.networks.exchange import Tensors
+from fedhm.seeds import numpy_generator
+from fedhm.work.bounds import Expected, change
+from fedhm.work.client import Client
+from fedhm.work.messages import Task, Update
+from fedhm.work.reuse import Ready
+from fedhm.work.train import fit, task_seed
+from fedhm.work.work import Answer
+
+BASIS = "basis "  # before a layer: its leading directions, which come with a task and are not sent back
+
+
+class Nested:
+    trains = returns_network = True
+    past, short = "trained", "train"
+
+    def loaded(self, task: Task) -> Tensors:
+        return {name: tensor for name, tensor in task.tensors.items() if not name.startswith(BASIS)}
+
+    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+        train, held, network = client.train, client.held, ready.network
+        inside, device = inside_of(network), client.networks.device
+        bases = {n.removeprefix(BASIS): t.to(device) for n, t in task.tensors.items() if n.startswith(BASIS)}
+        draw = numpy_generator(client.seed, "nested", task.round, task.client, task.network)
+
+        def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+            number, alone = int(draw.integers(len(inside.networks))), draw.random() < train.nested
+            if train.nested_form == "instead" and not alone:
+                return client.objective.loss(ready.forward(inputs), targets, held)
+            smaller = client.objective.loss(inside.forward(number, network, bases, inputs), targets, held)
+            if train.nested_form == "instead":
+                return smaller
+            own = client.objective.loss(ready.forward(inputs), targets, held)
+            return (own + train.nested * smaller) / (1 + train.nested)
+
+        with task_seed(client, task):
+            mean = fit(client, task, ready, held, loss)
+        return Answer(ready.hand_over(self.loaded(task)), mean, held)
+
+    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
+        raise AssertionError("an answer has the tensors that the network was loaded with")
+
+    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+        return change(update.tensors, self.loaded(task), expected)
+
+    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        return samples * train.epochs  # of a network whose costs are those of all that runs for a batch
+
+
+ENTRY_POINT = Nested()

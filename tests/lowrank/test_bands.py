@@ -1,0 +1,97 @@
+"""Bands of a change, and their mean, against the formulas written out."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedhm.lowrank.bands import Directions, Level, beyond, directions, faster
+from fedhm.lowrank.svd import factorize
+
+M, N = 9, 7
+
+
+def matrix(seed: int, rows: int = M, columns: int = N) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def known(seed: int) -> Directions:
+    return directions(factorize(matrix(seed), N))
+
+
+def tangent(change: Tensor, at: Directions, rank: int) -> Tensor:
+    """T_r(D) as in the formula, with the projections as matrices."""
+    left, right = at.left[:, :rank], at.right[:rank]
+    outside_left = torch.eye(M, dtype=torch.float64) - left @ left.T
+    outside_right = torch.eye(N, dtype=torch.float64) - right.T @ right
+    return change - outside_left @ change @ outside_right
+
+
+def bands(change: Tensor, at: Directions, ranks: list[int]) -> list[Tensor]:
+    """The bands of a change whose own rank is the last of `ranks`."""
+    found, so_far = [], torch.zeros_like(change)
+    for rank in ranks[:-1]:
+        found.append(tangent(change, at, rank) - so_far)
+        so_far = tangent(change, at, rank)
+    return [*found, change - so_far]
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), rank=st.integers(1, N))
+def test_what_lies_beyond_a_rank_is_what_the_tangent_projection_leaves(seed: int, rank: int) -> None:
+    change, at = matrix(seed), known(seed + 1)
+    torch.testing.assert_close(beyond(change, at, rank), change - tangent(change, at, rank))
+    torch.testing.assert_close(beyond(beyond(change, at, rank), at, rank), beyond(change, at, rank))
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), rank=st.integers(1, N))
+def test_small_steps_of_the_factors_have_nothing_beyond_their_rank(seed: int, rank: int) -> None:
+    factors = factorize(matrix(seed), rank)
+    left, right = factors.prefix(rank)
+    step = matrix(seed + 1, M, rank) @ right + left @ matrix(seed + 2, rank, N)
+    assert beyond(step, directions(factors), rank).norm() < 1e-10 * step.norm()
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), ranks=st.lists(st.integers(1, N), min_size=1, max_size=4, unique=True))
+def test_the_bands_of_a_change_sum_to_it(seed: int, ranks: list[int]) -> None:
+    change, at = matrix(seed), known(seed + 1)
+    torch.testing.assert_close(sum(bands(change, at, sorted(ranks)), torch.zeros_like(change)), change)
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    ranks=st.lists(st.integers(1, N), min_size=2, max_size=5),
+    weights=st.lists(st.floats(0.1, 4), min_size=5, max_size=5),
+)
+def test_each_band_is_averaged_over_those_who_reach_it(seed: int, ranks: list[int], weights: list[float]) -> None:
+    at, levels = known(seed), sorted(set(ranks))
+    changes = [matrix(seed + 1 + number) for number in range(len(ranks))]
+    expected = torch.zeros(M, N, dtype=torch.float64)
+    for place, lowest in enumerate(levels):
+        reaching = [(c, r, w) for c, r, w in zip(changes, ranks, weights, strict=False) if r >= lowest]
+        parts = [w * bands(c, at, [x for x in levels if x <= r])[place] for c, r, w in reaching]
+        expected += sum(parts, torch.zeros_like(expected)) / sum(w for _, _, w in reaching)
+
+    total = sum(weights[: len(ranks)])
+    mean = sum(w * c for c, w in zip(changes, weights, strict=False)) / total
+    more = faster([Level(r, w * c, w) for c, r, w in zip(changes, ranks, weights, strict=False)], at)
+    torch.testing.assert_close(mean if more is None else mean + more, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_one_rank_has_one_band() -> None:
+    levels = [Level(3, matrix(1), 1.0), Level(3, matrix(2), 2.0)]
+    assert faster(levels, known(0)) is None
+
+
+@pytest.mark.parametrize("zero", [0, 3, N])
+def test_directions_that_became_zero_reach_nothing(zero: int) -> None:
+    factors = factorize(matrix(0), N)
+    factors.right[zero:] = 0
+    at = directions(factors)
+    assert bool(at.right.isfinite().all())
+    torch.testing.assert_close(at.right[:zero] @ at.right[:zero].T, torch.eye(zero, dtype=torch.float64))
+    assert not at.right[zero:].any()
