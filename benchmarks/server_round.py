@@ -12,6 +12,7 @@ and a hundred clients take.
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -56,6 +57,10 @@ class Run:
         self.config, self.method, self.engine = config, experiment.method, experiment.engine
         federation = read_federation(config)
         model = build_model(config, federation.input_shape, federation.classes)
+        # the same method by the paper's rule, to tell what another rule costs
+        self.averaging_models = FedHM(
+            model, self.method.config.model_copy(update={"aggregate": "models"}), self.method._setup
+        )
         self.state = self.method.start(exchanged(model))
         self.round = 0
 
@@ -141,7 +146,7 @@ def main() -> None:
         __doc__.partition("\n")[0],
         model=("resnet18", "resnet18 or resnet34"),
         data=("digits", "a data source"),
-        aggregate=("models", "models or updates"),
+        aggregate=("models", "models, updates or bands"),
         samples=(1400, "training samples of all clients together"),
         lr=(0.05, "learning rate of local training"),
         rounds=(8, "rounds of the run"),
@@ -159,9 +164,10 @@ def main() -> None:
         updates = run.train()
         merged = run.method.merge(run.state, updates, 1)
         if number > options.rounds - options.measured:
-            for name, seconds in interleaved(
-                cases(run.method, run.state, updates, merged.weights), 1, warmup=0
-            ).items():
+            measured = cases(run.method, run.state, updates, merged.weights)
+            if options.aggregate != "models":
+                measured["averaging models"] = partial(ours, run.averaging_models, run.state, updates)
+            for name, seconds in interleaved(measured, 1, warmup=0).items():
                 times.setdefault(name, []).extend(seconds)
             errors.append(truncation_ratios(run.method, merged))
             exact += merged.diagnostics["exact_decompositions"]
@@ -209,8 +215,13 @@ def report(
             alone,
         ),
     ]
+    ratios = {"server round": total, "factorization": alone}
     title = f"{options.model}, {options.data}, {options.aggregate}: rounds {run.round - len(errors) + 1}–{run.round}"
     show(title, ["", "fedhm, s", "plain, s", "times faster"], rows)
+    if "averaging models" in times:
+        ratios["times as long as averaging models"] = longer = ratio(times["averaging models"], times["fedhm"])
+        both = median(times["fedhm"]), median(times["averaging models"])
+        show("one server round", [f"{options.aggregate}, s", "models, s", "times as long"], [(*both, longer)])
     show("truncation error / optimum, worst layer and round", list(worst), [[f"{x:.5f}" for x in worst.values()]])
     layers = len(run.method._largest) * len(errors)
     print(f"decomposed the exact way: {exact:.0f} of {layers} (layers too small to gain by a warm start are always)")
@@ -222,7 +233,7 @@ def report(
     save_json(
         options.json,
         {
-            "ratios": {"server round": total, "factorization": alone, "memory 100 / 10": Ratio(*[hundred / ten] * 3)},
+            "ratios": {**ratios, "memory 100 / 10": Ratio(*[hundred / ten] * 3)},
             "truncation": worst,
             "exact": exact / layers,
         },

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
 
 import torch
@@ -26,6 +27,7 @@ class Settings:
     frobenius_decay: float = 1e-4  # λ, of the factors
     keep: int = 1  # ρ: so many layers stay dense at the start
     temperature: float = math.inf  # τ; at infinity every client counts the same
+    bands: bool = False  # average changes, each of their bands over those whose rank reaches it, and not models
 
 
 class Factored(nn.Module):
@@ -88,6 +90,43 @@ def train(network: nn.Module, batches: Batches, held: Tensor, settings: Settings
         optimizer.step()
 
 
+def unrolled(weight: Tensor) -> Tensor:
+    n, m, k1, k2 = (*weight.shape, 1, 1)[:4]
+    return weight.reshape(n, m, k1, k2).permute(1, 2, 0, 3).reshape(m * k1, n * k2)
+
+
+def banded(old: Tensor, changes: Sequence[Tensor], ranks: Sequence[int], alpha: Sequence[float]) -> Tensor:
+    """Return the mean change of a matrix: a rank's band is what the next smaller rank has no tangent direction for."""
+    U, _, Vt = torch.linalg.svd(old, full_matrices=False)
+
+    def tangent(change: Tensor, rank: int) -> Tensor:
+        left, right = U[:, :rank] @ U[:, :rank].T, Vt[:rank].T @ Vt[:rank]
+        return left @ change + change @ right - left @ change @ right
+
+    mean = torch.zeros_like(old)
+    for below, rank in pairwise([0, *sorted(set(ranks))]):
+        reaching = [(a, change, own) for a, change, own in zip(alpha, changes, ranks, strict=True) if own >= rank]
+        for a, change, own in reaching:
+            band = (change if own == rank else tangent(change, rank)) - tangent(change, below)
+            mean += a * band / sum(a for a, _, _ in reaching)
+    return mean
+
+
+def merge_bands(model: nn.Module, networks: Sequence[tuple[nn.Module, nn.Module]], alpha: Tensor) -> dict[str, Tensor]:
+    """Return W + the banded mean of what clients changed; `networks` has each as it was sent and as it came back."""
+    merged: dict[str, Tensor] = {}
+    for name, layer in layers_of(model).items():
+        pairs = [(sent.get_submodule(name), back.get_submodule(name)) for sent, back in networks]
+        if any(isinstance(sent, Factored) for sent, _ in pairs):
+            changes = [unrolled(back.weight - sent.weight) for sent, back in pairs]
+            ranks = [len(sent.u) if isinstance(sent, Factored) else min(changes[0].shape) for sent, _ in pairs]
+            step = banded(unrolled(layer.weight), changes, ranks, alpha.tolist())
+            n, m, k1, k2 = (*layer.weight.shape, 1, 1)[:4]
+            rolled = step.reshape(m, k1, n, k2).permute(2, 0, 1, 3).reshape(layer.weight.shape)
+            merged[f"{name}.weight"] = layer.weight + rolled
+    return merged
+
+
 @torch.no_grad()
 def merge(model: nn.Module, recovered: Sequence[dict[str, Tensor]], alpha: Tensor, held: Tensor) -> None:
     """Set W ← Σ αₚ Wₚ, a row of the classifier only over the clients that hold its label; without any, it stays."""
@@ -108,13 +147,19 @@ def one_round(
 ) -> None:
     """Do one round of FedHM; `model`, the server's, becomes the next one."""
     hybrids = {ratio: hybrid_network(model, ratio, settings.keep) for ratio in {ratio for _, ratio in participants}}
-    recovered = []
+    recovered, networks = [], []
     for client, ratio in participants:
         network = copy.deepcopy(hybrids[ratio])
         train(network, batches(client, ratio), held[client], settings)
+        networks.append((hybrids[ratio], network))
         recovered.append({name: attrgetter(name)(network).detach() for name, _ in model.named_parameters()})
     ratios = torch.tensor([ratio for _, ratio in participants], dtype=torch.float64)
-    merge(model, recovered, torch.softmax(ratios / settings.temperature, 0), held[[c for c, _ in participants]])
+    alpha = torch.softmax(ratios / settings.temperature, 0)
+    if settings.bands:
+        with torch.no_grad():
+            by_bands = merge_bands(model, networks, alpha)
+        recovered = [full | by_bands for full in recovered]  # the mean of one and the same is itself
+    merge(model, recovered, alpha, held[[c for c, _ in participants]])
 
 
 def small_network() -> nn.Sequential:

@@ -79,13 +79,20 @@ def digits() -> Federation:
     return Federation(clients, test, source.classes, Preprocessing())
 
 
-def _config(weighting: str, heterogeneity: str) -> Config:
+def _config(weighting: str, heterogeneity: str, aggregate: str = "models") -> Config:
     return Config.model_validate(
         {
             "seed": SEED,
             "federation": {"clients": CLIENTS, "participation": 0.5, "heterogeneity": heterogeneity},
             "train": {"rounds": 5, "epochs": 2, "batch": 16, "lr": 0.05, "weight_decay": 0.01, "frobenius_decay": 0.02},
-            "method": {"name": "fedhm", "tiers": TIERS, "keep": 1, "weighting": weighting, "temperature": 0.5},
+            "method": {
+                "name": "fedhm",
+                "tiers": TIERS,
+                "keep": 1,
+                "weighting": weighting,
+                "temperature": 0.5,
+                "aggregate": aggregate,
+            },
             "engine": {"threads": 1},
         }
     )
@@ -99,6 +106,7 @@ def _settings(config: Config) -> object:
         frobenius_decay=config.train.frobenius_decay,
         keep=config.method.keep,
         temperature=config.method.temperature if config.method.weighting == "softmax" else math.inf,
+        bands=config.method.aggregate == "bands",
     )
 
 
@@ -140,8 +148,9 @@ def _seeded(make: type[nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("weighting", ["uniform", "softmax"])
 @pytest.mark.parametrize("heterogeneity", ["fixed", "dynamic"])
-def test_library_gives_the_plain_result(digits: Federation, weighting: str, heterogeneity: str) -> None:
-    model, config = _seeded(Residual), _config(weighting, heterogeneity)
+@pytest.mark.parametrize("aggregate", ["models", "bands"])
+def test_library_gives_the_plain_result(digits: Federation, weighting: str, heterogeneity: str, aggregate: str) -> None:
+    model, config = _seeded(Residual), _config(weighting, heterogeneity, aggregate)
     result = assemble(model, digits, config).run()
     *_, final = _rounds(model, digits, config, _settings(config), _held(digits))
     assert _difference(final, model) > 0.1  # it has moved
@@ -163,7 +172,14 @@ def test_every_tier_scores_as_in_the_library(digits: Federation) -> None:
             assert score.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=TOLERANCE)
 
 
-CHANGES = {"frobenius_decay": 0.0, "weight_decay": 0.0, "temperature": math.inf, "keep": 2, "momentum": 0.8}
+CHANGES = {
+    "frobenius_decay": 0.0,
+    "weight_decay": 0.0,
+    "temperature": math.inf,
+    "keep": 2,
+    "momentum": 0.8,
+    "bands": True,
+}
 
 
 @pytest.fixture(scope="module")
