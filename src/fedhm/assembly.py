@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.downscale import downscaled_shape
 from fedhm.data.federation import Federation, partitioned
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import SHAPES
@@ -141,7 +142,8 @@ def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> n
 def input_format(config: Config) -> tuple[tuple[int, ...], int]:
     """Return input shape and number of outputs, without reading data where the source is a known one."""
     if config.data is not None and config.data.source in SHAPES:
-        return SHAPES[config.data.source]
+        shape, outputs = SHAPES[config.data.source]
+        return downscaled_shape(shape, config.data.downscale), outputs
     federation = read_federation(config)
     return federation.input_shape, federation.classes
 

@@ -23,6 +23,7 @@ class DataConfig(Section):
     folder: Path | None = None  # where the files are; without it FEDHM_DATA or ./data
     partition: Literal["iid", "dirichlet", "dirichlet-unequal"] = "iid"  # dirichlet: equal sizes
     alpha: Annotated[float, Field(gt=0)] = 0.5
+    downscale: Positive = 1  # images shrink by this: the mean of every block of so many × so many pixels
     crop: Annotated[int, Field(ge=0)] = 0
     flip: bool = False
     train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all

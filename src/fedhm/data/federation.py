@@ -14,6 +14,7 @@ from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
 from fedhm.config.settings import DataConfig
 from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.downscale import downscaled_source
 from fedhm.data.partition import PARTITIONS
 from fedhm.data.public import set_aside
 from fedhm.data.samples import Samples, channel_statistics, concatenate
@@ -103,7 +104,7 @@ def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
 
 def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
     """Read the data set that `config` names and deal it out to clients."""
-    source = read_source(config.source, config.folder)
+    source = downscaled_source(read_source(config.source, config.folder), config.downscale)
     left, public = set_aside(source.train, config, seed)
     train = _chosen(left, config.train_samples, config.source, seed)
     if clients > len(train):
