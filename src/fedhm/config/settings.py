@@ -32,7 +32,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["cnn", "mlp", "resnet18", "resnet34"] = "cnn"
+    name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34"] = "cnn"
     width: Annotated[float, Field(gt=0)] = 1.0
 
 
