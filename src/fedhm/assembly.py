@@ -27,7 +27,7 @@ from fedhm.seeds import derive
 from fedhm.server.intake import Intake
 from fedhm.server.optimizer import ServerOptimizer
 from fedhm.server.record import Watcher
-from fedhm.server.sampling import check_assignment, check_minimum
+from fedhm.server.sampling import check_assignment, check_minimum, check_partition
 from fedhm.work.client import Client
 from fedhm.work.reuse import Networks, check_compiler
 
@@ -87,6 +87,7 @@ def assemble(
     method = design(settings, model, sample, federation.classes, public).method
     check_assignment(settings.federation, federation.size, method.tiers)
     check_minimum(settings.federation, federation.size)
+    check_partition(settings, method.levels)
     intake = Intake(method.network, federation, settings, sample, watchers)
     running = running_names(model).union(*(intake.running_names(tier) for tier in method.tiers))
     optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, running)

@@ -113,7 +113,7 @@ def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
         raise FedhmError(f"data.partition = '{config.partition}' deals out labels, of which {config.source} has none")
     labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
     rng = numpy_generator(seed, "partition")
-    parts = PARTITIONS[config.partition](labels, clients, config.alpha, rng)
+    parts = PARTITIONS[config.partition](labels, clients, config, rng)
     return Federation(
         [train.subset(torch.from_numpy(part)) for part in parts],
         source.test,

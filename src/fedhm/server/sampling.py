@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from fedhm.config.settings import FederationConfig
+from fedhm.config.settings import Config, FederationConfig, fixed_level
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 from fedhm.work.messages import Participant
@@ -43,7 +43,7 @@ def _at_their_tiers(
         return [Participant(client, levels[drawn[client]]) for client in chosen]
     if config.assignment:
         return [Participant(client, config.assignment[client]) for client in chosen]
-    return [Participant(client, levels[client % len(levels)]) for client in chosen]
+    return [Participant(client, levels[fixed_level(client, len(levels))]) for client in chosen]
 
 
 def check_minimum(config: FederationConfig, clients: int) -> None:
@@ -60,3 +60,24 @@ def check_assignment(config: FederationConfig, clients: int, tiers: Sequence[str
         raise FedhmError(f"federation.assignment names {len(config.assignment)} tiers for {clients} clients")
     if unknown := set(config.assignment) - set(tiers):
         raise FedhmError(f"federation.assignment: there is no tier '{min(unknown)}', known are {', '.join(tiers)}")
+
+
+def check_partition(config: Config, levels: Sequence[str]) -> None:
+    """Refuse samples that were dealt out by tier to clients that have other tiers."""
+    if config.data is None or config.data.partition != "by-tier":
+        return
+    if config.federation.heterogeneity == "dynamic":
+        raise FedhmError(
+            "data.partition = 'by-tier' needs clients that stay at their tiers: set federation.heterogeneity to 'fixed'"
+        )
+    if config.federation.assignment:
+        raise FedhmError(
+            "data.partition = 'by-tier' goes by the clients' numbers, as tiers do without federation.assignment: "
+            "leave that empty"
+        )
+    # of a method with a single tier all clients have it, whatever their samples are
+    if len(levels) not in (1, config.data.by_tier_levels):
+        raise FedhmError(
+            f"data.by_tier_levels = {config.data.by_tier_levels}, but {config.method.name} has {len(levels)} levels "
+            "(method.tiers, one listed twice counted twice): the two must be equal"
+        )
