@@ -85,7 +85,7 @@ def assemble(
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample, _ = next(Feed(federation.test, preprocessing).ordered(1))
     method = design(settings, model, sample, federation.classes, public).method
-    check_assignment(settings.federation, federation.size, method.tiers)
+    check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_minimum(settings.federation, federation.size)
     check_partition(settings, method.levels)
     intake = Intake(method.network, federation, settings, sample, watchers)

@@ -86,7 +86,7 @@ def test_a_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> No
         ("method.tiers=[]", "method.tiers: tuple should have at least 1 item"),
         ("method.tiers=[0.1234561, 0.1234562]", "two tiers differ too little to be told apart"),
         ("model.width=inf", "model.width: input should be a finite number"),
-        ("method.name=fedsgd", "method.name: there is no method 'fedsgd', known are fedhm, fedavg"),
+        ("method.name=fedsgd", "method.name: there is no method 'fedsgd', known are fedhm, capable, fedavg"),
         ("data.partition=even", "data.partition: input should be 'iid', 'dirichlet', 'dirichlet-unequal' or 'by-tier'"),
         ("evaluation.static_from=soon", "evaluation.static_from"),
         ("train=3", "train: input should be a valid dictionary"),

@@ -7,7 +7,8 @@ from fedhm.assembly import read_federation
 from fedhm.config.reading import load_config
 from fedhm.config.settings import FederationConfig
 from fedhm.errors import FedhmError
-from fedhm.server.sampling import participants
+from fedhm.server.sampling import participants, with_a_network
+from fedhm.work.messages import Participant
 
 BY_TIER = ["data.partition=by-tier", "federation.clients=8", "train.rounds=1"]
 
@@ -41,3 +42,18 @@ def test_samples_by_tier_for_clients_with_other_tiers_are_one_sentence(changes: 
 def test_a_tier_listed_twice_and_a_single_one_for_all_have_the_same_samples(method: list[str]) -> None:
     usual = fedhm.prepare(load_config("digits", BY_TIER))
     assert fedhm.prepare(load_config("digits", [*BY_TIER, *method])).data == usual.data
+
+
+def drawn(*numbers: int, full: int | None = None) -> list[Participant]:
+    return [Participant(number, "full" if number == full else "1/2") for number in numbers]
+
+
+def test_only_clients_whose_tier_has_a_network_are_sent_one() -> None:
+    drawings = [drawn(0, 1), drawn(2, 3, full=3), drawn(0, 1), drawn(0, 3, full=3)]
+    assert list(with_a_network(drawings, ["full"], 4)) == [[Participant(3, "full")]] * 2
+    assert list(with_a_network(drawings, ["full", "1/2"], 4)) == drawings
+
+
+def test_where_no_client_has_a_network_drawings_count_once_everybody_was_asked() -> None:
+    drawings = [drawn(0, 1), drawn(2, 3), drawn(0, 2)]
+    assert list(with_a_network(drawings, ["full"], 4)) == drawings[1:]

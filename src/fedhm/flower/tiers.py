@@ -39,7 +39,7 @@ def chosen_tiers(config: Config, method: AnyMethod, batch: Tensor, nodes: Mappin
             assignment.append(method.levels[fixed_level(client, len(method.levels))])
             continue
         fitting = [node.tier] if node.tier else [tier for tier, size in memory.items() if size <= node.memory]
-        if fitting and fitting[0] in method.tiers:
+        if fitting and fitting[0] in (*method.tiers, *method.levels):
             assignment.append(fitting[0])
         else:
             assignment.append(method.tiers[-1])
