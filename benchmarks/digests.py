@@ -21,7 +21,7 @@ from fedhm.cli import main as fedhm
 
 METHODS = (
     *("fedhm", "fedavg", "slimmed", "heterofl", "fedrolex", "fjord"),
-    *("splitmix", "fedpara", "feddlr", "fedmd", "feddf"),
+    *("splitmix", "fedpara", "feddlr", "fedmd", "feddf", "capable"),
 )
 SETTINGS = ("fixed", "dynamic")
 PARTITIONS = ("iid", "dirichlet")

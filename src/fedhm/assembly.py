@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.downscale import downscaled_shape
 from fedhm.data.federation import Federation, partitioned
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import SHAPES
@@ -26,7 +27,7 @@ from fedhm.seeds import derive
 from fedhm.server.intake import Intake
 from fedhm.server.optimizer import ServerOptimizer
 from fedhm.server.record import Watcher
-from fedhm.server.sampling import check_assignment, check_minimum
+from fedhm.server.sampling import check_assignment, check_minimum, check_partition
 from fedhm.work.client import Client
 from fedhm.work.reuse import Networks, check_compiler
 
@@ -85,8 +86,9 @@ def assemble(
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample, _ = next(Feed(federation.test, preprocessing).ordered(1))
     method = design(settings, model, sample, federation.classes, public).method
-    check_assignment(settings.federation, federation.size, method.tiers)
+    check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_minimum(settings.federation, federation.size)
+    check_partition(settings, method.levels)
     intake = Intake(method.network, federation, settings, sample, watchers)
     running = running_names(model).union(*(intake.running_names(tier) for tier in method.tiers))
     optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, running)
@@ -142,7 +144,8 @@ def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> n
 def input_format(config: Config) -> tuple[tuple[int, ...], int]:
     """Return input shape and number of outputs, without reading data where the source is a known one."""
     if config.data is not None and config.data.source in SHAPES:
-        return SHAPES[config.data.source]
+        shape, outputs = SHAPES[config.data.source]
+        return downscaled_shape(shape, config.data.downscale), outputs
     federation = read_federation(config)
     return federation.input_shape, federation.classes
 

@@ -24,7 +24,7 @@ from fedhm.server.gather import gather_statistics
 from fedhm.server.intake import Intake, TooFewUpdatesError
 from fedhm.server.optimizer import Moments, ServerOptimizer
 from fedhm.server.record import Record, Watcher
-from fedhm.server.sampling import drawings
+from fedhm.server.sampling import drawings, with_a_network
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Participant
 
@@ -122,7 +122,7 @@ class Experiment:
             try:
                 with record.phase("merge"):
                     merged = self.method.merge(state, record.timed("train", updates), record.round)
-                    if self.optimizer.steps:
+                    if self.optimizer.steps and record.traffic:  # without, nobody was asked to train
                         merged, moments = self.optimizer.step(state, merged, moments)
                         merged = self.method.settle(merged, state)
                 break
@@ -138,7 +138,8 @@ class Experiment:
         networks = {tier: load(self.method.network(tier), weights[tier]) for tier in weights}
         if self.intake.static(record.round) and any(self.intake.running_names(tier) for tier in weights):
             others = islice(self._drawings(record.round), record.attempts, None)
-            attempts = islice(chain([record.participants], others), self.config.federation.attempts)
+            able = with_a_network(chain([record.participants], others), self.method.tiers, self.clients)
+            attempts = islice(able, self.config.federation.attempts)
             with record.phase("statistics"):
                 for tier, found in gather_statistics(self.intake, self.engine.run, weights, attempts, record):
                     load(networks[tier], found)

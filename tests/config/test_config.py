@@ -42,6 +42,19 @@ def test_paper_presets_have_the_papers_settings(name: str) -> None:
     assert config.evaluation.static_from == milestones[0]
 
 
+@pytest.mark.parametrize("source", ["cifar10", "cifar100"])
+def test_presets_for_many_seeds_are_small_and_everybody_takes_part(source: str) -> None:
+    config = load_config(f"{source}-tiers")
+    assert config.data is not None
+    assert config.model is not None
+    assert isinstance(config.method, FedHMConfig)
+    assert (config.data.source, config.data.partition, config.data.downscale) == (source, "iid", 2)
+    assert config.data.train_samples == 500 * config.federation.clients
+    assert (config.federation.clients, config.federation.per_round(20)) == (20, 20)
+    assert config.method.tiers == (1, 0.5, 0.25, 0.125)
+    assert config.model.name == "resnet10"
+
+
 def test_learning_rate_drops_after_each_milestone() -> None:
     train = load_config("cifar10-resnet18").train
     rates = [train.learning_rate(number) for number in (1, 100, 101, 150, 151, 160)]
@@ -73,8 +86,8 @@ def test_a_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> No
         ("method.tiers=[]", "method.tiers: tuple should have at least 1 item"),
         ("method.tiers=[0.1234561, 0.1234562]", "two tiers differ too little to be told apart"),
         ("model.width=inf", "model.width: input should be a finite number"),
-        ("method.name=fedsgd", "method.name: there is no method 'fedsgd', known are fedhm, fedavg"),
-        ("data.partition=even", "data.partition: input should be 'iid', 'dirichlet' or 'dirichlet-unequal'"),
+        ("method.name=fedsgd", "method.name: there is no method 'fedsgd', known are fedhm, capable, fedavg"),
+        ("data.partition=even", "data.partition: input should be 'iid', 'dirichlet', 'dirichlet-unequal' or 'by-tier'"),
         ("evaluation.static_from=soon", "evaluation.static_from"),
         ("train=3", "train: input should be a valid dictionary"),
         ("train.lr.x=3", "'lr' is not a section"),

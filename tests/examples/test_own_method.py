@@ -75,7 +75,7 @@ def test_an_installed_method_is_found_by_its_name(tmp_path: Path, monkeypatch: p
     assert "fedmedian" in known_entries()
     with pytest.raises(FedhmError, match=r"unknown key 'method.strenght', did you mean 'method.strength'"):
         load_config("digits", ["method.name=fedmedian", "method.strenght=0.5"])
-    with pytest.raises(FedhmError, match=r"there is no method 'fedmedia', known are fedhm, fedavg.*fedmedian"):
+    with pytest.raises(FedhmError, match=r"there is no method 'fedmedia', known are fedhm, capable, fedavg.*fedmedian"):
         load_config("digits", ["method.name=fedmedia"])
 
 

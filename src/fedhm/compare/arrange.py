@@ -58,7 +58,8 @@ def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:
     """Find rows by capability level where the entry has as many; otherwise by the nearest size, and a free one."""
     places: dict[int, Place] = {}
     for tier in entry.tiers:
-        shares = len(sizes) if len(entry.tiers) == 1 else entry.levels.count(tier)
+        everybodys = len(entry.tiers) == 1 and len(set(entry.first.config.method.shares)) < 2
+        shares = len(sizes) if everybodys else entry.levels.count(tier)
         if len(entry.levels) == len(sizes):
             row = len(sizes) - 1 - entry.levels[::-1].index(tier)
         else:

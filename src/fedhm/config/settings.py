@@ -21,8 +21,11 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class DataConfig(Section):
     source: str = "digits"  # diabetes, digits, fashion-mnist, cifar10, cifar100, tinyimagenet or hf:NAME
     folder: Path | None = None  # where the files are; without it FEDHM_DATA or ./data
-    partition: Literal["iid", "dirichlet", "dirichlet-unequal"] = "iid"  # dirichlet: equal sizes
+    partition: Literal["iid", "dirichlet", "dirichlet-unequal", "by-tier"] = "iid"  # all but -unequal: equal sizes
     alpha: Annotated[float, Field(gt=0)] = 0.5
+    by_tier_share: Annotated[float, Field(ge=0, le=1)] = 0.8  # of a client's samples, of the labels of its level
+    by_tier_levels: Positive = 4  # as many as methods have: said here, since all methods are to have the same data
+    downscale: Positive = 1  # images shrink by this: the mean of every block of so many × so many pixels
     crop: Annotated[int, Field(ge=0)] = 0
     flip: bool = False
     train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all
@@ -31,7 +34,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["cnn", "mlp", "resnet18", "resnet34"] = "cnn"
+    name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34"] = "cnn"
     width: Annotated[float, Field(gt=0)] = 1.0
 
 
@@ -46,6 +49,11 @@ class FederationConfig(Section):
     def per_round(self, clients: int) -> int:
         """Return how many of so many clients take part in a round."""
         return max(1, round(self.participation * clients))
+
+
+def fixed_level(client: int, levels: int) -> int:
+    """Return which of so many capability levels a client stays at whose tier nobody assigned; 0 is the strongest."""
+    return client % levels
 
 
 class TrainConfig(Section):

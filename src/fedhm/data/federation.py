@@ -14,6 +14,7 @@ from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
 from fedhm.config.settings import DataConfig
 from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.downscale import downscaled_source
 from fedhm.data.partition import PARTITIONS
 from fedhm.data.public import set_aside
 from fedhm.data.samples import Samples, channel_statistics, concatenate
@@ -103,7 +104,7 @@ def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
 
 def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
     """Read the data set that `config` names and deal it out to clients."""
-    source = read_source(config.source, config.folder)
+    source = downscaled_source(read_source(config.source, config.folder), config.downscale)
     left, public = set_aside(source.train, config, seed)
     train = _chosen(left, config.train_samples, config.source, seed)
     if clients > len(train):
@@ -112,7 +113,7 @@ def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
         raise FedhmError(f"data.partition = '{config.partition}' deals out labels, of which {config.source} has none")
     labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
     rng = numpy_generator(seed, "partition")
-    parts = PARTITIONS[config.partition](labels, clients, config.alpha, rng)
+    parts = PARTITIONS[config.partition](labels, clients, config, rng)
     return Federation(
         [train.subset(torch.from_numpy(part)) for part in parts],
         source.test,

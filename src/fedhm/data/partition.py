@@ -8,11 +8,14 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from fedhm.config.settings import DataConfig, fixed_level
+from fedhm.errors import FedhmError
+
 Indices = NDArray[np.int64]
 Partition = list[Indices]
 
 
-def iid(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Partition:  # noqa: ARG001
+def iid(labels: Indices, clients: int, rng: np.random.Generator) -> Partition:
     """Deal out equal random shares."""
     return [np.sort(share) for share in np.array_split(rng.permutation(len(labels)), clients)]
 
@@ -59,8 +62,43 @@ def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Genera
     return [np.sort(np.concatenate(part)) for part in parts]
 
 
-PARTITIONS: dict[str, Callable[[Indices, int, float, np.random.Generator], Partition]] = {
-    "iid": iid,
-    "dirichlet": dirichlet_equal,
-    "dirichlet-unequal": dirichlet,
+def by_tier(labels: Indices, clients: int, levels: int, share: float, rng: np.random.Generator) -> Partition:
+    """Deal out labels by capability level, and the same number of samples to all: each level has labels of its own.
+
+    The clients of a level divide a `share` of the samples of its labels among themselves, until that is their share of
+    all that they hold. What is left of every label is dealt out to everybody at random.
+    """
+    classes = int(labels.max()) + 1
+    if classes < levels:
+        raise FedhmError(f"data.by_tier_levels = {levels}, but {classes} labels cannot be dealt out to so many levels")
+    sizes = np.array([len(part) for part in np.array_split(labels, clients)])
+    parts: list[list[Indices]] = [[] for _ in range(clients)]
+    everybodys: list[Indices] = []
+    for level, own_labels in enumerate(np.array_split(rng.permutation(classes), levels)):
+        reserved: list[Indices] = []
+        for label in own_labels:
+            indices = rng.permutation(np.flatnonzero(labels == label))
+            reserved.append(indices[: round(share * len(indices))])
+            everybodys.append(indices[len(reserved[-1]) :])
+        own = [client for client in range(clients) if fixed_level(client, levels) == level]
+        supply = rng.permutation(np.concatenate(reserved))
+        wanted = np.cumsum(np.rint(share * sizes[own]).astype(np.int64))
+        # where labels are too few for all that is wanted, each of the clients gets as much less
+        enough = min(1.0, len(supply) / wanted[-1]) if wanted.any() else 0.0
+        *pieces, surplus = np.split(supply, (wanted * enough).astype(np.int64))
+        everybodys.append(surplus)
+        for client, piece in zip(own, pieces, strict=True):
+            parts[client].append(piece)
+    missing = sizes - np.array([sum(map(len, part)) for part in parts])
+    rest = np.split(rng.permutation(np.concatenate(everybodys)), np.cumsum(missing)[:-1])
+    return [np.sort(np.concatenate([*part, more])) for part, more in zip(parts, rest, strict=True)]
+
+
+PARTITIONS: dict[str, Callable[[Indices, int, DataConfig, np.random.Generator], Partition]] = {
+    "iid": lambda labels, clients, _, rng: iid(labels, clients, rng),
+    "dirichlet": lambda labels, clients, config, rng: dirichlet_equal(labels, clients, config.alpha, rng),
+    "dirichlet-unequal": lambda labels, clients, config, rng: dirichlet(labels, clients, config.alpha, rng),
+    "by-tier": lambda labels, clients, config, rng: by_tier(
+        labels, clients, config.by_tier_levels, config.by_tier_share, rng
+    ),
 }

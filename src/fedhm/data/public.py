@@ -3,6 +3,7 @@
 import torch
 
 from fedhm.config.settings import DataConfig
+from fedhm.data.downscale import downscaled
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import lies_in, read_source
 from fedhm.errors import FedhmError
@@ -29,4 +30,5 @@ def set_aside(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, S
 def _read(config: DataConfig) -> Samples:
     """Read the public data set from the source's folder, if its files are in there too, or from its default places."""
     there = config.public == config.source or lies_in(config.public, config.folder)
-    return read_source(config.public, config.folder if there else None).train
+    train = read_source(config.public, config.folder if there else None).train
+    return downscaled(train, config.downscale)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedhm.config.settings import Config
+from fedhm.config.settings import Config, fixed_level
 from fedhm.flower.mail import printable
 from fedhm.flower.nodes import Node
 from fedhm.measure.cost import training_memory
@@ -36,10 +36,10 @@ def chosen_tiers(config: Config, method: AnyMethod, batch: Tensor, nodes: Mappin
     for client in range(config.federation.clients):
         node = asking.get(client)
         if node is None:
-            assignment.append(method.levels[client % len(method.levels)])
+            assignment.append(method.levels[fixed_level(client, len(method.levels))])
             continue
         fitting = [node.tier] if node.tier else [tier for tier, size in memory.items() if size <= node.memory]
-        if fitting and fitting[0] in method.tiers:
+        if fitting and fitting[0] in (*method.tiers, *method.levels):
             assignment.append(fitting[0])
         else:
             assignment.append(method.tiers[-1])

@@ -14,6 +14,9 @@ from fedhm.work.messages import Participant, Task
 class Homogeneous(Method[ModelState], ABC):
     """A method with one tier; its state's weights are those of that tier's network, as they travel."""
 
+    tiers: tuple[str, ...]
+    levels: tuple[str, ...]
+
     def __init__(self, tier: str) -> None:
         self.tier = tier
         self.tiers = self.levels = (tier,)

@@ -76,7 +76,8 @@ class Method(Protocol[S]):
     """A method as it runs. `AnyMethod` is one of whose state nothing is known."""
 
     tiers: tuple[str, ...]  # names, largest first: a client's tier is one of them
-    levels: tuple[str, ...]  # the tier of each capability level, strongest first; one with two shares comes twice
+    levels: tuple[str, ...]  # the tier of each capability level, strongest first; one with two shares comes twice.
+    # A level that is none of the tiers has no network: its clients are sampled like the others, and left out
     state_type: type[Any] = ModelState  # what `start` and `merge` return
 
     def start(self, weights: Tensors) -> S:

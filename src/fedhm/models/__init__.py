@@ -6,8 +6,14 @@ from torch import nn
 
 from fedhm.models.cnn import cnn
 from fedhm.models.mlp import mlp
-from fedhm.models.resnet import resnet18, resnet34
+from fedhm.models.resnet import resnet10, resnet18, resnet34
 
-MODELS: dict[str, Callable[..., nn.Module]] = {"cnn": cnn, "mlp": mlp, "resnet18": resnet18, "resnet34": resnet34}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "cnn": cnn,
+    "mlp": mlp,
+    "resnet10": resnet10,
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+}
 
-__all__ = ["MODELS", "cnn", "mlp", "resnet18", "resnet34"]
+__all__ = ["MODELS", "cnn", "mlp", "resnet10", "resnet18", "resnet34"]

@@ -1,4 +1,4 @@
-"""The paper's ResNets for small images: a 3×3 stem with stride 1 and no pooling, four stages of basic blocks."""
+"""ResNets for small images, the paper's and a smaller one: a 3×3 stem, stride 1, no pooling, four stages of blocks."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,6 +43,11 @@ class ResNet(nn.Module):
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         y: Tensor = self.fc(x.mean((2, 3)))
         return y
+
+
+def resnet10(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> ResNet:
+    """Return a ResNet-10, one block in each stage; `width` scales every stage's channels (64, 128, 256, 512)."""
+    return ResNet((1, 1, 1, 1), num_classes, in_channels, width)
 
 
 def resnet18(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> ResNet:

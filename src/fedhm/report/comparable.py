@@ -38,7 +38,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     for section, keys in MUST_AGREE.items():
         settings = getattr(run.config, section)
         for key in keys if settings is not None else ():
-            if key != "heterogeneity" or len(run.tiers) > 1:
+            if key != "heterogeneity" or len(run.tiers) > 1 or len(set(run.config.method.shares)) > 1:
                 yield f"{section}.{key}", getattr(settings, key)
     if run.data is not None:
         yield "samples", run.data.samples

@@ -76,7 +76,8 @@ class Lines:
         headline = self._headline
         evaluated = (f"{tier} {headline.brief(metrics[headline.name])}" for tier, metrics in record.metrics.items())
         losses = (f"{tier} {traffic.loss:.3f}" for tier, traffic in sorted(record.traffic.items()))
-        what = "  ".join(evaluated) if record.metrics else f"training loss {'  '.join(losses)}"
+        trained = f"training loss {'  '.join(losses)}" if record.traffic else "nobody trained"
+        what = "  ".join(evaluated) if record.metrics else trained
         self._console.print(f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s")
 
 

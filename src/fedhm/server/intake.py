@@ -47,7 +47,8 @@ class Intake:
     def updates(self, run: Run, tasks: Iterable[Task], record: Record, least: int = 0) -> Iterator[Update]:
         """Send tasks to the engine and let their updates in, in the order of the tasks.
 
-        Raises in the end if there were fewer than `least`, so that whoever merges them gets no result.
+        Raises in the end if there were fewer than `least`, or than tasks where these are fewer still, so that whoever
+        merges them gets no result.
         """
         sent = [self._without_running(task) if self.static(task.round) else task for task in tasks]
         admitted, before = 0, len(record.dropped)
@@ -66,7 +67,7 @@ class Intake:
                     yield judged
         finally:
             torch.set_num_threads(self._config.engine.server_threads)
-        if admitted < least:
+        if admitted < min(least, len(sent)):
             usable = "too few updates" if admitted else "no client's update"
             attempt = f"attempt {record.attempts} of {self._config.federation.attempts}"
             count = f"{admitted or 'none'} of {len(sent)}"

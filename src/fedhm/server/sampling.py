@@ -1,9 +1,9 @@
 """Who takes part in a round, and at which tier."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
-from fedhm.config.settings import FederationConfig
+from fedhm.config.settings import Config, FederationConfig, fixed_level
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 from fedhm.work.messages import Participant
@@ -34,6 +34,22 @@ def participants(
     return next(drawings(config, clients, levels, seed, round_number))
 
 
+def with_a_network(
+    drawn: Iterable[list[Participant]], tiers: Sequence[str], clients: int
+) -> Iterator[list[Participant]]:
+    """Yield of each drawing those whose tier has a network, if there are such: others are not to be sent one.
+
+    Only if no client at all has one, which may be so where tiers are drawn in each round, drawings are as they were:
+    also what such a round left behind is evaluated.
+    """
+    without: set[int] = set()
+    for chosen in drawn:
+        able = [p for p in chosen if p.tier in tiers]
+        without.update({p.client for p in chosen} - {p.client for p in able})
+        if able or len(without) == clients:
+            yield able or chosen
+
+
 def _at_their_tiers(
     chosen: Sequence[int], config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> list[Participant]:
@@ -43,7 +59,7 @@ def _at_their_tiers(
         return [Participant(client, levels[drawn[client]]) for client in chosen]
     if config.assignment:
         return [Participant(client, config.assignment[client]) for client in chosen]
-    return [Participant(client, levels[client % len(levels)]) for client in chosen]
+    return [Participant(client, levels[fixed_level(client, len(levels))]) for client in chosen]
 
 
 def check_minimum(config: FederationConfig, clients: int) -> None:
@@ -51,12 +67,36 @@ def check_minimum(config: FederationConfig, clients: int) -> None:
         raise FedhmError(f"federation.min_updates = {config.min_updates}, but {number} clients take part in a round")
 
 
-def check_assignment(config: FederationConfig, clients: int, tiers: Sequence[str]) -> None:
+def check_assignment(config: FederationConfig, clients: int, tiers: Sequence[str], levels: Sequence[str]) -> None:
     if not config.assignment:
         return
     if config.heterogeneity == "dynamic":
         raise FedhmError("federation.assignment fixes the clients' tiers, but federation.heterogeneity is 'dynamic'")
     if len(config.assignment) != clients:
         raise FedhmError(f"federation.assignment names {len(config.assignment)} tiers for {clients} clients")
-    if unknown := set(config.assignment) - set(tiers):
-        raise FedhmError(f"federation.assignment: there is no tier '{min(unknown)}', known are {', '.join(tiers)}")
+    known = list(dict.fromkeys([*tiers, *levels]))
+    if unknown := set(config.assignment) - set(known):
+        raise FedhmError(f"federation.assignment: there is no tier '{min(unknown)}', known are {', '.join(known)}")
+    if not set(config.assignment) & set(tiers):
+        raise FedhmError(f"federation.assignment: nobody has tier '{tiers[0]}', and nobody else trains")
+
+
+def check_partition(config: Config, levels: Sequence[str]) -> None:
+    """Refuse samples that were dealt out by tier to clients that have other tiers."""
+    if config.data is None or config.data.partition != "by-tier":
+        return
+    if config.federation.heterogeneity == "dynamic":
+        raise FedhmError(
+            "data.partition = 'by-tier' needs clients that stay at their tiers: set federation.heterogeneity to 'fixed'"
+        )
+    if config.federation.assignment:
+        raise FedhmError(
+            "data.partition = 'by-tier' goes by the clients' numbers, as tiers do without federation.assignment: "
+            "leave that empty"
+        )
+    # of a method with a single tier all clients have it, whatever their samples are
+    if len(levels) not in (1, config.data.by_tier_levels):
+        raise FedhmError(
+            f"data.by_tier_levels = {config.data.by_tier_levels}, but {config.method.name} has {len(levels)} levels "
+            "(method.tiers, one listed twice counted twice): the two must be equal"
+        )
