@@ -101,7 +101,8 @@ def banded(old: Tensor, changes: Sequence[Tensor], ranks: Sequence[int], alpha: 
 
     def tangent(change: Tensor, rank: int) -> Tensor:
         left, right = U[:, :rank] @ U[:, :rank].T, Vt[:rank].T @ Vt[:rank]
-        return left @ change + change @ right - left @ change @ right
+        projected: Tensor = left @ change + change @ right - left @ change @ right
+        return projected
 
     mean = torch.zeros_like(old)
     for below, rank in pairwise([0, *sorted(set(ranks))]):
@@ -116,10 +117,11 @@ def merge_bands(model: nn.Module, networks: Sequence[tuple[nn.Module, nn.Module]
     """Return W + the banded mean of what clients changed; `networks` has each as it was sent and as it came back."""
     merged: dict[str, Tensor] = {}
     for name, layer in layers_of(model).items():
-        pairs = [(sent.get_submodule(name), back.get_submodule(name)) for sent, back in networks]
-        if any(isinstance(sent, Factored) for sent, _ in pairs):
-            changes = [unrolled(back.weight - sent.weight) for sent, back in pairs]
-            ranks = [len(sent.u) if isinstance(sent, Factored) else min(changes[0].shape) for sent, _ in pairs]
+        sent = [network.get_submodule(name) for network, _ in networks]
+        if any(isinstance(each, Factored) for each in sent):
+            weight = attrgetter(f"{name}.weight")
+            changes = [unrolled(weight(after) - weight(before)) for before, after in networks]
+            ranks = [len(each.u) if isinstance(each, Factored) else min(changes[0].shape) for each in sent]
             step = banded(unrolled(layer.weight), changes, ranks, alpha.tolist())
             n, m, k1, k2 = (*layer.weight.shape, 1, 1)[:4]
             rolled = step.reshape(m, k1, n, k2).permute(2, 0, 1, 3).reshape(layer.weight.shape)

@@ -2,7 +2,7 @@
 
 For every batch one of the smaller tiers is drawn at random. With w = `train.nested`,
 
-    beside    the loss is (own + w · inside) / (1 + w), both on this batch
+    beside    the loss is own + w · inside, both on this batch
     instead   with probability w the batch trains the smaller tier alone, which costs nothing more
 """
 
@@ -43,7 +43,7 @@ class Nested:
             if train.nested_form == "instead":
                 return smaller
             own = client.objective.loss(ready.forward(inputs), targets, held)
-            return (own + train.nested * smaller) / (1 + train.nested)
+            return own + train.nested * smaller
 
         with task_seed(client, task):
             mean = fit(client, task, ready, held, loss)
