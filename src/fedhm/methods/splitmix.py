@@ -20,6 +20,7 @@ from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.networks.initial import initialise
 from fedhm.networks.structure import copied
 from fedhm.seeds import derive, numpy_generator
 from fedhm.widths.ensemble import Ensemble
@@ -110,13 +111,9 @@ class SplitMix(Method[SplitMixState]):
         return [first, *draw.choice(others, self._counts[participant.tier] - 1, replace=False).tolist()]
 
     def _new_weights(self, base: int) -> Tensors:
-        model = copied(self._model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self._seed, "base", base))
-            for layer in model.modules():
-                if callable(reset := getattr(layer, "reset_parameters", None)):
-                    reset()
-        return exchanged(model)
+            return exchanged(initialise(copied(self._model)))
 
 
 ENTRY_POINT = SplitMixConfig
