@@ -74,7 +74,7 @@ class FjORD(Method[ModelState]):
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
     def start(self, weights: Tensors) -> ModelState:
-        return ModelState(weights)
+        return ModelState(self.slices.own_scale(weights, self.tiers[0]))
 
     def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for task in self.slices.tasks(state.weights, participants, round_number):
