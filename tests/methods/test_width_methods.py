@@ -108,6 +108,13 @@ def test_fjord_with_one_width_is_heterofl_of_that_width(federation: Federation) 
     assert_same(exchanged(fjord.networks["w0.5"]), exchanged(heterofl.networks["w0.5"]))
 
 
+def test_fjord_has_nothing_to_distil_at_one_width(federation: Federation) -> None:
+    plain, distilling = (
+        run(federation, {"name": "fjord", "tiers": [0.5], "distil": distil}) for distil in (False, True)
+    )
+    assert_same(exchanged(plain.networks["w0.5"]), exchanged(distilling.networks["w0.5"]))
+
+
 def test_heterofl_averages_each_number_over_those_who_hold_it() -> None:
     """Against the rule written out: two clients of half the width, one of all of it; labels are missing."""
     model = small_model()
@@ -243,6 +250,12 @@ def test_fjord_is_charged_for_the_widths_that_it_draws() -> None:
     assert measure(method.network("ordered w0.25"), (1, 6, 6)).macs == macs[-1]
     expected = training_memory(method.network("full"), (1, 6, 6), 8)
     assert all(training_memory(method.network("ordered full"), (1, 6, 6), 8) == expected for _ in range(4))
+    distilling = FjORD(small_model(), FjORDConfig(tiers=(1.0, 0.5, 0.25), distil=True), SETUP)
+    assert measure(distilling.network("ordered full"), (1, 6, 6)).macs == macs[0] + (macs[1] + macs[2]) // 3
+    assert measure(distilling.network("ordered w0.25"), (1, 6, 6)).macs == macs[-1]
+    taken = {training_memory(distilling.network("ordered full"), (1, 6, 6), 8) for _ in range(4)}
+    assert len(taken) == 1
+    assert taken.pop() > expected
 
 
 METHODS = [
@@ -250,6 +263,7 @@ METHODS = [
     {"name": "heterofl", "tiers": [1, 0.5, 0.25]},
     {"name": "fedrolex", "tiers": [1, 0.5, 0.25]},
     {"name": "fjord", "tiers": [1, 0.5, 0.25]},
+    {"name": "fjord", "tiers": [1, 0.5, 0.25], "distil": True},
     {"name": "splitmix", "base": 0.25, "tiers": [4, 2, 1]},
 ]
 

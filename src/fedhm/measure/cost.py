@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import exchanged, size_in_bytes
-from fedhm.networks.structure import run_in_training
+from fedhm.networks.structure import heaviest_in_training, run_in_training
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def measure(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype |
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens.
     """
-    macs = [_macs(each, input_shape, dtype)[WHOLE] for each in run_in_training(model)]
-    return Cost(_trainable(model.parameters()), sum(macs) // len(macs), size_in_bytes(exchanged(model)))
+    macs = sum(share * _macs(each, input_shape, dtype)[WHOLE] for each, share in run_in_training(model))
+    return Cost(_trainable(model.parameters()), int(macs), size_in_bytes(exchanged(model)))
 
 
 def by_layer(model: nn.Module, input_shape: tuple[int, ...], dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
@@ -86,7 +86,7 @@ def training_memory(
     `optimizer` is "sgd", with momentum, or "adamw". Weights, gradients, the optimizer's averages, activations and
     whatever the step makes on its way count; the model that was handed in is changed by the step.
     """
-    model = run_in_training(model)[0]
+    model = heaviest_in_training(model)
     watch = _AliveBytes()
     try:
         inputs = _sample(model, batch, input_shape, dtype)

@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
 from torch import nn
 
@@ -27,10 +28,16 @@ def weight_owners(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
-def run_in_training(network: nn.Module) -> Sequence[nn.Module]:
-    """Return the networks of which `network` draws one for each batch (`drawn`), the widest first, or `network` itself.
+def run_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, Fraction]]:
+    """Return the networks that run in training, the widest first, and in which share of the batches each does.
 
-    Ordered dropout does so. They share the weights of the first.
+    That is `network` itself, in all of them; ordered dropout has several, which share the weights of the first.
     """
-    drawn: Sequence[nn.Module] | None = getattr(network, "drawn", None)
-    return drawn or [network]
+    passes: Sequence[tuple[nn.Module, Fraction]] | None = getattr(network, "passes_in_training", None)
+    return passes or [(network, Fraction(1))]
+
+
+def heaviest_in_training(network: nn.Module) -> nn.Module:
+    """Return what runs in the batch that takes the most memory, where batches are not all alike."""
+    heaviest: nn.Module = getattr(network, "heaviest_in_training", network)
+    return heaviest

@@ -15,7 +15,7 @@ REGISTER = 16  # floats in an AVX-512 register
 
 def channels_last(network: nn.Module) -> nn.Module:
     """Prepare a network for training on channels-last images."""
-    variants = [dict(each.named_modules()) for each in run_in_training(network)]
+    variants = [dict(each.named_modules()) for each, _ in run_in_training(network)]
     endangered = {name for layers in variants for name, layer in layers.items() if _endangered(layer)}
     for layers in variants:
         for name in endangered:
