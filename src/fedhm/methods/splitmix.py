@@ -4,6 +4,8 @@ tasks    a participant of tier j gets j bases: the next one of a cyclic shuffle,
          often, and j − 1 others drawn without replacement
 merge    every base is averaged over those who trained it
 tier j   the mean of the logits of the first j bases
+
+A base's weights start as those of the full width, and its activations are divided by its width (`widths/scaler.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
