@@ -44,8 +44,9 @@ def test_variants_replace_the_largest_tiers_by_the_next_smaller() -> None:
 
 
 def test_methods_of_widths_have_the_papers() -> None:
-    found = named("heterofl", "fedrolex", "fjord", "fedmd", "feddf", "splitmix")
+    found = named("heterofl", "fedrolex", "fjord", "fjord-distil", "fedmd", "feddf", "splitmix")
     assert all(e.method["tiers"] == [1, 0.62, 0.5, 0.35] for e in found.values() if e.label != "splitmix")
+    assert found["fjord-distil"].method["distil"] is True
     assert found["splitmix"].method == {"name": "splitmix", "base": 0.35, "tiers": [9, 3, 2, 1]}
 
 

@@ -78,7 +78,7 @@ def test_heterofl_at_width_one_is_fedavg(federation: Federation, weighting: str)
 @pytest.mark.parametrize("base", [1.0, 0.5])
 def test_splitmix_with_one_base_is_fedavg_on_that_width(federation: Federation, base: float) -> None:
     slimmed = run(federation, {"name": "slimmed", "width": base})
-    method = {"name": "splitmix", "base": base, "tiers": [1], "rescaled_init": False}
+    method = {"name": "splitmix", "base": base, "tiers": [1], "rescaled_init": False, "scaler": False}
     experiment = assemble(small_model(), federation, small_config(method=method, train={"rounds": 3, "epochs": 1}))
     experiment.engine = Renaming(experiment.engine, "base 0", width_name(base))
     splitmix = experiment.run()
@@ -86,13 +86,14 @@ def test_splitmix_with_one_base_is_fedavg_on_that_width(federation: Federation, 
     assert_same(ours, exchanged(slimmed.networks[width_name(base)]))
 
 
-def test_fedrolex_that_never_rolls_is_heterofl(federation: Federation) -> None:
+@pytest.mark.parametrize("scaler", [True, False])
+def test_fedrolex_that_never_rolls_is_heterofl(federation: Federation, scaler: bool) -> None:
     widths = [1, 0.5, 0.25]
-    still = run(federation, {"name": "fedrolex", "tiers": widths, "roll": 0})
-    heterofl = run(federation, {"name": "heterofl", "tiers": widths, "scaler": False})
+    still = run(federation, {"name": "fedrolex", "tiers": widths, "roll": 0, "scaler": scaler})
+    heterofl = run(federation, {"name": "heterofl", "tiers": widths, "scaler": scaler})
     for tier, network in heterofl.networks.items():
         assert_same(exchanged(still.networks[tier]), exchanged(network))
-    rolling = run(federation, {"name": "fedrolex", "tiers": widths})
+    rolling = run(federation, {"name": "fedrolex", "tiers": widths, "scaler": scaler})
     name = "3.weight"
     assert not torch.equal(exchanged(rolling.networks["full"])[name], exchanged(still.networks["full"])[name])
 
@@ -105,6 +106,13 @@ def test_fjord_with_one_width_is_heterofl_of_that_width(federation: Federation) 
     heterofl = experiment.run()
     # drawing the width of a batch uses the network's generator, which nothing else here does
     assert_same(exchanged(fjord.networks["w0.5"]), exchanged(heterofl.networks["w0.5"]))
+
+
+def test_fjord_has_nothing_to_distil_at_one_width(federation: Federation) -> None:
+    plain, distilling = (
+        run(federation, {"name": "fjord", "tiers": [0.5], "distil": distil}) for distil in (False, True)
+    )
+    assert_same(exchanged(plain.networks["w0.5"]), exchanged(distilling.networks["w0.5"]))
 
 
 def test_heterofl_averages_each_number_over_those_who_hold_it() -> None:
@@ -235,18 +243,6 @@ def test_initial_scales() -> None:
     assert torch.equal(slimmed["0.weight"], full["0.weight"][:100])  # the stem has all its inputs
 
 
-def test_heterofl_scales_in_training_if_asked_to() -> None:
-    x = torch.randn(4, 1, 6, 6)
-    plain, scaled = (
-        load(method.network("w0.5"), method.weights(method.start(exchanged(small_model())), "w0.5")).train()
-        for method in (
-            HeteroFL(small_model(), HeteroFLConfig(tiers=(0.5,), scaler=scaler), SETUP) for scaler in (False, True)
-        )
-    )
-    # the hidden layer has no normalisation behind it
-    assert torch.allclose(scaled[:8](x), 2 * plain[:8](x), atol=1e-6)  # type: ignore[index]
-
-
 def test_fjord_is_charged_for_the_widths_that_it_draws() -> None:
     method = FjORD(small_model(), FjORDConfig(tiers=(1.0, 0.5, 0.25)), SETUP)
     macs = [measure(method.network(tier), (1, 6, 6)).macs for tier in method.tiers]
@@ -254,6 +250,12 @@ def test_fjord_is_charged_for_the_widths_that_it_draws() -> None:
     assert measure(method.network("ordered w0.25"), (1, 6, 6)).macs == macs[-1]
     expected = training_memory(method.network("full"), (1, 6, 6), 8)
     assert all(training_memory(method.network("ordered full"), (1, 6, 6), 8) == expected for _ in range(4))
+    distilling = FjORD(small_model(), FjORDConfig(tiers=(1.0, 0.5, 0.25), distil=True), SETUP)
+    assert measure(distilling.network("ordered full"), (1, 6, 6)).macs == macs[0] + (macs[1] + macs[2]) // 3
+    assert measure(distilling.network("ordered w0.25"), (1, 6, 6)).macs == macs[-1]
+    taken = {training_memory(distilling.network("ordered full"), (1, 6, 6), 8) for _ in range(4)}
+    assert len(taken) == 1
+    assert taken.pop() > expected
 
 
 METHODS = [
@@ -261,6 +263,7 @@ METHODS = [
     {"name": "heterofl", "tiers": [1, 0.5, 0.25]},
     {"name": "fedrolex", "tiers": [1, 0.5, 0.25]},
     {"name": "fjord", "tiers": [1, 0.5, 0.25]},
+    {"name": "fjord", "tiers": [1, 0.5, 0.25], "distil": True},
     {"name": "splitmix", "base": 0.25, "tiers": [4, 2, 1]},
 ]
 

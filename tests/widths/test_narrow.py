@@ -1,8 +1,5 @@
 """Narrower networks: the paper's sizes, any model that runs, and what cannot be narrowed."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -174,14 +171,6 @@ def test_only_what_a_normalisation_looks_at_is_normalised() -> None:
     assert (plan["a"].normalised, plan["b"].normalised) == (True, False)
 
 
-def test_a_scaled_network_can_be_copied_and_pickled() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    scaled = narrowed(model, plan_widths(model, 0.5, torch.zeros(2, 4), "2"), scaler=0.5)
-    x = torch.randn(3, 4)
-    for twin in (copy.deepcopy(scaled), pickle.loads(pickle.dumps(scaled))):
-        assert torch.equal(twin(x), scaled(x))
-
-
 def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
     model[2].weight = model[0].weight
@@ -217,16 +206,3 @@ def test_what_cannot_be_narrowed_is_one_sentence(model: nn.Module, shape: tuple[
     with pytest.raises(FedhmError, match=message) as raised:
         plan_widths(model, 0.5, torch.zeros(2, *shape), None)
     assert "\n" not in str(raised.value)
-
-
-def test_the_scaler_acts_in_training_where_no_normalisation_follows() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    plan = plan_widths(model, 0.5, torch.zeros(2, 4), "4")
-    plain, scaled = narrowed(model, plan), narrowed(model, plan, scaler=0.5)
-    x = torch.randn(6, 4)
-    assert torch.equal(scaled.eval()(x), plain.eval()(x))
-    plain.train(), scaled.train()
-    assert torch.equal(scaled[:2](x), plain[:2](x))  # type: ignore[index]
-    assert torch.allclose(scaled[:3](x), 2 * plain[:3](x))  # type: ignore[index]
-    y = torch.randn(6, 4)
-    assert torch.equal(scaled[4](y), plain[4](y))  # type: ignore[index]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.methods.fjord import OrderedDropout
+from fedhm.widths.ordered import OrderedDropout
 from fedhm.work.memory_format import channels_last
 
 TRAIN = """

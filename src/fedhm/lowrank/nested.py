@@ -8,6 +8,7 @@ A layer of the larger network, which the smaller one has at rank r, is there
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +47,14 @@ def _leading(
     return split(left, left.T @ unroll(weight, plan.form), weight.shape)
 
 
-def contain(network: nn.Module, inside: Inside, shares: Sequence[float]) -> nn.Module:
+def contain(network: nn.Module, inside: Inside, own: float, smaller: float) -> nn.Module:
     """Put smaller networks inside `network`, whose state they do not add to, and return it.
 
-    `shares` says how often, of the batches, `network` itself and each of them runs in training.
+    own, smaller  the shares of the batches in which the network itself runs, and one of those inside
     """
+    each = Fraction(smaller) / len(inside.networks)
     vars(network)["fedhm_inside"] = inside
-    vars(network)["drawn"] = list(zip([network, *inside.networks], shares, strict=True))
+    vars(network)["passes_in_training"] = [(network, Fraction(own)), *((net, each) for net in inside.networks)]
     return network
 
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import exchanged, size_in_bytes
-from fedhm.networks.structure import run_in_training
+from fedhm.networks.structure import heaviest_in_training, run_in_training
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def training_memory(
     `optimizer` is "sgd", with momentum, or "adamw". Weights, gradients, the optimizer's averages, activations and
     whatever the step makes on its way count; the model that was handed in is changed by the step.
     """
-    model, _ = run_in_training(model)[0]
+    model = heaviest_in_training(model)
     watch = _AliveBytes()
     try:
         inputs = _sample(model, batch, input_shape, dtype)

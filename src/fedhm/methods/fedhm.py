@@ -211,9 +211,9 @@ class FedHM(Method[FedHMState]):
         network = to_hybrid(self._model, self.plans[tier], spectral=False)
         if tier == name or self._setup.nested is None:
             return network
-        plans, (own, inside) = self._smaller(tier), self._setup.nested
+        plans = self._smaller(tier)
         smaller = [to_hybrid(self._model, plan, spectral=False) for plan in plans]
-        return contain(network, Inside(smaller, plans), [own, *[inside / len(plans)] * len(plans)])
+        return contain(network, Inside(smaller, plans), *self._setup.nested)
 
     def weights(self, state: FedHMState, tier: str) -> Tensors:
         plan = self.plans[tier]

@@ -1,6 +1,7 @@
 """FedRolex: as HeteroFL, but the window of channels moves on every round, so that all are trained equally often.
 
-In round t the i-th channel of a narrow layer is channel ((t − 1) · roll + i) mod C of the full one.
+In round t the i-th channel of a narrow layer is channel ((t − 1) · roll + i) mod C of the full one. The window moves
+over the full model, also where no tier trains all of it at once, so widths are shares of it for the scaler too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ class FedRolexConfig(MethodConfig):
     weighting: Literal["uniform", "samples"] = "uniform"
     tiers: Ratios = PAPER_WIDTHS  # widths
     roll: Annotated[int, Field(ge=0)] = 1  # channels by which the window moves each round
+    scaler: bool = True  # divide activations by the width, where no normalisation follows
 
     def build(self, model: nn.Module, setup: Setup) -> "FedRolex":
         return FedRolex(model, self, setup)
@@ -47,7 +49,7 @@ class FedRolex(Method[FedRolexState]):
 
     def __init__(self, model: nn.Module, config: FedRolexConfig, setup: Setup) -> None:
         self.config = config
-        self.slices = Slices(model, config.tiers, setup)
+        self.slices = Slices(model, config.tiers, setup, scaled_to=1.0 if config.scaler else None)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
     def start(self, weights: Tensors) -> FedRolexState:
@@ -65,7 +67,8 @@ class FedRolex(Method[FedRolexState]):
 
     def weights(self, state: FedRolexState, tier: str) -> Tensors:
         """Return the weights of a tier in the window that was trained last."""
-        return self.slices.take(state.weights, tier, self._offset(max(1, state.trained)))
+        own = self.slices.take(state.weights, tier, self._offset(max(1, state.trained)))
+        return self.slices.handed_out(own, tier)
 
     def _offset(self, round_number: int) -> int:
         return (round_number - 1) * self.config.roll

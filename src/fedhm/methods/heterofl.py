@@ -1,6 +1,8 @@
 """HeteroFL: every tier trains the first channels of the full model; a number is averaged over those who hold it.
 
 W[i] ← Σ αₚ Wₚ[i] / Σ αₚ    over the participants p whose width reaches i; what nobody holds keeps its value
+
+The largest tier is the whole model: it begins as a network of its width would, and has no scaler.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +32,7 @@ class HeteroFLConfig(MethodConfig):
     name: Literal["heterofl"] = "heterofl"
     weighting: Literal["uniform", "samples"] = "uniform"
     tiers: Ratios = PAPER_WIDTHS  # widths
-    scaler: bool = True  # divide activations by the width in training, where no normalisation follows
+    scaler: bool = True  # divide activations by the share of the largest width, where no normalisation follows
 
     def build(self, model: nn.Module, setup: Setup) -> "HeteroFL":
         return HeteroFL(model, self, setup)
@@ -54,11 +56,11 @@ def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
 class HeteroFL(Method[ModelState]):
     def __init__(self, model: nn.Module, config: HeteroFLConfig, setup: Setup) -> None:
         self.config = config
-        self.slices = Slices(model, config.tiers, setup, scaler=config.scaler)
+        self.slices = Slices(model, config.tiers, setup, scaled_to=max(config.tiers) if config.scaler else None)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
     def start(self, weights: Tensors) -> ModelState:
-        return ModelState(weights)
+        return ModelState(self.slices.own_scale(weights, self.tiers[0]))
 
     def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         return self.slices.tasks(state.weights, participants, round_number)
@@ -70,7 +72,7 @@ class HeteroFL(Method[ModelState]):
         return self.slices.network(name)
 
     def weights(self, state: ModelState, tier: str) -> Tensors:
-        return self.slices.take(state.weights, tier)
+        return self.slices.handed_out(self.slices.take(state.weights, tier), tier)
 
 
 ENTRY_POINT = HeteroFLConfig

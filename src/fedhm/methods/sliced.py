@@ -10,21 +10,35 @@ from fedhm.methods.mean import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.widths.narrow import check_alignment, narrowed, take, where
+from fedhm.widths.scaler import divided, scaled_layers, with_scaler
 from fedhm.widths.width_plan import WidthPlan, plan_widths
 from fedhm.work.messages import Participant, Task, Update
 
+SCALED = "scaled "  # before a tier: its network as it is trained, where that is another one
+
 
 class Slices:
-    """The networks of every width, and where their numbers lie in the full model."""
+    """The networks of every width, and where their numbers lie in the full model.
 
-    def __init__(self, model: nn.Module, widths: Sequence[float], setup: Setup, *, scaler: bool = False) -> None:
+    With a scaler (`widths/scaler.py`), a width's share is that of the width `scaled_to`, the network that counts as
+    the whole one.
+    """
+
+    def __init__(
+        self, model: nn.Module, widths: Sequence[float], setup: Setup, *, scaled_to: float | None = None
+    ) -> None:
         if setup.sample is None:
             raise FedhmError("a method of widths must see an input of the model: its setup has no sample")
         self.levels = tuple(width_name(width) for width in sorted(widths, reverse=True))
         self.widths = {width_name(width): width for width in sorted(widths, reverse=True)}
         self.tiers = tuple(self.widths)
-        self._model, self._classifier, self._scaler = model, setup.classifier, scaler
+        self._model, self._classifier = model, setup.classifier
         self._plans = {tier: self._plan(width, setup.sample[:1]) for tier, width in self.widths.items()}
+        self._shares = {
+            tier: width / scaled_to
+            for tier, width in self.widths.items()
+            if scaled_to is not None and width != scaled_to and scaled_layers(self._plans[tier])
+        }
 
     def _plan(self, width: float, sample: Tensor) -> WidthPlan:
         if width == 1:
@@ -33,8 +47,19 @@ class Slices:
         check_alignment(self._model, plan, sample)
         return plan
 
-    def network(self, tier: str) -> nn.Module:
-        return narrowed(self._model, self._plans[tier], self.widths[tier] if self._scaler else 1.0)
+    def trained(self, tier: str) -> str:
+        """Return the name of the network that clients of a tier train: with a scaler, where that makes a difference."""
+        return f"{SCALED}{tier}" if tier in self._shares else tier
+
+    def network(self, name: str) -> nn.Module:
+        """Return a tier's network as it is handed out, or as it is trained."""
+        tier = name.removeprefix(SCALED)
+        network = narrowed(self._model, self._plans[tier])
+        return network if name == tier else with_scaler(network, self._plans[tier], self._shares[tier])
+
+    def handed_out(self, tensors: Tensors, tier: str) -> Tensors:
+        """Return the weights of a tier's network as it is handed out, from those of the network that was trained."""
+        return divided(tensors, self._plans[tier], self._shares[tier]) if tier in self._shares else tensors
 
     def take(self, weights: Tensors, tier: str, offset: int = 0) -> Tensors:
         """Return the tier's part of the full model's weights: a window of channels that starts at `offset`."""
@@ -42,7 +67,7 @@ class Slices:
         return {name: take(t, where(plan, name, t.ndim, offset)) for name, t in weights.items()}
 
     def own_scale(self, tensors: Tensors, tier: str) -> Tensors:
-        """Bring slices to the scale of a network of their width: initial weights shrink with the number of inputs."""
+        """Bring weights to the scale of a network of a tier's width: initial ones shrink with the number of inputs."""
         cuts = {name: self._plans[tier].get(name.rpartition(".")[0]) for name in tensors}
         scale = {name: (c.inputs.full / c.inputs.kept) ** 0.5 for name, c in cuts.items() if c and c.inputs}
         return {name: tensor * scale.get(name, 1.0) for name, tensor in tensors.items()}
@@ -53,7 +78,7 @@ class Slices:
         """Yield a task for every participant: to train its tier's part of the full model."""
         sent = {tier: self.take(weights, tier, offset) for tier in {p.tier for p in participants}}
         for p in participants:
-            yield Task("train", round_number, p.client, p.tier, p.tier, sent[p.tier])
+            yield Task("train", round_number, p.client, p.tier, self.trained(p.tier), sent[p.tier])
 
     def merged(self, weights: Tensors, updates: Iterable[Update], weighting: str, offset: int = 0) -> Tensors:
         """Return the full model, each of its numbers averaged over those who hold it."""

@@ -4,6 +4,8 @@ tasks    a participant of tier j gets j bases: the next one of a cyclic shuffle,
          often, and j − 1 others drawn without replacement
 merge    every base is averaged over those who trained it
 tier j   the mean of the logits of the first j bases
+
+A base's weights start as those of the full width, and its activations are divided by its width (`widths/scaler.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +22,7 @@ from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.networks.initial import initialise
 from fedhm.networks.structure import copied
 from fedhm.seeds import derive, numpy_generator
 from fedhm.widths.ensemble import Ensemble
@@ -34,6 +37,7 @@ class SplitMixConfig(MethodConfig):
     base: Ratio = 0.35  # the width of a base network
     tiers: Annotated[tuple[Positive, ...], Field(min_length=1)] = (9, 3, 2, 1)  # how many of them
     rescaled_init: bool = True  # weights start as small as those of the full width
+    scaler: bool = True  # divide activations by the width, where no normalisation follows
 
     def build(self, model: nn.Module, setup: Setup) -> "SplitMix":
         return SplitMix(model, self, setup)
@@ -60,7 +64,8 @@ class SplitMix(Method[SplitMixState]):
 
     def __init__(self, model: nn.Module, config: SplitMixConfig, setup: Setup) -> None:
         self.config, self._seed, self._classifier = config, setup.seed, setup.classifier
-        self.slices = Slices(model, (config.base,), setup)
+        self.slices = Slices(model, (config.base,), setup, scaled_to=1.0 if config.scaler else None)
+        self._width = self.slices.tiers[0]
         self.levels = tuple(f"{count}x{config.base:g}" for count in sorted(config.tiers, reverse=True))
         self.tiers = tuple(dict.fromkeys(self.levels))
         self._counts = dict(zip(self.levels, sorted(config.tiers, reverse=True), strict=True))
@@ -75,9 +80,8 @@ class SplitMix(Method[SplitMixState]):
         bases: list[Tensors] = []
         for base in range(self._bases):
             full = weights if base == 0 else self._new_weights(base)
-            own = self.slices.take(full, self.slices.tiers[0])
-            own = own if self.config.rescaled_init else self.slices.own_scale(own, self.slices.tiers[0])
-            bases.append(own)
+            own = self.slices.take(full, self._width)
+            bases.append(own if self.config.rescaled_init else self.slices.own_scale(own, self._width))
         return SplitMixState(tuple(bases))
 
     def tasks(self, state: SplitMixState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
@@ -94,12 +98,12 @@ class SplitMix(Method[SplitMixState]):
 
     def network(self, name: str) -> nn.Module:
         if name.startswith(BASE):
-            return self.slices.network(self.slices.tiers[0])
-        return Ensemble(self.slices.network(self.slices.tiers[0]) for _ in range(self._counts[name]))
+            return self.slices.network(self.slices.trained(self._width))
+        return Ensemble(self.slices.network(self._width) for _ in range(self._counts[name]))
 
     def weights(self, state: SplitMixState, tier: str) -> Tensors:
-        bases = range(self._counts[tier])
-        return {f"members.{base}.{name}": t for base in bases for name, t in state.bases[base].items()}
+        bases = [self.slices.handed_out(base, self._width) for base in state.bases[: self._counts[tier]]]
+        return {f"members.{place}.{name}": t for place, base in enumerate(bases) for name, t in base.items()}
 
     def _assigned(self, participant: Participant, turn: int) -> list[int]:
         """Return a participant's bases. `turn` counts those of all rounds; each cycle through the bases is shuffled."""
@@ -110,13 +114,9 @@ class SplitMix(Method[SplitMixState]):
         return [first, *draw.choice(others, self._counts[participant.tier] - 1, replace=False).tolist()]
 
     def _new_weights(self, base: int) -> Tensors:
-        model = copied(self._model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self._seed, "base", base))
-            for layer in model.modules():
-                if callable(reset := getattr(layer, "reset_parameters", None)):
-                    reset()
-        return exchanged(model)
+            return exchanged(initialise(copied(self._model)))
 
 
 ENTRY_POINT = SplitMixConfig

@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedhm.networks.initial import he_normal
+
 
 class CNN(nn.Module):
     def __init__(self, num_classes: int, in_channels: int, width: float) -> None:
@@ -16,6 +18,11 @@ class CNN(nn.Module):
         self.bn3 = nn.BatchNorm2d(c)
         self.hidden = nn.Linear(c, c)
         self.fc = nn.Linear(c, num_classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights of all layers."""
+        he_normal(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)

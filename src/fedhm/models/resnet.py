@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedhm.networks.initial import he_normal
+
 
 class BasicBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -32,6 +34,11 @@ class ResNet(nn.Module):
         self.layer3 = self._stage(channels[1], channels[2], blocks[2], stride=2)
         self.layer4 = self._stage(channels[2], channels[3], blocks[3], stride=2)
         self.fc = nn.Linear(channels[3], num_classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights of all layers."""
+        he_normal(self)
 
     @staticmethod
     def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:

@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
 from torch import nn
 
@@ -27,10 +28,16 @@ def weight_owners(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
-def run_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, float]]:
-    """Return the networks that `network` runs in training (`drawn`), the widest first, and for how many of the batches.
+def run_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, Fraction]]:
+    """Return the networks that run in training, the widest first, and in which share of the batches each does.
 
-    Ordered dropout draws one of several. They share the weights of the first.
+    That is `network` itself, in all of them; ordered dropout has several, which share the weights of the first.
     """
-    drawn: Sequence[tuple[nn.Module, float]] | None = getattr(network, "drawn", None)
-    return drawn or [(network, 1.0)]
+    passes: Sequence[tuple[nn.Module, Fraction]] | None = getattr(network, "passes_in_training", None)
+    return passes or [(network, Fraction(1))]
+
+
+def heaviest_in_training(network: nn.Module) -> nn.Module:
+    """Return what runs in the batch that takes the most memory, where batches are not all alike."""
+    heaviest: nn.Module = getattr(network, "heaviest_in_training", network)
+    return heaviest

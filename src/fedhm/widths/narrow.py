@@ -1,7 +1,6 @@
 """Narrower networks: made of a network and a width plan, and which of the full network's numbers are theirs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +13,14 @@ from fedhm.widths.width_plan import WidthPlan, attempt
 Where = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indices, None for all
 
 
-def narrowed(model: nn.Module, plan: WidthPlan, scaler: float = 1.0) -> nn.Module:
-    """Return a copy of `model` with the leading channels that `plan` leaves in every layer.
-
-    With a `scaler`, HeteroFL's, what comes out of a narrowed layer is divided by it in training, unless a normalisation
-    follows, which would undo that: fewer channels then add up to as much as all of them did.
-    """
+def narrowed(model: nn.Module, plan: WidthPlan) -> nn.Module:
+    """Return a copy of `model` with the leading channels that `plan` leaves in every layer."""
     network = copied(model)
     layers = dict(network.named_modules())
     for name, cut in plan.items():
         inputs = cut.inputs.kept if cut.inputs else cut.outputs.kept // cut.outputs.unit
         resize(layers[name], cut.outputs.kept, inputs)
-        if scaler != 1 and cut.inputs and cut.outputs.kept < cut.outputs.full and not cut.normalised:
-            layers[name].register_forward_hook(Scaler(scaler))
     return network
-
-
-@dataclass(frozen=True)
-class Scaler:
-    """A forward hook that divides outputs in training; a class, so that the network can be copied and pickled."""
-
-    width: float
-
-    def __call__(self, layer: nn.Module, _: object, output: Tensor) -> Tensor:
-        return output / self.width if layer.training else output
 
 
 def where(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> Where:

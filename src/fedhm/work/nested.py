@@ -6,6 +6,7 @@ For every batch one of the smaller tiers is drawn at random. With w = `train.nes
     instead   with probability w the batch trains the smaller tier alone, which costs nothing more
 """
 
+import torch
 from torch import Tensor, nn
 
 from fedhm.config.settings import TrainConfig
@@ -36,14 +37,16 @@ class Nested:
         draw = numpy_generator(client.seed, "nested", task.round, task.client, task.network)
 
         def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-            number, alone = int(draw.integers(len(inside.networks))), draw.random() < train.nested
-            if train.nested_form == "instead" and not alone:
-                return client.objective.loss(ready.forward(inputs), targets, held)
+            number, chosen = int(draw.integers(len(inside.networks))), draw.random() < train.nested
+            beside, own = train.nested_form == "beside", torch.zeros((), device=device)
+            if beside or not chosen:
+                own = client.objective.loss(ready.forward(inputs), targets, held)
+            if not beside and not chosen:
+                return own
+            if beside:  # at once, so that one network's activations are in memory at a time
+                own.backward()
             smaller = client.objective.loss(inside.forward(number, network, bases, inputs), targets, held)
-            if train.nested_form == "instead":
-                return smaller
-            own = client.objective.loss(ready.forward(inputs), targets, held)
-            return own + train.nested * smaller
+            return own.detach() + (train.nested if beside else 1.0) * smaller
 
         with task_seed(client, task):
             mean = fit(client, task, ready, held, loss)

@@ -1,0 +1,51 @@
+"""How networks begin: the published rule for the library's own, each layer's own for any other."""
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import small_model
+from fedhm.models import cnn, mlp, resnet18
+from fedhm.networks.exchange import exchanged
+from fedhm.networks.initial import initialise
+
+
+def fan_in(layer: nn.Module) -> int:
+    return layer.weight[0].numel()  # type: ignore[union-attr,index]
+
+
+def layers(network: nn.Module) -> dict[str, nn.Module]:
+    return {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
+
+
+@pytest.mark.parametrize("make", [lambda: cnn(width=2), lambda: resnet18(100, width=0.5)], ids=["cnn", "resnet18"])
+@pytest.mark.parametrize("again", [False, True])
+def test_convolutional_networks_begin_with_variance_two_over_inputs(make: object, again: bool) -> None:
+    torch.manual_seed(0)
+    network = make()  # type: ignore[operator]
+    if again:
+        before = exchanged(network)["conv1.weight"].clone()
+        assert not torch.equal(exchanged(initialise(network))["conv1.weight"], before)
+    for name, layer in layers(network).items():
+        weight = layer.weight.detach().double()
+        deviations = 4 / (2 * weight.numel()) ** 0.5  # four standard errors of a sample's deviation
+        assert weight.std().item() == pytest.approx((2 / fan_in(layer)) ** 0.5, rel=deviations), name
+    for layer in network.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            assert torch.equal(layer.weight, torch.ones_like(layer.weight))
+            assert torch.equal(layer.bias, torch.zeros_like(layer.bias))
+
+
+def test_the_weights_are_root_six_times_torchs() -> None:
+    torch.manual_seed(0)
+    ours = cnn(width=4).hidden.weight.std().item()
+    assert ours / nn.Linear(512, 512).weight.std().item() == pytest.approx(6**0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("make", [small_model, mlp], ids=["own", "mlp"])
+def test_other_networks_are_drawn_anew_as_torch_draws_their_layers(make: object) -> None:
+    torch.manual_seed(0)
+    network = initialise(make())  # type: ignore[operator]
+    for name, layer in layers(network).items():
+        bound = fan_in(layer) ** -0.5  # of a uniform distribution
+        assert 0.8 * bound < layer.weight.abs().max().item() <= bound, name
