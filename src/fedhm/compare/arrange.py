@@ -30,6 +30,7 @@ class Comparison:
     rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
     columns: dict[str, dict[int, Place]]  # column → row number → what is there
     metric: Metric
+    evaluated_on: str = "test"  # or validation
 
     def column(self, entry: Compared) -> str:
         return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
@@ -51,7 +52,7 @@ def arrange(entries: Sequence[Compared]) -> Comparison:
         if places.keys() & columns.get(column, {}).keys():
             column = entry.label
         columns.setdefault(column, {}).update(places)
-    return Comparison(reference.tiers, columns, reference.metric)
+    return Comparison(reference.tiers, columns, reference.metric, reference.first.config.evaluated_on)
 
 
 def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:

@@ -33,7 +33,7 @@ def save_convergence(comparison: Comparison, path: Path) -> Path:
         _draw(axes, number, name, place, rounds)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes, "round", "each method's smallest model")
-    axes.set_ylabel(comparison.metric.axis)
+    axes.set_ylabel(comparison.metric.axis(comparison.evaluated_on))
     _legend(figure, [axes])
     figure.savefig(path)
     return path
@@ -53,7 +53,7 @@ def save_communication(comparison: Comparison, path: Path) -> Path:
         axes.xaxis.set_minor_formatter(NullFormatter())
         _finish(axes, "sent by server and clients for training so far, all together", f"{title} model of each method")
     _legend(figure, panels)
-    figure.axes[0].set_ylabel(comparison.metric.axis)
+    figure.axes[0].set_ylabel(comparison.metric.axis(comparison.evaluated_on))
     figure.savefig(path)
     return path
 

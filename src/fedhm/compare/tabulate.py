@@ -24,7 +24,7 @@ def outcomes(comparison: Comparison, seeds: int) -> Sheet:
     ]
     over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
     note = (
-        f"Parameters, and test {comparison.metric.quoted} after the last round{over}; the best of a row in bold. "
+        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}; the best of a row in bold. "
         "×n: n of the capability levels train this model."
     )
     return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)

@@ -26,6 +26,8 @@ class DataConfig(Section):
     crop: Annotated[int, Field(ge=0)] = 0
     flip: bool = False
     train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # evaluate on this share, held out of each client's samples,
+    # in place of the test set; 0: on the test set
     public: str = ""  # unlabelled samples that everybody has, for distillation: a source, or "held-out" from this one
     public_samples: Positive = 1000
 
@@ -163,6 +165,11 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: EngineConfig = EngineConfig()
     compare: CompareConfig | None = None  # no part of a single run
+
+    @property
+    def evaluated_on(self) -> str:
+        """Return which samples tell how well a run does, in a word: test or validation."""
+        return "validation" if self.data is not None and self.data.validation else "test"
 
     def resolved(self) -> "ResolvedConfig":
         """Fill in all that depends on where the run was started, so that a resumed run repeats it.

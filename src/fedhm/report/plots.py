@@ -71,7 +71,7 @@ def _draw(
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(axis)
-    axes.set_ylabel(metric.axis)
+    axes.set_ylabel(metric.axis(" or ".join(dict.fromkeys(run.config.evaluated_on for run in runs))))
     axes.grid(alpha=0.3)
     axes.legend(title="tier, parameters", fontsize=8)
     figure.savefig(path)
