@@ -64,9 +64,15 @@ class Compared:
         """Return the metric of a run's tier by evaluated round, as it was recorded."""
         return {record.round: record.metrics[tier][self.metric.name] for record in run.evaluated}
 
+    def finals(self, tier: str) -> dict[int, float]:
+        """Return the metric after the last round by seed, as comparisons show it: in percent where it is a share."""
+        return {
+            run.config.seed: self.metric.scaled(list(self.values(run, tier).values())[-1])
+            for run in sorted(self.runs, key=lambda run: run.config.seed)
+        }
+
     def final(self, tier: str) -> Spread:
-        """Return the metric after the last round, as comparisons show it: in percent where it is a share."""
-        return spread([self.metric.scaled(list(self.values(run, tier).values())[-1]) for run in self.runs])
+        return spread(list(self.finals(tier).values()))
 
     def curve(self, tier: str) -> list[tuple[int, Spread]]:
         """Return the metric by round, scaled as `final`, at the rounds in which every run was evaluated."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedhm.compare.arrange import Comparison, arrange
 from fedhm.compare.compared import Compared, difference_of_entries
-from fedhm.compare.tabulate import as_csv, outcomes, spent, to_target
+from fedhm.compare.tabulate import as_csv, differences, outcomes, spent, to_target
 from fedhm.compare.targets import Reached, common_target, costs_to_reach, full_model
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
@@ -46,7 +46,11 @@ class ComparisonReport:
 
     @property
     def sheets(self) -> list[Sheet]:
-        tables = [outcomes(self.comparison, len(self.entries[0].runs)), spent(self.entries)]
+        seeds = len(self.entries[0].runs)
+        tables = [outcomes(self.comparison, seeds)]
+        if seeds > 1 and len(self.comparison.columns) > 1:
+            tables.append(differences(self.comparison))
+        tables.append(spent(self.entries))
         return [*tables, to_target(self.comparison.metric, self.target, self.reached)] if self.reached else tables
 
     def save(self, folder: Path) -> list[Path]:

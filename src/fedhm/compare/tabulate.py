@@ -23,11 +23,36 @@ def outcomes(comparison: Comparison, seeds: int) -> Sheet:
         for number, level in enumerate(comparison.rows)
     ]
     over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
+    bold = (
+        "in bold what is ahead of each other in its row by more than the deviation of their difference over the seeds"
+        if seeds > 1
+        else "nothing is bold, since one seed does not tell what is chance"
+    )
     note = (
-        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}; the best of a row in bold. "
+        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}; {bold}. "
         "×n: n of the capability levels train this model."
     )
     return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
+
+
+def differences(comparison: Comparison) -> Sheet:
+    """Return how far each method is from the one whose tiers are the rows, paired by seed."""
+    base = comparison.column(comparison.reference)
+    others = [name for name in comparison.columns if name != base]
+    rows = [
+        [level, *(_difference(comparison, number, name, base) for name in others)]
+        for number, level in enumerate(comparison.rows)
+    ]
+    note = f"The metric is {comparison.metric.quoted}; mean ± deviation over the seeds, each paired with its like."
+    return Sheet(["tier", *others], [rows], left=1, title=f"Difference from {base}", note=note)
+
+
+def _difference(comparison: Comparison, row: int, name: str, base: str) -> str:
+    place, from_this = (comparison.columns[column].get(row) for column in (name, base))
+    if place is None or from_this is None:
+        return ""
+    shown = _shown(place.minus(from_this), comparison.metric)
+    return shown if shown.startswith("-") else f"+{shown}"
 
 
 def spent(entries: Sequence[Compared]) -> Sheet:
@@ -107,8 +132,7 @@ def _cell(comparison: Comparison, place: Place | None, row: int) -> str:
         return ""
     size = readable_count(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
     shown = _shown(place.final, comparison.metric)
-    best = round(place.final.mean, comparison.metric.decimals) == comparison.best(row)
-    return f"{size}: {f'**{shown}**' if best else shown}"
+    return f"{size}: {f'**{shown}**' if place is comparison.best(row) else shown}"
 
 
 def _shown(final: Spread, metric: Metric) -> str:
