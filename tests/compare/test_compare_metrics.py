@@ -73,7 +73,7 @@ def test_the_whole_report_speaks_of_the_metric(tmp_path: Path) -> None:
     _show(ComparisonReport(ENTRIES, "fedhm compare mine.toml", {}), tmp_path, Console(file=out, width=150))
     _show(ComparisonReport(ENTRIES[:1], "fedhm compare mine.toml", {}), tmp_path / "one", Console(file=out, width=80))
     assert {path.name for path in tmp_path.glob("*.png")} == {
-        "convergence-smallest.png", "r2-by-communication.png", "cost-to-target.png",
+        "convergence-smallest.png", "r2-by-communication.png", "r2-by-computation.png", "cost-to-target.png",
     }  # fmt: skip
     said = out.getvalue() + (tmp_path / "comparison.md").read_text()
     assert "Cost of r2 = 0.7" in said

@@ -141,12 +141,30 @@ def test_one_tier_entries_stand_beside_the_nearest_size_and_never_on_each_other(
 
 def test_what_each_tier_spent() -> None:
     rows = list(spent([fedhm(), fedavg()]).rows)
-    # three rounds of one participant: 20 bytes and 100 MACs for each parameter
-    assert rows[0] == ["fedhm", "full", "1,000", "7.0 k", "20.00 kB", "60.00 kB", "0.3 M", "85.00 ± 7.07"]
-    assert rows[1] == ["fedhm", "1/4", "300", "2.1 k", "6.00 kB", "18.00 kB", "0.1 M", "75.00 ± 7.07"]
-    assert rows[2] == ["fedhm", "all", "", "", "", "78.00 kB", "0.4 M", ""]
+    # three rounds of one participant: 20 bytes and 100 MACs for each parameter; of 8 clients each had 3 · 2 / 8 turns
+    of_client = ["15.00 kB", "0.1 M"]
+    costs = ["1,000", "7.0 k", "20.00 kB", *of_client, "60.00 kB", "0.3 M"]
+    assert rows[0] == ["fedhm", "full", *costs, "85.00 ± 7.07"]
+    costs = ["300", "2.1 k", "6.00 kB", "4.50 kB", "0.0 M", "18.00 kB", "0.1 M"]
+    assert rows[1] == ["fedhm", "1/4", *costs, "75.00 ± 7.07"]
+    assert rows[2] == ["fedhm", "all", "", "", "", "", "", "78.00 kB", "0.4 M", ""]
     assert [row[1] for row in rows[3:]] == ["full"]
     assert readable_work(2.5e15) == "2,500.0 T"
+
+
+def test_budgets_are_of_a_client_that_takes_its_turns() -> None:
+    assert fedhm().budget("full") == (pytest.approx(0.75 * 20_000), pytest.approx(0.75 * 100_000))
+    assert fedavg().budget("full") == (pytest.approx(3 / 8 * 20_000), pytest.approx(3 / 8 * 100_000))
+    run = made_run("rare", {"full": 1000, "1/4": 300}, [{"full": 0.5, "1/4": 0.5}] * 4)
+    for record in run.records[1:]:  # the small tier was drawn once only, which makes it no cheaper for its clients
+        record.participants = [p for p in record.participants if p.tier == "full"]
+        del record.traffic["1/4"]
+    assert run.turns == 5 / 8
+    assert Compared("rare", [run]).budget("1/4") == (pytest.approx(5 / 8 * 6000), pytest.approx(5 / 8 * 30_000))
+    for record in run.records:
+        record.participants, record.traffic = record.participants[:1], {"full": record.traffic["full"]}
+    assert Compared("rare", [run]).budget("1/4") == (None, None)
+    assert list(spent([Compared("rare", [run])]).rows)[1][4:7] == ["–", "–", "–"]
 
 
 def test_bytes_are_counted_per_client_and_not_per_task() -> None:
@@ -198,7 +216,7 @@ def test_everything_is_written_and_the_figures_show_something(tmp_path: Path) ->
     written = report.save(tmp_path)
     assert {path.name for path in written} == {
         "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
-        "cost-to-target.png", "parameters-and-macs-by-layer.png",
+        "accuracy-by-computation.png", "cost-to-target.png", "parameters-and-macs-by-layer.png",
     }  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in written}
     for path in written[2:]:

@@ -25,7 +25,6 @@ from fedhm.report.sheets import rich_table
 from fedhm.runs.history import read_runs
 
 METHODS = "fedhm,heterofl,splitmix,fedavg,lowrank,slimmed"
-WIDE = 105  # characters that the table of what was spent takes with its last column
 DESCRIPTION = """\
 Runs several methods on the same data with the same seeds and prints the paper's table: a row for each capability
 level, accuracy or another headline metric as mean ± deviation over the seeds. The same command again runs only what is
@@ -116,7 +115,7 @@ def _layers(entries: Sequence[Compared]) -> dict[str, dict[str, LayerCost]]:
 def _show(report: ComparisonReport, out: Path, console: Console) -> None:
     metric = report.comparison.metric.name
     for sheet in report.sheets:
-        if console.width < WIDE and metric in sheet.columns:
+        if metric in sheet.columns and len(sheet.split(console.width)) > 1:
             sheet = sheet.without(metric)  # stands in the table above
         for part in sheet.split(console.width):
             console.print(rich_table(part))

@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -82,8 +82,16 @@ class Compared:
 
     def client_bytes(self, tier: str) -> float | None:
         """Return what training cost one participant of the tier in a round, both ways; None if it never had one."""
-        known = [b for run in self.runs if (b := run.bytes_per_client(tier)) is not None]
-        return statistics.fmean(known) if known else None
+        return _known_mean(run.bytes_per_client(tier) for run in self.runs)
+
+    def budget(self, tier: str) -> tuple[float | None, float | None]:
+        """Return bytes and MACs that the whole training cost a client of the tier which took its turns like any other.
+
+        So it does not matter how often the tier's clients happened to be drawn, nor whether clients keep their tier.
+        """
+        a_turn = [(run.turns, run.bytes_per_client(tier), run.macs_per_client(tier)) for run in self.runs]
+        spent_bytes = _known_mean(None if sent is None else turns * sent for turns, sent, _ in a_turn)
+        return spent_bytes, _known_mean(None if macs is None else turns * macs for turns, _, macs in a_turn)
 
     def bytes(self, tier: str | None = None) -> float:
         """Return the bytes of the whole training, by the tier's participants or by all; mean over the seeds."""
@@ -91,6 +99,11 @@ class Compared:
 
     def macs(self, tier: str | None = None) -> float:
         return statistics.fmean(_total(run.records, computed, tier) for run in self.runs)
+
+
+def _known_mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def sent(traffic: Traffic) -> int:

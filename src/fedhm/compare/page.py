@@ -54,22 +54,24 @@ class ComparisonReport:
         return [*tables, to_target(self.comparison.metric, self.target, self.reached)] if self.reached else tables
 
     def save(self, folder: Path) -> list[Path]:
-        from fedhm.compare.figures import save_communication, save_convergence, save_costs_to_target, save_layers
-        from fedhm.report.energy import save_collapse_plot  # matplotlib takes a second to import
+        from fedhm.compare import figures as draw  # matplotlib takes a second to import
+        from fedhm.report.energy import save_collapse_plot
 
         write_atomically(folder / "comparison.csv", as_csv(self.entries))
+        stem = self.comparison.metric.stem
         figures = [
-            save_convergence(self.comparison, folder / "convergence-smallest.png"),
-            save_communication(self.comparison, folder / f"{self.comparison.metric.stem}-by-communication.png"),
+            draw.save_convergence(self.comparison, folder / "convergence-smallest.png"),
+            draw.save_communication(self.comparison, folder / f"{stem}-by-communication.png"),
+            draw.save_computation(self.comparison, folder / f"{stem}-by-computation.png"),
         ]
         costs, layers = folder / "cost-to-target.png", folder / "parameters-and-macs-by-layer.png"
         energy = folder / "energy-beyond-rank.png"
         for path in (costs, layers, energy):
             path.unlink(missing_ok=True)  # left by an earlier comparison, and perhaps not made by this one
         if self.reached:
-            figures.append(save_costs_to_target(self.comparison, self.target, self.reached, costs))
+            figures.append(draw.save_costs_to_target(self.comparison, self.target, self.reached, costs))
         if self.layers:
-            figures.append(save_layers(self.layers, layers))
+            figures.append(draw.save_layers(self.layers, layers))
         first = [entry.first for entry in self.entries if len(entry.tiers) > 1]
         if save_collapse_plot([run for run in first if run.config.method.rank_ratios], energy):
             figures.append(energy)
