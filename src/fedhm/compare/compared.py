@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -123,13 +123,13 @@ def _total(records: Sequence[Record], what: Callable[[Traffic], int], tier: str 
     return sum(what(traffic) for record in records for t, traffic in record.traffic.items() if tier in (None, t))
 
 
-def difference_of_entries(entries: Sequence[Compared]) -> str | None:
+def difference_of_entries(entries: Sequence[Compared], tuned: Collection[str] = ()) -> str | None:
     """Return what keeps entries from being compared; their seeds must agree, too, and their runs must be finished."""
     runs = [run for entry in entries for run in entry.runs]
     for run in runs:
         if len(run.records) < run.config.train.rounds:
             return f"{run.name} has done {len(run.records)} of its {run.config.train.rounds} rounds"
-    if found := difference(runs):
+    if found := difference(runs, tuned):
         return found
     for entry in entries:
         if len(set(entry.seeds)) < len(entry.seeds):
@@ -142,11 +142,8 @@ def difference_of_entries(entries: Sequence[Compared]) -> str | None:
 
 def existing(paths: Sequence[Path]) -> list[Compared]:
     """Read runs: those with the same settings but the seed are one entry, called as their folders are."""
-    folders = [folder for path in paths for folder in _run_folders(path)]
-    if not folders:
-        raise FedhmError("there are no runs to compare: name their folders, or one that holds them")
     groups: dict[str, list[Run]] = {}
-    for run in read_runs(folders):
+    for run in read_runs(run_folders(paths)):
         groups.setdefault(_settings(run), []).append(run)
     labels = [re.sub(r"-seed\d+$", "", runs[0].name) for runs in groups.values()]
     return [
@@ -155,13 +152,21 @@ def existing(paths: Sequence[Path]) -> list[Compared]:
     ]
 
 
+def run_folders(paths: Sequence[Path]) -> list[Path]:
+    """Return the runs that paths stand for: each its own folder, or one that holds several."""
+    folders = [folder for path in paths for folder in _run_folders(path)]
+    if not folders:
+        raise FedhmError("there are no runs to compare: name their folders, or one that holds them")
+    return folders
+
+
 def _run_folders(path: Path) -> Iterator[Path]:
-    """Yield `path` itself, or the runs in it. A glob brings files along: tables and figures beside the runs."""
+    """Yield `path` itself, or the runs in it. A glob brings along what lies beside them: tables, figures, tuning."""
     if (path / "config.toml").exists():
         yield path
     elif path.is_dir():
         found = sorted(file.parent for file in path.glob("*/config.toml"))
-        if not found:
+        if not found and not any(path.glob("*/*/config.toml")):
             raise FedhmError(f"{path} is neither the folder of a run nor holds any")
         yield from found
     elif not path.exists():
