@@ -19,6 +19,8 @@ COMMAND = [
     *("--tune", "train.lr=0.03,3000", "--tune-rounds", "1", "--set", *SMALL),
 ]  # fmt: skip
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # many short runs, each a process
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,7 +33,6 @@ def written(folder: Path) -> dict[str, float]:
     return {str(path): path.stat().st_mtime for path in sorted(folder.glob("**/records.jsonl"))}
 
 
-@pytest.mark.slow
 def test_each_entry_has_what_was_best_on_held_out_samples(finished: Path) -> None:
     tuned = json.loads((finished / "tune.json").read_text())
     assert (tuned["share"], tuned["rounds"], tuned["seed"], tuned["metric"]) == (0.2, 1, 0, "accuracy")
@@ -47,7 +48,6 @@ def test_each_entry_has_what_was_best_on_held_out_samples(finished: Path) -> Non
     assert "| failed |" in text
 
 
-@pytest.mark.slow
 def test_the_seeds_train_on_everything_and_tuning_runs_do_not(finished: Path) -> None:
     seen = {path: read_data_facts(finished / path) for path in ("fedavg-seed0", "tune/fedavg/train.lr=0.03")}
     whole, part = seen.values()
@@ -59,7 +59,6 @@ def test_the_seeds_train_on_everything_and_tuning_runs_do_not(finished: Path) ->
     assert (tuning.train.rounds, tuning.evaluated_on) == (1, "validation")
 
 
-@pytest.mark.slow
 def test_the_same_command_again_runs_nothing(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = written(finished)
     assert main([*COMMAND, "--out", str(finished)]) == 0
@@ -69,7 +68,6 @@ def test_the_same_command_again_runs_nothing(finished: Path, capsys: pytest.Capt
     assert "What was chosen" in out
 
 
-@pytest.mark.slow
 def test_only_what_is_missing_is_run_and_the_choice_is_the_same(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +84,6 @@ def test_only_what_is_missing_is_run_and_the_choice_is_the_same(
         assert (out / name).read_text() == (finished / name).read_text()
 
 
-@pytest.mark.slow
 def test_runs_that_were_tuned_are_compared_as_such(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,7 +95,6 @@ def test_runs_that_were_tuned_are_compared_as_such(
     capsys.readouterr()
 
 
-@pytest.mark.slow
 def test_runs_with_other_settings_are_refused_before_anything_runs(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,7 +107,6 @@ def test_runs_with_other_settings_are_refused_before_anything_runs(
     assert written(finished) == before
 
 
-@pytest.mark.slow
 def test_ctrl_c_in_tuning_is_resumed_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = [
