@@ -46,13 +46,14 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock", "config.toml", "records.jsonl", "tiers.json", "data.json", "checkpoints", "models",
-        "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png", "energy-beyond-rank.png",
+        "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png", "accuracy-by-macs.png",
+        "energy-beyond-rank.png",
     }  # fmt: skip
     assert {path.name for path in (finished / "models").iterdir()} == {
         "full.safetensors", "1-2.safetensors", "1-4.safetensors", "1-8.safetensors",
     }  # fmt: skip
     assert len((finished / "records.jsonl").read_text().splitlines()) == 3
-    for name in ("accuracy-by-round.png", "accuracy-by-bytes.png", "energy-beyond-rank.png"):
+    for name in ("accuracy-by-round.png", "accuracy-by-bytes.png", "accuracy-by-macs.png", "energy-beyond-rank.png"):
         with Image.open(finished / name) as picture:
             assert picture.width > 600
             assert len(picture.convert("RGB").getcolors(2**24) or []) > 50  # something is drawn

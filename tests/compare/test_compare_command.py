@@ -72,7 +72,8 @@ def test_every_run_is_complete_and_the_tables_are_written(finished: Path) -> Non
     assert {path.name for path in finished.iterdir()} == {
         *(f"{entry}-seed{seed}" for entry in ("fedhm", "fedavg", "lowrank-1-8") for seed in (0, 1)),
         "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
-        "cost-to-target.png", "parameters-and-macs-by-layer.png", "energy-beyond-rank.png",
+        "accuracy-by-computation.png", "cost-to-target.png", "parameters-and-macs-by-layer.png",
+        "energy-beyond-rank.png",
     }  # fmt: skip
     config = read_config(finished / "lowrank-1-8-seed1")
     assert (config.seed, config.compare, config.engine.threads) == (1, None, 1)

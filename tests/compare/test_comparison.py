@@ -12,7 +12,7 @@ from rich.console import Console
 from fedhm.compare.arrange import arrange
 from fedhm.compare.compared import Compared
 from fedhm.compare.page import ComparisonReport
-from fedhm.compare.tabulate import as_csv, outcomes, readable_work, spent
+from fedhm.compare.tabulate import as_csv, differences, outcomes, readable_work, spent
 from fedhm.compare.targets import common_target, costs_to_reach, full_model
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
@@ -59,21 +59,59 @@ def test_accuracy_is_mean_and_sample_deviation_over_the_seeds() -> None:
     assert Compared("one", fedhm().runs[:1]).final("full").deviation is None
 
 
-def test_the_table_has_sizes_accuracies_shares_and_the_best_in_bold() -> None:
+def test_the_table_has_sizes_accuracies_shares_and_what_is_clearly_best_in_bold() -> None:
     sheet = outcomes(arrange([fedhm(), fedavg(), lowrank()]), seeds=2)
     assert sheet.columns == ["tier", "fedhm", "fedavg", "lowrank"]
     assert list(sheet.rows) == [
-        ["full", "1.0 k: 85.00 ± 7.07", "1.0 k ×2: **95.00 ± 0.00**", ""],
-        ["1/4", "0.3 k: 75.00 ± 7.07", "", "0.3 k ×2: **81.00 ± 1.41**"],
+        ["full", "1.0 k: 85.00 ± 7.07", "1.0 k ×2: **95.00 ± 0.00**", ""],  # 15 and 5 ahead: 10 ± 7.07
+        ["1/4", "0.3 k: 75.00 ± 7.07", "", "0.3 k ×2: **81.00 ± 1.41**"],  # 10 and 2 ahead: 6 ± 5.66
     ]
     assert "mean ± deviation over 2 seeds" in sheet.note
+    assert "in bold what is ahead of each other in its row by more than the deviation" in sheet.note
 
 
-def test_equal_ones_are_all_best_and_one_seed_has_no_deviation() -> None:
-    a = one_tier("a", {"name": "fedavg"}, 1000, "full", (0.5,))
-    b = one_tier("b", {"name": "fedavg"}, 1000, "full", (0.5,))
-    (row,) = outcomes(arrange([a, b]), seeds=1).rows
-    assert row[1:] == ["1.0 k: **50.00**", "1.0 k: **50.00**"]
+def full(label: str, *finals: float) -> Compared:
+    return one_tier(label, {"name": "fedavg"}, 1000, "full", *((final,) for final in finals))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "bold"),
+    [
+        ((0.5, 0.7, 0.9), (0.49, 0.69, 0.88), True),  # ahead with every seed, little as it is beside their deviations
+        ((0.6, 0.6, 0.6), (0.5, 0.6, 0.5), True),  # by 6.67 ± 5.77
+        ((0.6, 0.6, 0.6), (0.5, 0.65, 0.6), False),  # by 1.67 ± 7.64
+        ((0.6, 0.6, 0.6), (0.6, 0.6, 0.6), False),
+        ((0.9,), (0.1,), False),  # with one seed nobody knows
+    ],
+)
+def test_bold_is_what_chance_does_not_explain(ours: tuple[float, ...], theirs: tuple[float, ...], bold: bool) -> None:
+    for entries in ([full("a", *ours), full("b", *theirs)], [full("b", *theirs), full("a", *ours)]):
+        comparison = arrange(entries)
+        best = comparison.best(0)
+        assert (best.entry.label if best else None) == ("a" if bold else None)
+        (row,) = outcomes(comparison, seeds=len(ours)).rows
+        assert any("**" in cell for cell in row) == bold
+
+
+def test_the_best_must_be_ahead_of_each_other_one() -> None:
+    steady, wild = full("steady", 0.5, 0.5, 0.5), full("wild", 0.2, 0.7, 0.2)
+    ours = full("ours", 0.6, 0.6, 0.6)
+    assert arrange([ours, steady]).best(0) is not None
+    assert arrange([ours, steady, wild]).best(0) is None  # wild has the lowest mean, but was once ahead by far
+
+
+def test_one_seed_has_neither_deviation_nor_bold_and_says_so() -> None:
+    sheet = outcomes(arrange([full("a", 0.5), full("b", 0.4)]), seeds=1)
+    assert list(sheet.rows) == [["full", "1.0 k: 50.00", "1.0 k: 40.00"]]
+    assert "nothing is bold, since one seed does not tell what is chance" in sheet.note
+
+
+def test_differences_are_paired_by_seed() -> None:
+    sheet = differences(arrange([fedavg(), fedhm(), lowrank()]))
+    assert (sheet.title, sheet.columns) == ("Difference from fedhm", ["tier", "fedavg", "lowrank"])
+    assert list(sheet.rows) == [["full", "+10.00 ± 7.07", ""], ["1/4", "", "+6.00 ± 5.66"]]
+    turned = Compared("a", list(full("a", 0.5, 0.6).runs)[::-1])  # in whatever order runs were read
+    assert list(differences(arrange([full("b", 0.6, 0.7), turned])).rows) == [["full", "-10.00 ± 0.00"]]
 
 
 def test_a_tier_with_several_shares_sits_in_the_last_of_its_levels() -> None:
@@ -103,12 +141,30 @@ def test_one_tier_entries_stand_beside_the_nearest_size_and_never_on_each_other(
 
 def test_what_each_tier_spent() -> None:
     rows = list(spent([fedhm(), fedavg()]).rows)
-    # three rounds of one participant: 20 bytes and 100 MACs for each parameter
-    assert rows[0] == ["fedhm", "full", "1,000", "7.0 k", "20.00 kB", "60.00 kB", "0.3 M", "85.00 ± 7.07"]
-    assert rows[1] == ["fedhm", "1/4", "300", "2.1 k", "6.00 kB", "18.00 kB", "0.1 M", "75.00 ± 7.07"]
-    assert rows[2] == ["fedhm", "all", "", "", "", "78.00 kB", "0.4 M", ""]
+    # three rounds of one participant: 20 bytes and 100 MACs for each parameter; of 8 clients each had 3 · 2 / 8 turns
+    of_client = ["15.00 kB", "0.1 M"]
+    costs = ["1,000", "7.0 k", "20.00 kB", *of_client, "60.00 kB", "0.3 M"]
+    assert rows[0] == ["fedhm", "full", *costs, "85.00 ± 7.07"]
+    costs = ["300", "2.1 k", "6.00 kB", "4.50 kB", "0.0 M", "18.00 kB", "0.1 M"]
+    assert rows[1] == ["fedhm", "1/4", *costs, "75.00 ± 7.07"]
+    assert rows[2] == ["fedhm", "all", "", "", "", "", "", "78.00 kB", "0.4 M", ""]
     assert [row[1] for row in rows[3:]] == ["full"]
     assert readable_work(2.5e15) == "2,500.0 T"
+
+
+def test_budgets_are_of_a_client_that_takes_its_turns() -> None:
+    assert fedhm().budget("full") == (pytest.approx(0.75 * 20_000), pytest.approx(0.75 * 100_000))
+    assert fedavg().budget("full") == (pytest.approx(3 / 8 * 20_000), pytest.approx(3 / 8 * 100_000))
+    run = made_run("rare", {"full": 1000, "1/4": 300}, [{"full": 0.5, "1/4": 0.5}] * 4)
+    for record in run.records[1:]:  # the small tier was drawn once only, which makes it no cheaper for its clients
+        record.participants = [p for p in record.participants if p.tier == "full"]
+        del record.traffic["1/4"]
+    assert run.turns == 5 / 8
+    assert Compared("rare", [run]).budget("1/4") == (pytest.approx(5 / 8 * 6000), pytest.approx(5 / 8 * 30_000))
+    for record in run.records:
+        record.participants, record.traffic = record.participants[:1], {"full": record.traffic["full"]}
+    assert Compared("rare", [run]).budget("1/4") == (None, None)
+    assert list(spent([Compared("rare", [run])]).rows)[1][4:7] == ["–", "–", "–"]
 
 
 def test_bytes_are_counted_per_client_and_not_per_task() -> None:
@@ -160,7 +216,7 @@ def test_everything_is_written_and_the_figures_show_something(tmp_path: Path) ->
     written = report.save(tmp_path)
     assert {path.name for path in written} == {
         "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
-        "cost-to-target.png", "parameters-and-macs-by-layer.png",
+        "accuracy-by-computation.png", "cost-to-target.png", "parameters-and-macs-by-layer.png",
     }  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in written}
     for path in written[2:]:

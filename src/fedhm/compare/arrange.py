@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedhm.compare.compared import Compared, Spread
+from fedhm.compare.compared import Compared, Spread, spread
 from fedhm.config.objective import Metric
 
 
@@ -24,20 +24,42 @@ class Place:
     def final(self) -> Spread:
         return self.entry.final(self.tier)
 
+    def minus(self, other: "Place") -> Spread:
+        """Return by how much the metric differs from another's, seed by seed: what a seed does to both cancels."""
+        own, others = self.entry.finals(self.tier), other.entry.finals(other.tier)
+        return spread([own[seed] - others[seed] for seed in own])
+
 
 @dataclass(frozen=True)
 class Comparison:
     rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
     columns: dict[str, dict[int, Place]]  # column → row number → what is there
-    metric: Metric
+    reference: Compared  # whose tiers are the rows
+
+    @property
+    def metric(self) -> Metric:
+        return self.reference.metric
+
+    @property
+    def evaluated_on(self) -> str:
+        return self.reference.first.config.evaluated_on
 
     def column(self, entry: Compared) -> str:
         return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
 
-    def best(self, row: int) -> float:
-        """Return the best mean of a row, as precise as it is shown: equal ones are all best."""
-        means = [places[row].final.mean for places in self.columns.values() if row in places]
-        return self.metric.best(round(mean, self.metric.decimals) for mean in means) if means else math.nan
+    def best(self, row: int) -> Place | None:
+        """Return what is better than each other in its row by more than the difference varies over the seeds."""
+        places = [places[row] for places in self.columns.values() if row in places]
+        for place in places:
+            others = [other for other in places if other is not place]
+            if others and all(self._better(place.minus(other)) for other in others):
+                return place
+        return None
+
+    def _better(self, difference: Spread) -> bool:
+        gain = difference.mean if self.metric.more_is_better else -difference.mean
+        # with one seed nobody knows how much it varies
+        return difference.deviation is not None and gain > difference.deviation
 
 
 def arrange(entries: Sequence[Compared]) -> Comparison:
@@ -51,7 +73,7 @@ def arrange(entries: Sequence[Compared]) -> Comparison:
         if places.keys() & columns.get(column, {}).keys():
             column = entry.label
         columns.setdefault(column, {}).update(places)
-    return Comparison(reference.tiers, columns, reference.metric)
+    return Comparison(reference.tiers, columns, reference)
 
 
 def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:

@@ -1,5 +1,6 @@
 """The cells of a comparison: every entry with every seed is one run, with its config and its folder."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 from fedhm.assembly import assemble, build_model, read_federation
 from fedhm.compare.entries import Entry
+from fedhm.config.method_config import Settings
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig, ResolvedConfig
 from fedhm.errors import FedhmError
@@ -22,10 +24,7 @@ class Cell:
     entry: Entry
     config: ResolvedConfig
     folder: Path
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
+    name: str  # its folder, as seen from the comparison's
 
     @property
     def rounds_done(self) -> int:
@@ -47,13 +46,15 @@ class Cell:
 
 def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs: int) -> list[Cell]:
     """Return all runs, seed by seed, so that an interrupted comparison has some seeds of every entry."""
+    every = [(entry, seed) for seed in range(config.seed, config.seed + seeds) for entry in entries]
+    return plan(config, [(e, seed, f"{folder_name(e.label)}-seed{seed}") for e, seed in every], out, jobs)
+
+
+def plan(config: Config, wanted: Sequence[tuple[Entry, int, str]], out: Path, jobs: int) -> list[Cell]:
+    """Return a run for each entry, seed and name, with its share of this machine."""
     table = config.model_dump(mode="json", exclude={"compare"})
-    table["engine"] |= _share(config.engine, min(jobs, seeds * len(entries)))
-    return [
-        Cell(entry, _config(table, entry, seed), out / _folder_name(entry, seed))
-        for seed in range(config.seed, config.seed + seeds)
-        for entry in entries
-    ]
+    table["engine"] |= _share(config.engine, max(1, min(jobs, len(wanted))))
+    return [Cell(entry, config_of(table, entry, seed).resolved(), out / name, name) for entry, seed, name in wanted]
 
 
 def _share(engine: EngineConfig, runs: int) -> dict[str, int]:
@@ -63,42 +64,64 @@ def _share(engine: EngineConfig, runs: int) -> dict[str, int]:
     return {"threads": threads, "workers": workers, "server_threads": engine.server_threads or cores}
 
 
-def _config(table: dict[str, Any], entry: Entry, seed: int) -> ResolvedConfig:
-    return parse({**table, "method": entry.method, "seed": seed}, f"--methods {entry.label}").resolved()
+def config_of(table: dict[str, Any], entry: Entry, seed: int) -> Config:
+    """Return the settings of an entry's run; `table` holds what all entries share."""
+    own = {**table, "method": entry.method, "seed": seed}
+    for key, value in entry.changes.items():
+        section, dot, name = key.partition(".")
+        own[section] = {**own.get(section, {}), name: value} if dot else value
+    where = f"--tune {point_name(entry.changes)}" if entry.changes else f"--methods {entry.label}"
+    return parse(own, where)
 
 
-def _folder_name(entry: Entry, seed: int) -> str:
-    return f"{entry.label.replace('/', '-').replace(':', '-')}-seed{seed}"
+def point_name(changes: Settings) -> str:
+    """Return how an entry's own changes are called: train.lr=0.05,train.momentum=0."""
+    return ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changes.items())
+
+
+def folder_name(label: str) -> str:
+    return label.replace("/", "-").replace(":", "-")
 
 
 def check(planned: Sequence[Cell]) -> None:
     """Find what is wrong with folders, data and methods before anything runs."""
     for cell in planned:
-        _check_folder(cell)
+        check_folder(cell)
+    check_parts(planned)
+
+
+def check_parts(planned: Sequence[Cell]) -> None:
+    """Find what is wrong with the data and the methods of the runs that are still to do."""
     missing = [cell for cell in planned if not cell.complete]
     checked: set[str] = set()
     for seed in sorted({cell.config.seed for cell in missing}):
         of_seed = [cell for cell in missing if cell.config.seed == seed]
         federation = read_federation(of_seed[0].config)
         for cell in of_seed:
-            if cell.entry.label in checked:
+            parts = f"{cell.entry.label} {cell.config.method!r} {cell.config.server!r}"
+            if parts in checked:
                 continue  # another seed makes no other network
-            checked.add(cell.entry.label)
+            checked.add(parts)
             try:
                 model = build_model(cell.config, federation.input_shape, federation.classes)
                 assemble(model, federation, cell.config)
             except FedhmError as error:
-                raise FedhmError(f"--methods {cell.entry.label}: {error}") from error
+                tuned = f" --tune {point_name(cell.entry.changes)}" if cell.entry.changes else ""
+                raise FedhmError(f"--methods {cell.entry.label}{tuned}: {error}") from error
 
 
-def _check_folder(cell: Cell) -> None:
+def check_folder(cell: Cell) -> None:
+    """Refuse a folder that holds something else, or a run with other settings."""
     if not (cell.folder / "config.toml").exists():
         RunFolder.check_free(cell.folder)
-    elif cell.rounds_done:
-        old, new = read_config(cell.folder).dotted(), cell.config.dotted()
-        for key in [*new, *old]:
-            if old.get(key) != new.get(key) and not key.startswith(OF_NO_CONCERN):
-                raise FedhmError(
-                    f"{cell.folder} was run with {key} = {old.get(key, 'nothing')}, now {new.get(key, 'nothing')}: "
-                    "choose another --out, or remove it"
-                )
+    elif cell.rounds_done and (changed := changed_setting(cell)):
+        raise FedhmError(f"{cell.folder} was run with {changed}: choose another --out, or remove it")
+
+
+def changed_setting(cell: Cell) -> str:
+    """Return the first setting in which a run differs from the one in its folder, as part of a sentence."""
+    old, new = read_config(cell.folder).dotted(), cell.config.dotted()
+    for key in [*new, *old]:
+        if old.get(key) != new.get(key) and not key.startswith(OF_NO_CONCERN):
+            return f"{key} = {old.get(key, 'nothing')}, now {new.get(key, 'nothing')}"
+    return ""

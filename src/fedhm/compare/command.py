@@ -3,17 +3,20 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from fedhm.compare.cells import Cell, cells, check
-from fedhm.compare.compared import Compared, existing
+from fedhm.compare.cells import Cell, cells, check, point_name
+from fedhm.compare.chosen import Tuned, diverged_before, note_diverged, tuned_alike, tuned_by
+from fedhm.compare.compared import Compared, existing, run_folders
 from fedhm.compare.entries import entries as entries_of
 from fedhm.compare.entries import known
-from fedhm.compare.execute import execute
+from fedhm.compare.execute import Failed, execute
 from fedhm.compare.page import ComparisonReport
 from fedhm.compare.reference import Reference
+from fedhm.compare.tuning import SHARE, Tuning, read_tuning
 from fedhm.config.arguments import number, one_of, whole_number
 from fedhm.config.objective import Metric
 from fedhm.config.reading import load_config
@@ -25,7 +28,6 @@ from fedhm.report.sheets import rich_table
 from fedhm.runs.history import read_runs
 
 METHODS = "fedhm,heterofl,splitmix,fedavg,lowrank,slimmed"
-WIDE = 105  # characters that the table of what was spent takes with its last column
 DESCRIPTION = """\
 Runs several methods on the same data with the same seeds and prints the paper's table: a row for each capability
 level, accuracy or another headline metric as mean ± deviation over the seeds. The same command again runs only what is
@@ -60,6 +62,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="runs side by side (default: one for each usable core)",
     )
+    parser.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,…",
+        help="choose a setting for each entry on held-out training samples, before the seeds run; several make a grid",
+    )
+    parser.add_argument(
+        "--tune-rounds",
+        type=whole_number("--tune-rounds"),
+        metavar="N",
+        help="rounds of the runs to choose by (default: train.rounds)",
+    )
+    parser.add_argument(
+        "--tune-share",
+        type=number("--tune-share", "a share between 0 and 1, such as 0.2", above=0, below=1),
+        metavar="SHARE",
+        help=f"of each client's training samples, held out to choose by (default: {SHARE})",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-PRESET-SETTING-DATA")
     parser.add_argument(
         "--runs",
@@ -74,13 +95,14 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     if options.runs:
         if options.config is not None:
             raise FedhmError(f"--runs takes runs that exist, and needs no preset: leave '{options.config}' out")
-        for name in ("methods", "seeds", "setting", "data", "jobs", "changes"):
+        for name in ("methods", "seeds", "setting", "data", "jobs", "tune", "tune_rounds", "tune_share", "changes"):
             if getattr(options, name):
-                option = "set" if name == "changes" else name
+                option = "set" if name == "changes" else name.replace("_", "-")
                 raise FedhmError(f"--runs takes runs as they are: --{option} does not go with it")
-        entries = existing(options.runs)
-        target = _target(options, entries[0].metric)
-        report = ComparisonReport(entries, options.command, _layers(entries), target)
+        found = existing(options.runs)
+        target = _target(options, found[0].metric)
+        tuned = tuned_alike(run_folders(options.runs), found)
+        report = ComparisonReport(found, options.command, _layers(found), target, tuned)
         _show(report, options.out or Path("comparison"), console)
         return
     if options.config is None:
@@ -89,21 +111,60 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     config = _config(options)
     target = _target(options, config.objective.headline)
     reference = Reference(config)
-    chosen = entries_of([name.strip() for name in (options.methods or METHODS).split(",") if name.strip()], reference)
+    names = [name.strip() for name in (options.methods or METHODS).split(",") if name.strip()]
+    entries = entries_of(names, reference)
     out = options.out or _default_folder(options.config, config)
-    planned = cells(config, chosen, seeds, out, jobs)
+    tuning, tuned = _tuning(options), None
+    options.resume_hint = "; the same command resumes what is missing"
+    if tuning:
+        shorter = entries_of(names, reference.with_rounds(tuning.rounds or config.train.rounds))
+        to_choose_by = tuning.cells(config, shorter, out, jobs)
+        tuning.check(config, entries, seeds, out, to_choose_by)
+        tuned = _tuned(tuning, to_choose_by, out, jobs, console)
+        entries = [replace(entry, changes=tuned.chosen(entry.label)) for entry in entries]
+    planned = cells(config, entries, seeds, out, jobs)
     check(planned)
     _make(out)
+    failures = _execute(planned, "runs", out, jobs, console)
+    if complete := _complete(planned):
+        _show(ComparisonReport(complete, options.command, reference.layers(), target, tuned), out, console)
+    if failures:
+        raise FedhmError("\n".join(failed.sentence for failed in failures))
+
+
+def _tuning(options: argparse.Namespace) -> Tuning | None:
+    if options.tune:
+        return read_tuning(options.tune, options.tune_share, options.tune_rounds)
+    for name, given in (("rounds", options.tune_rounds), ("share", options.tune_share)):
+        if given is not None:
+            raise FedhmError(f"--tune-{name} is of the runs that --tune chooses by: name what to tune, too")
+    return None
+
+
+def _tuned(tuning: Tuning, to_choose_by: Sequence[Cell], out: Path, jobs: int, console: Console) -> Tuned:
+    """Run what is to be chosen by, and keep what came of it."""
+    _make(out)
+    before = diverged_before(to_choose_by)
+    left = [cell for cell in to_choose_by if cell not in [failed.cell for failed in before]]
+    failures = _execute(left, "tuning runs", out, jobs, console)
+    note_diverged(failed for failed in failures if failed.diverged)
+    if broken := [failed.sentence for failed in failures if not failed.diverged]:
+        raise FedhmError("\n".join(broken))
+    tuned = tuned_by(tuning, to_choose_by, [*before, *failures])
+    tuned.save(out)
+    tuned.check()
+    for label in tuned.tried:
+        console.print(f"chosen for {label}: {point_name(tuned.chosen(label))}", highlight=False, soft_wrap=True)
+    return tuned
+
+
+def _execute(planned: Sequence[Cell], called: str, out: Path, jobs: int, console: Console) -> list[Failed]:
     missing = sum(not cell.complete for cell in planned)
     if missing:
         at_a_time = f"{min(jobs, missing)} at a time"
-        console.print(f"{missing} of {len(planned)} runs to do in {out}, {at_a_time}", highlight=False, soft_wrap=True)
-    options.resume_hint = "; the same command resumes what is missing"
-    failures = execute(planned, jobs, console)
-    if complete := _complete(planned):
-        _show(ComparisonReport(complete, options.command, reference.layers(), target), out, console)
-    if failures:
-        raise FedhmError("\n".join(failures))
+        said = f"{missing} of {len(planned)} {called} to do in {out}, {at_a_time}"
+        console.print(said, highlight=False, soft_wrap=True)
+    return execute(planned, jobs, console)
 
 
 def _layers(entries: Sequence[Compared]) -> dict[str, dict[str, LayerCost]]:
@@ -116,7 +177,7 @@ def _layers(entries: Sequence[Compared]) -> dict[str, dict[str, LayerCost]]:
 def _show(report: ComparisonReport, out: Path, console: Console) -> None:
     metric = report.comparison.metric.name
     for sheet in report.sheets:
-        if console.width < WIDE and metric in sheet.columns:
+        if metric in sheet.columns and len(sheet.split(console.width)) > 1:
             sheet = sheet.without(metric)  # stands in the table above
         for part in sheet.split(console.width):
             console.print(rich_table(part))

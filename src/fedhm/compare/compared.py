@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -64,9 +64,15 @@ class Compared:
         """Return the metric of a run's tier by evaluated round, as it was recorded."""
         return {record.round: record.metrics[tier][self.metric.name] for record in run.evaluated}
 
+    def finals(self, tier: str) -> dict[int, float]:
+        """Return the metric after the last round by seed, as comparisons show it: in percent where it is a share."""
+        return {
+            run.config.seed: self.metric.scaled(list(self.values(run, tier).values())[-1])
+            for run in sorted(self.runs, key=lambda run: run.config.seed)
+        }
+
     def final(self, tier: str) -> Spread:
-        """Return the metric after the last round, as comparisons show it: in percent where it is a share."""
-        return spread([self.metric.scaled(list(self.values(run, tier).values())[-1]) for run in self.runs])
+        return spread(list(self.finals(tier).values()))
 
     def curve(self, tier: str) -> list[tuple[int, Spread]]:
         """Return the metric by round, scaled as `final`, at the rounds in which every run was evaluated."""
@@ -76,8 +82,16 @@ class Compared:
 
     def client_bytes(self, tier: str) -> float | None:
         """Return what training cost one participant of the tier in a round, both ways; None if it never had one."""
-        known = [b for run in self.runs if (b := run.bytes_per_client(tier)) is not None]
-        return statistics.fmean(known) if known else None
+        return _known_mean(run.bytes_per_client(tier) for run in self.runs)
+
+    def budget(self, tier: str) -> tuple[float | None, float | None]:
+        """Return bytes and MACs that the whole training cost a client of the tier which took its turns like any other.
+
+        So it does not matter how often the tier's clients happened to be drawn, nor whether clients keep their tier.
+        """
+        a_turn = [(run.turns, run.bytes_per_client(tier), run.macs_per_client(tier)) for run in self.runs]
+        spent_bytes = _known_mean(None if sent is None else turns * sent for turns, sent, _ in a_turn)
+        return spent_bytes, _known_mean(None if macs is None else turns * macs for turns, _, macs in a_turn)
 
     def bytes(self, tier: str | None = None) -> float:
         """Return the bytes of the whole training, by the tier's participants or by all; mean over the seeds."""
@@ -85,6 +99,11 @@ class Compared:
 
     def macs(self, tier: str | None = None) -> float:
         return statistics.fmean(_total(run.records, computed, tier) for run in self.runs)
+
+
+def _known_mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def sent(traffic: Traffic) -> int:
@@ -104,13 +123,13 @@ def _total(records: Sequence[Record], what: Callable[[Traffic], int], tier: str 
     return sum(what(traffic) for record in records for t, traffic in record.traffic.items() if tier in (None, t))
 
 
-def difference_of_entries(entries: Sequence[Compared]) -> str | None:
+def difference_of_entries(entries: Sequence[Compared], tuned: Collection[str] = ()) -> str | None:
     """Return what keeps entries from being compared; their seeds must agree, too, and their runs must be finished."""
     runs = [run for entry in entries for run in entry.runs]
     for run in runs:
         if len(run.records) < run.config.train.rounds:
             return f"{run.name} has done {len(run.records)} of its {run.config.train.rounds} rounds"
-    if found := difference(runs):
+    if found := difference(runs, tuned):
         return found
     for entry in entries:
         if len(set(entry.seeds)) < len(entry.seeds):
@@ -123,11 +142,8 @@ def difference_of_entries(entries: Sequence[Compared]) -> str | None:
 
 def existing(paths: Sequence[Path]) -> list[Compared]:
     """Read runs: those with the same settings but the seed are one entry, called as their folders are."""
-    folders = [folder for path in paths for folder in _run_folders(path)]
-    if not folders:
-        raise FedhmError("there are no runs to compare: name their folders, or one that holds them")
     groups: dict[str, list[Run]] = {}
-    for run in read_runs(folders):
+    for run in read_runs(run_folders(paths)):
         groups.setdefault(_settings(run), []).append(run)
     labels = [re.sub(r"-seed\d+$", "", runs[0].name) for runs in groups.values()]
     return [
@@ -136,13 +152,21 @@ def existing(paths: Sequence[Path]) -> list[Compared]:
     ]
 
 
+def run_folders(paths: Sequence[Path]) -> list[Path]:
+    """Return the runs that paths stand for: each its own folder, or one that holds several."""
+    folders = [folder for path in paths for folder in _run_folders(path)]
+    if not folders:
+        raise FedhmError("there are no runs to compare: name their folders, or one that holds them")
+    return folders
+
+
 def _run_folders(path: Path) -> Iterator[Path]:
-    """Yield `path` itself, or the runs in it. A glob brings files along: tables and figures beside the runs."""
+    """Yield `path` itself, or the runs in it. A glob brings along what lies beside them: tables, figures, tuning."""
     if (path / "config.toml").exists():
         yield path
     elif path.is_dir():
         found = sorted(file.parent for file in path.glob("*/config.toml"))
-        if not found:
+        if not found and not any(path.glob("*/*/config.toml")):
             raise FedhmError(f"{path} is neither the folder of a run nor holds any")
         yield from found
     elif not path.exists():

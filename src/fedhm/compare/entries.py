@@ -5,7 +5,7 @@ Every method adds its own names, also one that another installed package brings.
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedhm.compare.reference import Reference
 from fedhm.config import plugins
@@ -19,6 +19,7 @@ class Entry:
 
     label: str
     method: Settings
+    changes: Settings = field(default_factory=dict)  # of its own, by dotted key: what was tuned for it
 
 
 def entries(names: Sequence[str], reference: Reference) -> list[Entry]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,7 +17,24 @@ from fedhm.compare.cells import Cell
 from fedhm.errors import FedhmError
 
 POLL = 0.2  # seconds between two looks at the runs
+UNUSABLE = ("cannot be used: ", "could be used in round ")  # how a run speaks of updates that it refused
 PATIENCE = 10.0  # seconds that a run is given to stop by itself
+
+
+class Failed(NamedTuple):
+    """A run that did not come to its end, and why."""
+
+    cell: Cell
+    reason: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.cell.name} failed: {self.reason}"
+
+    @property
+    def diverged(self) -> bool:
+        """Tell whether the server refused what training made of the weights: the run would fail again."""
+        return any(said in self.reason for said in UNUSABLE) and "nobody answered" not in self.reason
 
 
 class _Child:
@@ -41,13 +58,13 @@ class _Child:
         return self._process.poll() is None
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> Failed | None:
         """Return why the run failed, once it has ended."""
         code = self._process.returncode
         if code == 0:
             return None
         self._complaints.seek(0)
-        return f"{self.cell.name} failed: {_reason(self._complaints.read().decode(errors='replace').strip(), code)}"
+        return Failed(self.cell, _reason(self._complaints.read().decode(errors="replace").strip(), code))
 
     def interrupt(self) -> None:
         if self.running:
@@ -71,11 +88,11 @@ def _reason(said: str, code: int) -> str:
     return said.splitlines()[-1] if said else f"it ended with exit code {code}"
 
 
-def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[str]:
-    """Bring all cells to their end; return sentences on those that failed. No process is left behind in any case."""
+def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[Failed]:
+    """Bring all cells to their end; return those that failed. No process is left behind in any case."""
     waiting = [cell for cell in cells if not cell.complete]
     children: list[_Child] = []
-    failures: list[str] = []
+    failures: list[Failed] = []
     with _requests_to_stop() as stops, _progress(console, cells) as shown:
         try:
             while (waiting or children) and not stops:
@@ -84,7 +101,7 @@ def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[str]:
                     try:
                         children.append(_Child(cell))
                     except FedhmError as error:  # someone else is at work in its folder
-                        failures.append(f"{cell.name} failed: {error}")
+                        failures.append(Failed(cell, str(error)))
                 shown.update([child.cell for child in children])
                 time.sleep(POLL)
                 for child in [child for child in children if not child.running]:
@@ -92,7 +109,7 @@ def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[str]:
                     failure = child.failure
                     child.end(time.monotonic())
                     failures += [failure] if failure else []
-                    shown.ended(child.cell, failure)
+                    shown.ended(child.cell, failure.sentence if failure else None)
         finally:
             for child in children:
                 child.interrupt()

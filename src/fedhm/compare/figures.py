@@ -1,7 +1,7 @@
-"""The paper's figures of a comparison: convergence, the metric by communication, and costs to reach a target."""
+"""The paper's figures of a comparison: convergence, the metric by what was spent, and costs to reach a target."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from fedhm.compare.arrange import Comparison, Place
-from fedhm.compare.compared import sent, so_far
+from fedhm.compare.compared import computed, sent, so_far
 from fedhm.compare.tabulate import readable_count
 from fedhm.compare.targets import Reached
 from fedhm.measure.cost import LayerCost
+from fedhm.server.record import Traffic
 
 # the ten dark ones first, then their light twins
 COLOURS = [*matplotlib.color_sequences["tab20"][::2], *matplotlib.color_sequences["tab20"][1::2]]
@@ -33,7 +34,7 @@ def save_convergence(comparison: Comparison, path: Path) -> Path:
         _draw(axes, number, name, place, rounds)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _finish(axes, "round", "each method's smallest model")
-    axes.set_ylabel(comparison.metric.axis)
+    axes.set_ylabel(comparison.metric.axis(comparison.evaluated_on))
     _legend(figure, [axes])
     figure.savefig(path)
     return path
@@ -41,19 +42,32 @@ def save_convergence(comparison: Comparison, path: Path) -> Path:
 
 def save_communication(comparison: Comparison, path: Path) -> Path:
     """Draw the metric of each method's largest and smallest tier by what all clients together have sent."""
+    axis = "sent by server and clients for training so far, all together"
+    return _save_by_cost(comparison, sent, axis, EngFormatter(unit="B"), path)
+
+
+def save_computation(comparison: Comparison, path: Path) -> Path:
+    """Draw the same by what all clients together have computed."""
+    axis = "MACs of all clients together for training so far"
+    return _save_by_cost(comparison, computed, axis, EngFormatter(), path)
+
+
+def _save_by_cost(
+    comparison: Comparison, what: Callable[[Traffic], int], axis: str, unit: EngFormatter, path: Path
+) -> Path:
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, choose, title in zip(panels, (min, max), ("largest", "smallest"), strict=True):
         for number, (name, places) in enumerate(comparison.columns.items()):
             place = places[choose(places)]
-            _draw(axes, number, name, place, _communication(place))
+            _draw(axes, number, name, place, _spent_so_far(place, what))
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.xaxis.set_major_formatter(unit)
         axes.xaxis.set_minor_formatter(NullFormatter())
-        _finish(axes, "sent by server and clients for training so far, all together", f"{title} model of each method")
+        _finish(axes, axis, f"{title} model of each method")
     _legend(figure, panels)
-    figure.axes[0].set_ylabel(comparison.metric.axis)
+    figure.axes[0].set_ylabel(comparison.metric.axis(comparison.evaluated_on))
     figure.savefig(path)
     return path
 
@@ -86,9 +100,9 @@ def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[
         axes.fill_between(positions, means - around, means + around, color=colour, alpha=0.12, linewidth=0)
 
 
-def _communication(place: Place) -> list[float]:
-    """Return the bytes at each evaluated round, mean over the seeds."""
-    sums = [so_far(run, sent) for run in place.entry.runs]
+def _spent_so_far(place: Place, what: Callable[[Traffic], int]) -> list[float]:
+    """Return what was sent, or computed, up to each evaluated round, mean over the seeds."""
+    sums = [so_far(run, what) for run in place.entry.runs]
     return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in place.entry.curve(place.tier)]
 
 

@@ -6,8 +6,9 @@ from functools import cached_property
 from pathlib import Path
 
 from fedhm.compare.arrange import Comparison, arrange
+from fedhm.compare.chosen import TUNE_FILE, Tuned
 from fedhm.compare.compared import Compared, difference_of_entries
-from fedhm.compare.tabulate import as_csv, outcomes, spent, to_target
+from fedhm.compare.tabulate import as_csv, differences, outcomes, spent, to_target
 from fedhm.compare.targets import Reached, common_target, costs_to_reach, full_model
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
@@ -25,10 +26,15 @@ class ComparisonReport:
     command: str
     layers: Mapping[str, Mapping[str, LayerCost]]  # tier → layer → cost; may be empty
     given_target: float | None = None
+    tuned: Tuned | None = None
 
     def __post_init__(self) -> None:
-        if found := difference_of_entries(self.entries):
+        if found := difference_of_entries(self.entries, self._tuned_keys):
             raise FedhmError(f"these runs cannot be compared: {found}")
+
+    @property
+    def _tuned_keys(self) -> list[str]:
+        return self.tuned.keys if self.tuned else []
 
     @cached_property
     def comparison(self) -> Comparison:
@@ -46,63 +52,78 @@ class ComparisonReport:
 
     @property
     def sheets(self) -> list[Sheet]:
-        tables = [outcomes(self.comparison, len(self.entries[0].runs)), spent(self.entries)]
+        seeds = len(self.entries[0].runs)
+        tables = [outcomes(self.comparison, seeds)]
+        if seeds > 1 and len(self.comparison.columns) > 1:
+            tables.append(differences(self.comparison))
+        if self.tuned and self.tuned.tried:
+            tables.append(self.tuned.sheet)
+        tables.append(spent(self.entries))
         return [*tables, to_target(self.comparison.metric, self.target, self.reached)] if self.reached else tables
 
     def save(self, folder: Path) -> list[Path]:
-        from fedhm.compare.figures import save_communication, save_convergence, save_costs_to_target, save_layers
-        from fedhm.report.energy import save_collapse_plot  # matplotlib takes a second to import
+        from fedhm.compare import figures as draw  # matplotlib takes a second to import
+        from fedhm.report.energy import save_collapse_plot
 
         write_atomically(folder / "comparison.csv", as_csv(self.entries))
+        stem = self.comparison.metric.stem
         figures = [
-            save_convergence(self.comparison, folder / "convergence-smallest.png"),
-            save_communication(self.comparison, folder / f"{self.comparison.metric.stem}-by-communication.png"),
+            draw.save_convergence(self.comparison, folder / "convergence-smallest.png"),
+            draw.save_communication(self.comparison, folder / f"{stem}-by-communication.png"),
+            draw.save_computation(self.comparison, folder / f"{stem}-by-computation.png"),
         ]
         costs, layers = folder / "cost-to-target.png", folder / "parameters-and-macs-by-layer.png"
         energy = folder / "energy-beyond-rank.png"
-        for path in (costs, layers, energy):
+        for path in (costs, layers, energy, folder / TUNE_FILE):
             path.unlink(missing_ok=True)  # left by an earlier comparison, and perhaps not made by this one
         if self.reached:
-            figures.append(save_costs_to_target(self.comparison, self.target, self.reached, costs))
+            figures.append(draw.save_costs_to_target(self.comparison, self.target, self.reached, costs))
         if self.layers:
-            figures.append(save_layers(self.layers, layers))
+            figures.append(draw.save_layers(self.layers, layers))
         first = [entry.first for entry in self.entries if len(entry.tiers) > 1]
         if save_collapse_plot([run for run in first if run.config.method.rank_ratios], energy):
             figures.append(energy)
         pictures = "\n".join(f"![{path.stem}]({path.name})" for path in figures)
         tables = "\n".join(markdown_table(sheet) for sheet in self.sheets)
         write_atomically(folder / "comparison.md", f"{self._settings()}\n{tables}\n{pictures}\n")
-        return [folder / "comparison.md", folder / "comparison.csv", *figures]
+        plain = [folder / "comparison.csv", *([self.tuned.save(folder)] if self.tuned else [])]
+        return [folder / "comparison.md", *plain, *figures]
 
     def _settings(self) -> str:
         """Return the settings of the comparison, as they stand above its tables."""
         config = self.entries[0].first.config
-        train, federation = config.train, config.federation
+        federation, seeds = config.federation, ", ".join(map(str, self.entries[0].seeds))
         tiers = next((e.first.config.federation.heterogeneity for e in self.entries if len(e.tiers) > 1), None)
         data = f"{config.data.source}, {config.data.partition}; " if config.data else ""
         model = f"{config.model.name} on " if config.model and data else ""
         share = f"{100 * federation.participation:g} %"
+
+        def said(key: str) -> str:
+            return "tuned" if f"train.{key}" in self._tuned_keys else f"{getattr(config.train, key):g}"
+
         lines = [
             "# Comparison",
             f"`{self.command}`",
             f"{model}{data}{federation.clients} clients, of which {share} take part in a round"
-            f"{f', with {tiers} tiers' if tiers else ''}; {train.rounds} rounds of {train.epochs} local epochs, batch "
-            f"{train.batch}, learning rate {train.lr:g}; seeds {', '.join(map(str, self.entries[0].seeds))}.",
+            f"{f', with {tiers} tiers' if tiers else ''}; {config.train.rounds} rounds; local epochs {said('epochs')}, "
+            f"batch {said('batch')}, learning rate {said('lr')}; seeds {seeds}.",
         ]
         labels = [entry.label for entry in self.entries]
-        rows = [list(row) for row in zip(labels, _own_settings(self.entries), strict=True)]
+        rows = [list(row) for row in zip(labels, _own_settings(self.entries, self._tuned_keys), strict=True)]
         return "\n\n".join([*lines, markdown_table(Sheet(["entry", "settings"], [rows], left=2))])
 
 
-def _own_settings(entries: Sequence[Compared]) -> list[str]:
-    """Return each entry's method, and whatever else it does not share with all others."""
+def _own_settings(entries: Sequence[Compared], tuned: Sequence[str]) -> list[str]:
+    """Return each entry's method, what was tuned for it, and whatever else it does not share with all others."""
     all_settings = [{"method.name": "", **entry.first.config.dotted()} for entry in entries]  # the name comes first
     shared = set.intersection(*({(key, str(value)) for key, value in own.items()} for own in all_settings))
     return [
         ", ".join(
             f"{key.removeprefix('method.')} = {value}"
             for key, value in own.items()
-            if key.startswith("method.") or ((key, str(value)) not in shared and not key.startswith(NOT_SHOWN))
+            if key.startswith("method.")
+            or key in tuned
+            or ((key, str(value)) not in shared and not key.startswith(NOT_SHOWN))
         )
         for own in all_settings
     ]

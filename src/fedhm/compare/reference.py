@@ -1,8 +1,9 @@
 """FedHM's tiers on a config's model, which the tiers of all other methods in a comparison are matched to."""
 
 from bisect import bisect_right
+from copy import copy
 from functools import cached_property
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from torch import nn
 
@@ -26,6 +27,12 @@ class Reference:
         self._config = config
         self._given = config.compare or CompareConfig()
         self.rounds = config.train.rounds
+
+    def with_rounds(self, rounds: int) -> Self:
+        """Return the same sizes for runs of another length."""
+        other = copy(self)
+        other.rounds = rounds
+        return other
 
     @cached_property
     def fedhm(self) -> Settings:

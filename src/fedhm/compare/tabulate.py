@@ -23,41 +23,67 @@ def outcomes(comparison: Comparison, seeds: int) -> Sheet:
         for number, level in enumerate(comparison.rows)
     ]
     over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
+    bold = (
+        "in bold what is ahead of each other in its row by more than the deviation of their difference over the seeds"
+        if seeds > 1
+        else "nothing is bold, since one seed does not tell what is chance"
+    )
     note = (
-        f"Parameters, and test {comparison.metric.quoted} after the last round{over}; the best of a row in bold. "
+        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}; {bold}. "
         "×n: n of the capability levels train this model."
     )
     return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
 
 
-def spent(entries: Sequence[Compared]) -> Sheet:
-    columns = [
-        "entry",
-        "tier",
-        "parameters",
-        "MACs per sample",
-        "bytes per round",
-        "bytes in all",
-        "MACs in all",
-        entries[0].metric.name,
+def differences(comparison: Comparison) -> Sheet:
+    """Return how far each method is from the one whose tiers are the rows, paired by seed."""
+    base = comparison.column(comparison.reference)
+    others = [name for name in comparison.columns if name != base]
+    rows = [
+        [level, *(_difference(comparison, number, name, base) for name in others)]
+        for number, level in enumerate(comparison.rows)
     ]
+    note = f"The metric is {comparison.metric.quoted}; mean ± deviation over the seeds, each paired with its like."
+    return Sheet(["tier", *others], [rows], left=1, title=f"Difference from {base}", note=note)
+
+
+def _difference(comparison: Comparison, row: int, name: str, base: str) -> str:
+    place, from_this = (comparison.columns[column].get(row) for column in (name, base))
+    if place is None or from_this is None:
+        return ""
+    shown = _shown(place.minus(from_this), comparison.metric)
+    return shown if shown.startswith("-") else f"+{shown}"
+
+
+SPENT = (
+    *("entry", "tier", "parameters", "MACs per sample", "bytes per round"),
+    *("bytes per client", "MACs per client", "bytes in all", "MACs in all"),
+)
+
+
+def spent(entries: Sequence[Compared]) -> Sheet:
+    """Return what training cost, tier by tier: a client in a round and in the whole run, and all clients together."""
     seeds = len(entries[0].runs)
     note = (
-        "Bytes per round: one client's training, down and up. In all: what the tier's clients sent and computed for "
-        "training in all rounds" + (f", mean over {seeds} seeds." if seeds > 1 else ".")
+        "Bytes per round: one client's training, down and up. Per client: its training in all rounds, if it took part "
+        "as often as clients did in the mean. In all: the tier's clients together"
+        + (f"; mean over {seeds} seeds." if seeds > 1 else ".")
     )
-    return Sheet(columns, [_spent(entry) for entry in entries], left=2, title="What each tier spent", note=note)
+    groups = [_spent(entry) for entry in entries]
+    return Sheet([*SPENT, entries[0].metric.name], groups, left=2, title="What each tier spent", note=note)
 
 
 def _spent(entry: Compared) -> list[list[str]]:
     rows: list[list[str]] = []
     for tier in entry.tiers:
-        cost = entry.first.costs[tier]
+        cost, (client_bytes, client_macs) = entry.first.costs[tier], entry.budget(tier)
         sizes = (f"{cost.parameters:,}", readable_macs(cost.macs), readable_bytes(entry.client_bytes(tier)))
+        of_client = (readable_bytes(client_bytes), readable_work(client_macs))
         totals = (readable_bytes(entry.bytes(tier)), readable_work(entry.macs(tier)))
-        rows.append([entry.label, tier, *sizes, *totals, _shown(entry.final(tier), entry.metric)])
+        rows.append([entry.label, tier, *sizes, *of_client, *totals, _shown(entry.final(tier), entry.metric)])
     if len(entry.tiers) > 1:
-        rows.append([entry.label, "all", "", "", "", readable_bytes(entry.bytes()), readable_work(entry.macs()), ""])
+        totals = (readable_bytes(entry.bytes()), readable_work(entry.macs()))
+        rows.append([entry.label, "all", "", "", "", "", "", *totals, ""])
     return rows
 
 
@@ -93,8 +119,10 @@ def readable_count(parameters: int) -> str:
     return f"{parameters / 1e6:.2f} M" if parameters >= 1e6 else f"{parameters / 1e3:.1f} k"
 
 
-def readable_work(macs: float) -> str:
+def readable_work(macs: float | None) -> str:
     """Return the MACs of a whole training in a readable unit."""
+    if macs is None:
+        return "–"
     for unit in ("M", "G", "T"):
         macs /= 1000 if unit != "M" else 1e6
         if macs < 1000:
@@ -107,8 +135,7 @@ def _cell(comparison: Comparison, place: Place | None, row: int) -> str:
         return ""
     size = readable_count(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
     shown = _shown(place.final, comparison.metric)
-    best = round(place.final.mean, comparison.metric.decimals) == comparison.best(row)
-    return f"{size}: {f'**{shown}**' if best else shown}"
+    return f"{size}: {f'**{shown}**' if place is comparison.best(row) else shown}"
 
 
 def _shown(final: Spread, metric: Metric) -> str:

@@ -30,10 +30,9 @@ class Metric:
     more_is_better: bool = True
     percent: bool = False
 
-    @property
-    def axis(self) -> str:
-        """Return how the axis of a plot is labelled."""
-        return f"test {self.name}{' (%)' if self.percent else ''}"
+    def axis(self, evaluated_on: str) -> str:
+        """Return how the axis of a plot is labelled: `test accuracy (%)`."""
+        return f"{evaluated_on} {self.name}{' (%)' if self.percent else ''}"
 
     @property
     def quoted(self) -> str:

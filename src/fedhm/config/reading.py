@@ -66,7 +66,7 @@ def parse_flat(values: Mapping[str, Any], where: str) -> Config:
     table: dict[str, Any] = {}
     for key, value in values.items():
         section, dot, name = key.partition(".")
-        value = _value(value) if isinstance(value, str) and value.startswith("[") else value
+        value = read_value(value) if isinstance(value, str) and value.startswith("[") else value
         if dot and section in Config.model_fields:
             table.setdefault(section, {})[name] = value
         elif key == "seed":
@@ -88,7 +88,7 @@ def _changed(table: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
         if not equals or not key.strip():
             hint = "; put the preset before --set" if change in presets() else ""
             raise FedhmError(f"--set takes KEY=VALUE, such as train.lr=0.05, not '{change}'{hint}")
-        pairs.append((key.strip().split("."), _value(text.strip())))
+        pairs.append((key.strip().split("."), read_value(text.strip())))
     for path, value in pairs:
         if len(path) == 2 and path[0] in NAMED and path[1] == "name" and _name_of(table, path[0]) != value:
             table[path[0]] = {}  # another method has other settings: its section starts anew
@@ -107,7 +107,7 @@ def _name_of(table: dict[str, Any], section: str) -> Any:
     return given.get("name") if isinstance(given, dict) else given
 
 
-def _value(text: str) -> Any:
+def read_value(text: str) -> Any:
     """Read a value as TOML would; a bare word is a string, and so is a bare fraction in a list."""
     if text.startswith("["):
         text = re.sub(r'(?<![\w"\'/.])(\d+/\d+)(?![\w"\'/.])', r'"\1"', text)

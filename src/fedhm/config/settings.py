@@ -29,6 +29,8 @@ class DataConfig(Section):
     crop: Annotated[int, Field(ge=0)] = 0
     flip: bool = False
     train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # evaluate on this share, held out of each client's samples,
+    # in place of the test set; 0: on the test set
     public: str = ""  # unlabelled samples that everybody has, for distillation: a source, or "held-out" from this one
     public_samples: Positive = 1000
 
@@ -74,10 +76,11 @@ class TrainConfig(Section):
     frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
     decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
     masked_loss: bool = True  # logits of labels that a client does not hold count as 0
-    nested: Annotated[float, Field(ge=0, le=1)] = 0.0  # of FedHM: how much a client of a larger tier also trains one of
-    # the smaller tiers inside it
+    nested: Annotated[float, Field(ge=0, le=1)] = (
+        0.0  # of FedHM: how much clients also train smaller tiers inside theirs
+    )
     nested_form: Literal["beside", "instead"] = (
-        "instead"  # each batch trains both, or with this probability the smaller
+        "beside"  # on every batch, or on this share of them in place of their own
     )
     clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
     max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
@@ -183,6 +186,11 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: EngineConfig = EngineConfig()
     compare: CompareConfig | None = None  # no part of a single run
+
+    @property
+    def evaluated_on(self) -> str:
+        """Return which samples tell how well a run does, in a word: test or validation."""
+        return "validation" if self.data is not None and self.data.validation else "test"
 
     def resolved(self) -> "ResolvedConfig":
         """Fill in all that depends on where the run was started, so that a resumed run repeats it.

@@ -19,6 +19,7 @@ from fedhm.data.partition import PARTITIONS
 from fedhm.data.public import set_aside
 from fedhm.data.samples import Samples, channel_statistics, concatenate
 from fedhm.data.sources.catalogue import read_source
+from fedhm.data.validation import hold_out
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
@@ -114,9 +115,12 @@ def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
     labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
     rng = numpy_generator(seed, "partition")
     parts = PARTITIONS[config.partition](labels, clients, config, rng)
+    own, test = [train.subset(torch.from_numpy(part)) for part in parts], source.test
+    if config.validation:
+        own, test = hold_out(own, config.validation, seed)
     return Federation(
-        [train.subset(torch.from_numpy(part)) for part in parts],
-        source.test,
+        own,
+        test,
         source.classes,
         Preprocessing(source.mean, source.std, config.crop, config.flip),
         public,

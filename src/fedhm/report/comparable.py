@@ -1,6 +1,6 @@
 """Which runs may stand in one table: those with the same objective, data, model, clients and training budget."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from fedhm.config.settings import DataConfig, ModelConfig
@@ -15,10 +15,13 @@ MUST_AGREE = {
 }
 
 
-def difference(runs: Sequence[Run]) -> str | None:
-    """Return the first thing that keeps `runs` from being compared, as a sentence; None if they can be."""
+def difference(runs: Sequence[Run], tuned: Collection[str] = ()) -> str | None:
+    """Return the first thing that keeps `runs` from being compared, as a sentence; None if they can be.
+
+    Settings that were tuned for each method, by the same candidates, may differ.
+    """
     facts = [list(_facts(run)) for run in runs]
-    keys = dict.fromkeys(key for of_run in facts for key, _ in of_run)
+    keys = dict.fromkeys(key for of_run in facts for key, _ in of_run if key not in tuned)
     for key in keys:
         known = [(run, value) for run, of_run in zip(runs, facts, strict=True) for k, value in of_run if k == key]
         first, expected = known[0]

@@ -1,4 +1,4 @@
-"""The headline metric by round, and by bytes sent, of one or several runs."""
+"""The headline metric by round, by bytes sent and by MACs computed, of one or several runs."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,16 +17,20 @@ STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # a style for each r
 
 
 def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write the two plots of each headline metric as PNG files and return their paths."""
+    """Write the three plots of each headline metric as PNG files and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     for metric in dict.fromkeys(run.config.objective.headline for run in runs):
         of_metric = [run for run in runs if run.config.objective.headline == metric]
-        by_round, by_bytes = (folder / f"{metric.stem}-by-{what}.png" for what in ("round", "bytes"))
-        _draw(of_metric, metric, "round", lambda _, __, rounds: rounds, by_round)
-        sent = "sent to and from one client of the tier so far, if it trains every round (MB)"
-        _draw(of_metric, metric, sent, _megabytes, by_bytes)
-        written += [by_round, by_bytes]
+        paths = [folder / f"{metric.stem}-by-{what}.png" for what in ("round", "bytes", "macs")]
+        axes = (
+            ("round", None),
+            ("sent to and from one client of the tier so far, if it trains every round (MB)", _megabytes),
+            ("computed by one client of the tier so far, if it trains every round (GMACs)", _gigamacs),
+        )
+        for path, (axis, cost) in zip(paths, axes, strict=True):
+            _draw(of_metric, metric, axis, cost, path)
+        written += paths
     return written
 
 
@@ -37,23 +41,28 @@ def tier_colours(runs: Sequence[Run]) -> dict[str, ColorType]:
     return dict(zip(tiers, cycle(matplotlib.color_sequences["tab10"]), strict=False))
 
 
-def _megabytes(run: Run, tier: str, rounds: int) -> float:
-    return rounds * (run.bytes_per_client(tier) or math.nan) / 1e6
+def _megabytes(run: Run, tier: str) -> float | None:
+    return None if (sent := run.bytes_per_client(tier)) is None else sent / 1e6
+
+
+def _gigamacs(run: Run, tier: str) -> float | None:
+    return None if (computed := run.macs_per_client(tier)) is None else computed / 1e9
 
 
 def _draw(
-    runs: Sequence[Run], metric: Metric, axis: str, position: Callable[[Run, str, int], float], path: Path
+    runs: Sequence[Run], metric: Metric, axis: str, cost: Callable[[Run, str], float | None] | None, path: Path
 ) -> None:
+    """Draw every tier's metric by round, or by what its rounds have cost one client so far."""
     colours = tier_colours(runs)
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
     for number, run in enumerate(runs):
         for tier in run.tiers:
-            where = [position(run, tier, record.round) for record in run.evaluated]
-            if math.isnan(where[0]):
+            of_round = cost(run, tier) if cost else 1.0
+            if not of_round:
                 continue  # no client of this tier has trained yet
             axes.plot(
-                where,
+                [record.round * of_round for record in run.evaluated],
                 [metric.scaled(record.metrics[tier][metric.name]) for record in run.evaluated],
                 linestyle=STYLES[number % len(STYLES)],
                 color=colours[tier],
@@ -62,7 +71,7 @@ def _draw(
                 alpha=0.85,
                 label=f"{tier}, {run.costs[tier].parameters / 1e6:.2f} M" + (f" ({run.name})" if len(runs) > 1 else ""),
             )
-    if position is _megabytes:
+    if cost:
         axes.set_xscale("log")  # tiers differ by an order of magnitude
         axes.xaxis.set_major_formatter("{x:g}")
         low, high = axes.get_xlim()
@@ -71,7 +80,7 @@ def _draw(
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(axis)
-    axes.set_ylabel(metric.axis)
+    axes.set_ylabel(metric.axis(" or ".join(dict.fromkeys(run.config.evaluated_on for run in runs))))
     axes.grid(alpha=0.3)
     axes.legend(title="tier, parameters", fontsize=8)
     figure.savefig(path)

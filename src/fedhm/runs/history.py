@@ -1,6 +1,6 @@
 """A finished or unfinished run, as read back from its folder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from fedhm.measure.cost import Cost
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
 from fedhm.runs.records import read_records
-from fedhm.server.record import Record
+from fedhm.server.record import Record, Traffic
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,23 @@ class Run:
 
     def bytes_per_client(self, tier: str) -> float | None:
         """Return the measured bytes of training, both ways, per round and participant of a tier; None if none."""
+        return self._per_client(tier, lambda traffic: traffic.down + traffic.up)
+
+    def macs_per_client(self, tier: str) -> float | None:
+        """Return the MACs of training per round and participant of a tier; None if it never had one."""
+        return self._per_client(tier, lambda traffic: traffic.macs)
+
+    def _per_client(self, tier: str, what: Callable[[Traffic], int]) -> float | None:
         # Of a round that took several attempts, the record names only the last one's participants.
         records = [record for record in self.records if record.attempts == 1] or self.records
-        traffic = [record.traffic[tier] for record in records if tier in record.traffic]
+        spent = sum(what(record.traffic[tier]) for record in records if tier in record.traffic)
         clients = sum(p.tier == tier for record in records for p in record.participants)
-        return sum(t.down + t.up for t in traffic) / clients if clients else None
+        return spent / clients if clients else None
+
+    @property
+    def turns(self) -> float:
+        """Return in how many rounds a client took part, in the mean over all clients."""
+        return sum(len(record.participants) for record in self.records) / self.config.federation.clients
 
     def statistics_bytes(self) -> float:
         """Return the measured bytes of BatchNorm statistics, both ways, per participant of an evaluated round."""
