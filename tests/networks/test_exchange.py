@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.config.settings import TrainConfig
+from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from conftest import small_model
 from fedhm.config.plugins import known
-from fedhm.config.settings import TrainConfig
+from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.networks.batchnorm import by_batch

@@ -12,10 +12,9 @@ from fedhm.config.method_config import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, make
 from fedhm.config.section import Positive, Ratio, Section
+from fedhm.config.training import ServerConfig, TrainConfig
 from fedhm.machine.cores import usable_cores
 from fedhm.machine.device import find_device
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DataConfig(Section):
@@ -56,66 +55,6 @@ class FederationConfig(Section):
 def fixed_level(client: int, levels: int) -> int:
     """Return which of so many capability levels a client stays at whose tier nobody assigned; 0 is the strongest."""
     return client % levels
-
-
-class TrainConfig(Section):
-    rounds: Positive = 20
-    epochs: Positive = 1
-    batch: Positive = 64
-    lr: Annotated[float, Field(gt=0)] = 0.1
-    milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
-    lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    optimizer: Literal["sgd", "adamw"] = "sgd"  # torch's own
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd, as are the next two
-    dampening: Annotated[float, Field(ge=0, le=1)] = 0.0
-    nesterov: bool = False
-    betas: tuple[Beta, Beta] = (0.9, 0.999)  # of adamw, as are the next two
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    amsgrad: bool = False
-    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
-    frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
-    decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
-    masked_loss: bool = True  # logits of labels that a client does not hold count as 0
-    nested: Annotated[float, Field(ge=0, le=1)] = (
-        0.0  # of FedHM: how much clients also train smaller tiers inside theirs
-    )
-    nested_form: Literal["beside", "instead"] = (
-        "beside"  # on every batch, or on this share of them in place of their own
-    )
-    clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
-    max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
-    on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
-
-    @model_validator(mode="after")
-    def _as_torch_has_it(self) -> "TrainConfig":
-        if self.nesterov and self.optimizer == "sgd" and (self.momentum == 0 or self.dampening):
-            raise ValueError("nesterov needs a momentum, and no dampening")
-        return self
-
-    @property
-    def nested_shares(self) -> tuple[float, float] | None:
-        """Return the shares of the batches that run through a client's own network and through one inside it."""
-        if not self.nested:
-            return None
-        return (1.0, 1.0) if self.nested_form == "beside" else (1 - self.nested, self.nested)
-
-    def learning_rate(self, round_number: int) -> float:
-        """Return the learning rate of round 1, 2, …; a milestone is the last round before a drop."""
-        return self.lr * self.lr_decay ** sum(round_number > milestone for milestone in self.milestones)
-
-
-class ServerConfig(Section):
-    """What the server makes of a round's mean: the mean itself, or a step towards it."""
-
-    optimizer: Literal["none", "momentum", "adam"] = "none"  # FedAvgM, FedAdam
-    lr: Annotated[float, Field(ge=0)] = 0.0  # of the server's steps; 0: 1 with momentum, 0.01 with adam
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # β of momentum
-    betas: tuple[Beta, Beta] = (0.9, 0.99)  # β₁ and β₂ of adam
-    tau: Annotated[float, Field(gt=0)] = 1e-3  # τ of adam: its degree of adaptivity
-
-    @property
-    def learning_rate(self) -> float:
-        return self.lr or (0.01 if self.optimizer == "adam" else 1.0)
 
 
 class EvaluationConfig(Section):

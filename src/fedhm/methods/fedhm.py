@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -56,7 +55,6 @@ class FedHMConfig(MethodConfig):
     aggregate: Aggregate = "models"  # updates: directions that a tier cannot carry are left alone; bands: and move as
     # fast as if those who can carry them were alone
     start: Literal["whole", "smallest"] = "whole"  # smallest: what lies beyond the smallest tier starts at 0
-    scale: Literal["even", "right"] = "even"  # which factor has the singular values
     form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
@@ -220,11 +218,7 @@ class FedHM(Method[FedHMState]):
         tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
         for layer, rank in plan.items():
             shape = state.weights[f"{layer}.weight"].shape
-            left, right = state.factors[layer].prefix(rank)
-            if self.config.scale == "right":
-                lengths = left.norm(dim=0).clamp(min=torch.finfo(left.dtype).tiny)
-                left, right = left / lengths, lengths[:, None] * right
-            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(left, right, shape)
+            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
         return tensors
 
     def _factorized(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedhm.config.settings import ServerConfig
+from fedhm.config.training import ServerConfig
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors
 from fedhm.server.flatten import Way, mapped

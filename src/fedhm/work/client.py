@@ -5,7 +5,7 @@ from functools import partial
 
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import find, make
-from fedhm.config.settings import TrainConfig
+from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.work.messages import Failure, Reply, Task, Update

@@ -9,7 +9,7 @@ For every batch one of the smaller tiers is drawn at random. With w = `train.nes
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.settings import TrainConfig
+from fedhm.config.training import TrainConfig
 from fedhm.lowrank.nested import inside_of
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import numpy_generator

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedhm.config.settings import TrainConfig
+from fedhm.config.training import TrainConfig
 from fedhm.networks.batchnorm import tracked_layers
 from fedhm.networks.exchange import Tensors
 from fedhm.work.bounds import Expected, moments, outside

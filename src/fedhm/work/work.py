@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from fedhm.config.plugins import find
-from fedhm.config.settings import TrainConfig
+from fedhm.config.training import TrainConfig
 from fedhm.networks.exchange import Tensors
 from fedhm.work.bounds import Expected
 from fedhm.work.client import Client
