@@ -155,13 +155,16 @@ def one_round(
         train(network, batches(client, ratio), held[client], settings)
         networks.append((hybrids[ratio], network))
         recovered.append({name: attrgetter(name)(network).detach() for name, _ in model.named_parameters()})
-    ratios = torch.tensor([ratio for _, ratio in participants], dtype=torch.float64)
-    alpha = torch.softmax(ratios / settings.temperature, 0)
+    owners, ratios = held[[client for client, _ in participants]], [ratio for _, ratio in participants]
+    if not settings.bands and max(ratios) < 1:  # published code: without a full client, the server's model is one more
+        recovered.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        owners, ratios = torch.cat([owners, torch.ones_like(owners[:1])]), [*ratios, 1.0]
+    alpha = torch.softmax(torch.tensor(ratios, dtype=torch.float64) / settings.temperature, 0)
     if settings.bands:
         with torch.no_grad():
             by_bands = merge_bands(model, networks, alpha)
         recovered = [full | by_bands for full in recovered]  # the mean of one and the same is itself
-    merge(model, recovered, alpha, held[[c for c, _ in participants]])
+    merge(model, recovered, alpha, owners)
 
 
 def small_network() -> nn.Sequential:

@@ -25,6 +25,13 @@ def test_fedhm_is_the_presets_own_method() -> None:
     method = named("fedhm", config=config)["fedhm"].method
     assert method == config.method.model_dump(mode="json")
     assert named("fedhm-updates", config=config)["fedhm-updates"].method == {**method, "aggregate": "updates"}
+    assert named("fedhm-paper", config=config)["fedhm-paper"].method == method
+
+
+def test_fedhm_as_it_is_now_stands_beside_the_papers() -> None:
+    found = named("fedhm", "fedhm-paper", config=load_config("digits", ()))
+    assert (found["fedhm"].method["aggregate"], found["fedhm"].method["start"]) == ("bands", "smallest")
+    assert found["fedhm-paper"].method == {**found["fedhm"].method, "aggregate": "models", "start": "whole"}
 
 
 def test_another_methods_preset_is_compared_with_fedhms_defaults() -> None:
@@ -55,7 +62,7 @@ def test_families_have_an_entry_for_each_size_below_the_full_model() -> None:
         "lowrank:1/2", "lowrank:1/4", "lowrank:1/8", "slimmed:0.62", "slimmed:0.5", "slimmed:0.35",
     ]  # fmt: skip
     low_rank = named("lowrank:0.125")["lowrank:1/8"].method
-    assert low_rank == {"name": "fedhm", "tiers": ["0.125"], "keep": 3}
+    assert low_rank == {"name": "fedhm", "tiers": ["0.125"], "keep": 3, "aggregate": "models", "start": "whole"}
     assert named("slimmed:.35")["slimmed:0.35"].method == {"name": "slimmed", "width": ".35"}
 
 
@@ -77,7 +84,7 @@ def test_the_same_entry_is_there_once() -> None:
     ("name", "sentence"),
     [
         ("heteroffl", "there is no 'heteroffl', did you mean 'heterofl'"),
-        ("x", "known are fedhm, fedhm-updates"),
+        ("x", "known are fedhm, fedhm-paper, fedhm-updates"),
         ("fedhm:1/2", "only lowrank and slimmed are followed by a colon"),
     ],
 )

@@ -92,6 +92,7 @@ def _config(weighting: str, heterogeneity: str, aggregate: str = "models") -> Co
                 "weighting": weighting,
                 "temperature": 0.5,
                 "aggregate": aggregate,
+                "start": "whole",
             },
             "engine": {"threads": 1},
         }

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,13 @@ from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.work.messages import Participant, Task, Update
 
 TIERS = ("full", "1/2", "1/4", "1/8")
+PAPER = {"aggregate": "models", "start": "whole"}
 both_forms = pytest.mark.parametrize("form", ["spatial", "pufferfish"])
+
+
+def paper(settings: Mapping[str, object]) -> FedHMConfig:
+    """FedHM as in the paper, with some settings changed."""
+    return FedHMConfig.model_validate({**PAPER, **settings})
 
 
 def start(method: Method, model: nn.Module) -> State:
@@ -55,7 +61,7 @@ def round_of(method: Method, state: State, tiers: Sequence[str]) -> list[Task]:
 @both_forms
 def test_each_tier_is_sent_the_truncated_decomposition(form: Form) -> None:
     model = small_model()
-    method = FedHM(model, FedHMConfig(keep=1, form=form))
+    method = FedHM(model, paper({"keep": 1, "form": form}))
     state = start(method, model)
     for tier in TIERS:
         network = load(method.network(tier), method.weights(state, tier))
@@ -70,7 +76,7 @@ def test_each_tier_is_sent_the_truncated_decomposition(form: Form) -> None:
 @pytest.mark.parametrize("weighting", ["uniform", "samples", "softmax", "softmax-inverse"])
 def test_models_are_recovered_and_averaged_by_weight(weighting: str, form: Form) -> None:
     model = small_model().double()
-    config = FedHMConfig.model_validate({"weighting": weighting, "temperature": 2.0, "form": form})
+    config = paper({"weighting": weighting, "temperature": 2.0, "form": form})
     method = FedHM(model, config)
     state = start(method, model)
     updates = [answer(task, samples=task.client + 1) for task in round_of(method, state, TIERS)]
@@ -91,26 +97,41 @@ def test_models_are_recovered_and_averaged_by_weight(weighting: str, form: Form)
 
 def test_the_papers_weights_and_those_of_published_code() -> None:
     def weights(name: str) -> list[float]:
-        config = FedHMConfig.model_validate({"weighting": name, "temperature": 5})
+        config = paper({"weighting": name, "temperature": 5})
         raw = [_weight(config, ratio, 1) for ratio in (1, 1 / 2, 1 / 4, 1 / 8)]
         return [round(value / sum(raw), 3) for value in raw]
 
     assert weights("softmax") == [0.277, 0.251, 0.239, 0.233]
     assert weights("softmax-inverse") == [0.383, 0.313, 0.210, 0.094]
     assert weights("uniform") == [0.25] * 4
-    infinite = FedHMConfig.model_validate({"weighting": "softmax", "temperature": math.inf})
+    infinite = paper({"weighting": "softmax", "temperature": math.inf})
     assert _weight(infinite, 0.125, 1) == _weight(infinite, 1, 1)
 
 
 def test_a_temperature_at_which_small_tiers_vanish_is_refused() -> None:
     with pytest.raises(FedhmError, match="leaves the smallest tier without weight"):
-        FedHM(small_model(), FedHMConfig(weighting="softmax", temperature=0.01))
+        FedHM(small_model(), paper({"weighting": "softmax", "temperature": 0.01}))
+
+
+@pytest.mark.parametrize(("tiers", "own"), [(["1/2", "1/8"], True), (["full", "1/8"], False)])
+def test_without_a_client_of_the_largest_tier_the_servers_model_is_one_more(tiers: list[str], own: bool) -> None:
+    model = small_model().double()
+    method = FedHM(model, paper({"weighting": "softmax", "temperature": 0.5}))
+    state = start(method, model)
+    updates = [answer(task) for task in round_of(method, state, tiers)]
+    merged = method.merge(state, iter(updates), 1)
+    ratios = {"full": 1.0, "1/2": 1 / 2, "1/8": 1 / 8}
+    models = [(ratios[u.tier], recovered(method, u)) for u in updates] + [(1.0, state.weights)] * own
+    alphas = torch.softmax(torch.tensor([ratio / 0.5 for ratio, _ in models], dtype=torch.float64), 0)
+    for name, tensor in merged.weights.items():
+        expected = sum(alpha * each[name] for alpha, (_, each) in zip(alphas, models, strict=True))
+        torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-9)
 
 
 @both_forms
 def test_the_update_form_adds_what_clients_changed(form: Form) -> None:
     model = small_model().double()
-    method = FedHM(model, FedHMConfig(aggregate="updates", form=form))
+    method = FedHM(model, paper({"aggregate": "updates", "form": form}))
     state = start(method, model)
     tasks = round_of(method, state, TIERS)
     updates = [answer(task) for task in tasks]
@@ -129,7 +150,7 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
     tail: dict[str, float] = {}
     energies: dict[str, list[float]] = {"models": [], "updates": []}
     for form in ("models", "updates"):
-        method = FedHM(model, FedHMConfig.model_validate({"aggregate": form}))
+        method = FedHM(model, paper({"aggregate": form}))
         state = start(method, model)
         before = truncation_error(state.factors["7"].spectrum, 12)  # beyond the largest low rank, 24 / 2
         for _ in range(2):
@@ -151,7 +172,7 @@ def test_untrained_directions_collapse_in_the_model_form_only() -> None:
 def test_all_clients_at_full_rank_is_fedavg_bit_for_bit(seed: int, counts: list[int]) -> None:
     model = small_model(seed % 7)
     for weighting in ("uniform", "samples"):
-        fedhm = FedHM(model, FedHMConfig.model_validate({"weighting": weighting}), Setup("9"))
+        fedhm = FedHM(model, paper({"weighting": weighting}), Setup("9"))
         fedavg = FedAvg(model, FedAvgConfig.model_validate({"weighting": weighting}), Setup("9"))
         merged = []
         for method in (fedhm, fedavg):
@@ -177,7 +198,7 @@ def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) 
 @pytest.mark.parametrize("weighting", ["uniform", "samples", "softmax"])
 @pytest.mark.parametrize("aggregate", ["models", "updates"])
 def test_warm_up_rounds_are_fedavg_bit_for_bit(federation: Federation, weighting: str, aggregate: str) -> None:
-    fedhm = {"name": "fedhm", "warmup": 3, "weighting": weighting, "aggregate": aggregate}
+    fedhm = {"name": "fedhm", **PAPER, "warmup": 3, "weighting": weighting, "aggregate": aggregate}
     fedavg = {"name": "fedavg", "weighting": "samples" if weighting == "samples" else "uniform"}
     warm, plain = (
         assemble(small_model(), federation, small_config(method=method, train={"rounds": 3})).run()
@@ -197,7 +218,7 @@ def test_warm_up_rounds_are_fedavg_bit_for_bit(federation: Federation, weighting
 @pytest.mark.parametrize("tiers", [(1.0, 1 / 2, 1 / 4), (1 / 2, 1 / 4)])
 def test_after_the_warm_up_every_tier_trains_its_own_network(tiers: tuple[float, ...]) -> None:
     model = small_model()
-    method = FedHM(model, FedHMConfig(tiers=tiers, warmup=2))
+    method = FedHM(model, paper({"tiers": tiers, "warmup": 2}))
     participants = [Participant(number, tier) for number, tier in enumerate(method.tiers)]
     state = start(method, model)
     for round_number in (1, 2, 3, 4):
@@ -228,7 +249,7 @@ def test_a_run_without_a_full_tier_warms_up_on_the_full_network(federation: Fede
 @pytest.mark.parametrize("aggregate", ["models", "updates"])
 def test_a_whole_run_in_pufferfishs_form(federation: Federation, tmp_path: Path, aggregate: str) -> None:
     settings: dict[str, dict[str, object]] = {
-        "method": {"form": "pufferfish", "aggregate": aggregate},
+        "method": {"form": "pufferfish", "start": "whole", "aggregate": aggregate},
         "train": {"rounds": 8, "epochs": 3, "batch": 8, "lr": 0.05},
         "evaluation": {"every": 8},
         "engine": {"threads": 1},
@@ -246,7 +267,7 @@ def test_a_whole_run_in_pufferfishs_form(federation: Federation, tmp_path: Path,
 
 def test_classifier_rows_come_from_those_who_hold_the_label() -> None:
     model = small_model()
-    method = FedHM(model, FedHMConfig(), Setup("9"))
+    method = FedHM(model, paper({}), Setup("9"))
     state = start(method, model)
     tasks = round_of(method, state, ["full", "1/8"])
     updates = [answer(tasks[0], labels=(0, 1)), answer(tasks[1], labels=(1, 2))]
@@ -260,7 +281,7 @@ def test_classifier_rows_come_from_those_who_hold_the_label() -> None:
 
 def test_diagnostics_are_zero_without_truncation_and_positive_with() -> None:
     model = small_model()
-    method = FedHM(model, FedHMConfig())
+    method = FedHM(model, paper({}))
     state = start(method, model)
     alone = method.merge(state, (answer(t) for t in round_of(method, state, ["full", "full"])), 1).diagnostics
     mixed = method.merge(state, (answer(t) for t in round_of(method, state, TIERS)), 1).diagnostics
@@ -273,7 +294,7 @@ def test_diagnostics_are_zero_without_truncation_and_positive_with() -> None:
 @both_forms
 def test_diagnostics_tell_what_lies_beyond_each_tier(form: Form) -> None:
     model = small_model().double()
-    method = FedHM(model, FedHMConfig(form=form))
+    method = FedHM(model, paper({"form": form}))
     state = start(method, model)
     merged = method.merge(state, (answer(t) for t in round_of(method, state, TIERS)), 1)
     found = {name: value for name, value in merged.diagnostics.items() if name.startswith("energy_beyond/")}
@@ -292,7 +313,7 @@ def test_merging_folds_one_update_at_a_time() -> None:
     import weakref
 
     model = small_model()
-    method = FedHM(model, FedHMConfig())
+    method = FedHM(model, paper({}))
     state = start(method, model)
     alive: list[weakref.ref[Update]] = []
 
@@ -311,7 +332,7 @@ def test_merging_folds_one_update_at_a_time() -> None:
 
 def test_a_model_with_nothing_to_factorize_is_an_error() -> None:
     with pytest.raises(FedhmError, match=r"nothing to factorize for tier 1/2(.|\n)*the classifier"):
-        FedHM(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), FedHMConfig())
+        FedHM(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), paper({}))
     with pytest.raises(FedhmError, match="nothing to factorize"):
         FedAvg(nn.Linear(4, 2), FedAvgConfig(tier=0.5))
 

@@ -26,7 +26,9 @@ both_forms = pytest.mark.parametrize("form", ["spatial", "pufferfish"])
 
 def method_of(dtype: torch.dtype = torch.float64, nested: tuple[float, float] | None = None, **config: object) -> FedHM:
     model = small_model().to(dtype)
-    return FedHM(model, FedHMConfig.model_validate({"aggregate": "bands", **config}), Setup(nested=nested))
+    return FedHM(
+        model, FedHMConfig.model_validate({"aggregate": "bands", "start": "whole", **config}), Setup(nested=nested)
+    )
 
 
 def begun(method: FedHM) -> FedHMState:
@@ -110,7 +112,7 @@ def test_with_one_tier_only_bands_are_updates_bit_for_bit(seed: int, count: int,
 def test_with_full_clients_only_bands_are_fedavg_bit_for_bit() -> None:
     merged = []
     model = small_model()
-    for method in (FedHM(model, FedHMConfig(aggregate="bands"), Setup("9")), FedAvg(model, FedAvgConfig(), Setup("9"))):
+    for method in (FedHM(model, FedHMConfig(start="whole"), Setup("9")), FedAvg(model, FedAvgConfig(), Setup("9"))):
         state = method.start(exchanged(model))
         tasks = method.tasks(state, [Participant(number, "full") for number in range(3)], 1)
         merged.append(method.merge(state, [answer(task) for task in tasks], 1).weights)

@@ -14,22 +14,29 @@ def fan_in(layer: nn.Module) -> int:
     return layer.weight[0].numel()  # type: ignore[union-attr,index]
 
 
+def fan_out(layer: nn.Module) -> int:
+    return layer.weight[:, 0].numel()  # type: ignore[union-attr,index]
+
+
 def layers(network: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Linear)}
 
 
 @pytest.mark.parametrize("make", [lambda: cnn(width=2), lambda: resnet18(100, width=0.5)], ids=["cnn", "resnet18"])
 @pytest.mark.parametrize("again", [False, True])
-def test_convolutional_networks_begin_with_variance_two_over_inputs(make: object, again: bool) -> None:
+def test_convolutions_begin_with_variance_two_over_outputs(make: object, again: bool) -> None:
     torch.manual_seed(0)
     network = make()  # type: ignore[operator]
     if again:
         before = exchanged(network)["conv1.weight"].clone()
         assert not torch.equal(exchanged(initialise(network))["conv1.weight"], before)
     for name, layer in layers(network).items():
+        if not isinstance(layer, nn.Conv2d):
+            assert layer.weight.abs().max().item() <= fan_in(layer) ** -0.5, name  # torch's own
+            continue
         weight = layer.weight.detach().double()
         deviations = 4 / (2 * weight.numel()) ** 0.5  # four standard errors of a sample's deviation
-        assert weight.std().item() == pytest.approx((2 / fan_in(layer)) ** 0.5, rel=deviations), name
+        assert weight.std().item() == pytest.approx((2 / fan_out(layer)) ** 0.5, rel=deviations), name
     for layer in network.modules():
         if isinstance(layer, nn.BatchNorm2d):
             assert torch.equal(layer.weight, torch.ones_like(layer.weight))
@@ -38,8 +45,8 @@ def test_convolutional_networks_begin_with_variance_two_over_inputs(make: object
 
 def test_the_weights_are_root_six_times_torchs() -> None:
     torch.manual_seed(0)
-    ours = cnn(width=4).hidden.weight.std().item()
-    assert ours / nn.Linear(512, 512).weight.std().item() == pytest.approx(6**0.5, rel=0.01)
+    ours = resnet18().layer4[1].conv1.weight.std().item()
+    assert ours / nn.Conv2d(512, 512, 3).weight.std().item() == pytest.approx(6**0.5, rel=0.01)
 
 
 @pytest.mark.parametrize("make", [small_model, mlp], ids=["own", "mlp"])

@@ -43,7 +43,7 @@ def test_a_line_for_each_run_and_tier(
     federation: Federation, tmp_path: Path, drawn: list[matplotlib.figure.Figure]
 ) -> None:
     plain = finished(federation, "plain", name="fedavg")
-    runs = [finished(federation, "paper"), plain, finished(federation, "cure", aggregate="updates")]
+    runs = [finished(federation, "paper", aggregate="models"), plain, finished(federation, "cure", aggregate="updates")]
     path = tmp_path / "energy.png"
     assert save_collapse_plot(runs, path) == path
     assert path.stat().st_size > 1000

@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--data",
-        type=one_of("--data", "iid", "dirichlet"),
-        metavar="iid|dirichlet",
+        type=one_of("--data", "iid", "dirichlet", "by-tier"),
+        metavar="iid|dirichlet|by-tier",
         help="how the samples are dealt out to the clients",
     )
     parser.add_argument(

@@ -25,6 +25,15 @@ class Factors(NamedTuple):
     def prefix(self, rank: int) -> tuple[Tensor, Tensor]:
         return self.left[:, :rank], self.right[:rank]
 
+    def cut(self, rank: int) -> "Factors":
+        """Return the decomposition of the matrix without what is beyond `rank`, which can still be learnt.
+
+        As in LoRA, one factor of such a direction is 0 and the other is not: with both at 0 it would never move.
+        """
+        right, spectrum = self.right.clone(), self.spectrum.clone()
+        right[rank:], spectrum[rank:] = 0, 0
+        return Factors(self.left, right, spectrum)
+
 
 def factorize(matrix: Tensor, rank: int) -> Factors:
     """Decompose `matrix` (M, N) exactly, and keep its `rank` largest directions and all its singular values."""

@@ -6,9 +6,12 @@ one of the round before:
     tasks    tier γ gets the dense layers of W and the first r_γ directions of L R
     merge    W ← Σ αₚ recoveredₚ / Σ αₚ,  recoveredₚ = Uₚ Vₚᵀ or the dense weight of a full client     (models)
              W ← W + Σ αₚ (recoveredₚ − sentₚ) / Σ αₚ                                                (updates)
+             the same, each band of a change averaged over those whose rank reaches it               (bands)
 
 The paper averages models. Directions beyond a tier's rank then shrink every round by the share of the clients that
-could not carry them; averaging updates leaves them alone.
+could not carry them. Averaging updates leaves them alone, but trains them at that share of the speed; by bands they
+move as fast as if those who can carry them were alone. There, clients of larger tiers also train smaller ones inside
+theirs (`train.nested`), so that a smaller tier's network is one that was trained, and not what truncation leaves.
 
 In warm-up rounds every tier trains the full network, with the weight of γ = 1: the best directions are found before
 anything is cut off.
@@ -43,6 +46,7 @@ from fedhm.work.messages import Participant, Task, Update
 from fedhm.work.nested import BASIS
 
 FULL = tier_name(1)
+PAPER: Settings = {"aggregate": "models", "start": "whole"}
 NESTED = "nested "  # before a tier: its network with the smaller tiers inside
 
 
@@ -52,9 +56,10 @@ class FedHMConfig(MethodConfig):
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
-    aggregate: Aggregate = "models"  # updates: directions that a tier cannot carry are left alone; bands: and move as
-    # fast as if those who can carry them were alone
-    start: Literal["whole", "smallest"] = "whole"  # smallest: what lies beyond the smallest tier starts at 0
+    aggregate: Aggregate = "bands"  # the paper: models
+    start: Literal["whole", "smallest"] = (
+        "smallest"  # of the factorized layers: at the smallest tier's rank; the paper: whole
+    )
     form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
@@ -65,7 +70,8 @@ class FedHMConfig(MethodConfig):
     def entries(cls) -> Sequence[NamedEntry | Family]:
         return [
             NamedEntry("fedhm", lambda sizes: sizes.fedhm),
-            NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, "aggregate": "updates"}),
+            NamedEntry("fedhm-paper", lambda sizes: {**sizes.fedhm, **PAPER}),
+            NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, **PAPER, "aggregate": "updates"}),
             *(NamedEntry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
             NamedEntry("pufferfish", _pufferfish),
             Family("lowrank", lambda sizes: sorted(set(sizes.ratios), reverse=True), _low_rank, tier_name),
@@ -99,7 +105,7 @@ def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
 
 def _low_rank(sizes: Sizes, ratio: float | str) -> Settings:
     """Return the settings with which FedHM trains one tier on all clients."""
-    return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep}
+    return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep, **PAPER}
 
 
 def _pufferfish(sizes: Sizes) -> Settings:
@@ -126,32 +132,19 @@ class FedHM(Method[FedHMState]):
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
         self._model = model
+        self._nested = setup.nested if config.aggregate == "bands" else None
         plans, layers = self.plans.values(), dict.fromkeys(layer for plan in self.plans.values() for layer in plan)
         # the largest rank that any tier asks for
         self._largest = {layer: max(plan.get(layer, 0) for plan in plans) for layer in layers}
 
     def start(self, weights: Tensors) -> FedHMState:
         factors, _ = self._factorized(weights)
-        return (
-            self._at_the_smallest_rank(weights, factors)
-            if self.config.start == "smallest"
-            else FedHMState(weights, factors)
-        )
-
-    def _at_the_smallest_rank(self, weights: Tensors, factors: Mapping[str, Factors]) -> FedHMState:
-        """Return the state in which whatever the smallest tier cannot carry is 0, but can be learnt by all others.
-
-        As in LoRA, one factor of such a direction is 0 and the other is not: with both at 0 it would never move.
-        """
-        smallest = self.plans[self.tiers[-1]]
-        kept, cut = dict(weights), dict(factors)
-        for layer, rank in smallest.items():
-            left, right, spectrum = factors[layer]
-            right, spectrum = right.clone(), spectrum.clone()
-            right[rank:], spectrum[rank:] = 0, 0
-            cut[layer] = Factors(left, right, spectrum)
-            kept[f"{layer}.weight"] = roll(left @ right, weights[f"{layer}.weight"].shape)
-        return FedHMState(kept, cut)
+        if self.config.start == "smallest" and not self.config.warmup:  # which is to find the best directions
+            for layer, rank in self.plans[self.tiers[-1]].items():
+                factors[layer] = factors[layer].cut(rank)
+                cut = roll(factors[layer].left @ factors[layer].right, weights[f"{layer}.weight"].shape)
+                weights = {**weights, f"{layer}.weight": cut}
+        return FedHMState(weights, factors)
 
     def tasks(self, state: FedHMState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         warm = round_number <= self.config.warmup
@@ -164,9 +157,11 @@ class FedHM(Method[FedHMState]):
     def _sent(self, state: FedHMState, tier: str, *, nested: bool) -> tuple[str, str, Tensors]:
         """Return what a tier's clients are to do, with which network, and its tensors."""
         weights = self.weights(state, tier)
-        if not nested or self._setup.nested is None or not (smaller := self._smaller(tier)):
+        smaller = self._smaller(tier) if nested and self._nested else []
+        if not smaller:
             return "train", tier, weights
-        ranks = {layer: max(p[layer] for p in smaller) for layer in smaller[0] if layer not in self.plans[tier]}
+        layers = {layer for plan in smaller for layer in plan} - self.plans[tier].keys()
+        ranks = {layer: max(plan.get(layer, 0) for plan in smaller) for layer in sorted(layers)}
         bases = {f"{BASIS}{layer}": directions(state.factors[layer]).left[:, :r] for layer, r in ranks.items()}
         return "nested", f"{NESTED}{tier}", weights | bases
 
@@ -178,16 +173,17 @@ class FedHM(Method[FedHMState]):
         mean = RecoveredMean(
             state.weights, state.factors, self.config.aggregate, self.config.form, self._setup.classifier
         )
-        ranks: list[RankPlan] = []
-        kappa_uv = 0.0
+        samples: list[int] = []
         for update in updates:
             tier = update.network.removeprefix(NESTED)
-            ranks.append(self.plans[tier])
-            weight = _weight(self.config, self.ratios[tier], update.samples)
-            kappa_uv = max(kappa_uv, mean.fold(update, tier, self.plans[tier], weight))
+            samples.append(update.samples)
+            mean.fold(update, tier, self.plans[tier], _weight(self.config, self.ratios[tier], update.samples))
+        if self.config.aggregate == "models" and samples and not mean.folded & {FULL, self.tiers[0]}:
+            # published code: without a client of the largest tier, the server's own model is one more
+            mean.fold_own(_weight(self.config, 1.0, sum(samples) // len(samples)))
         weights, unrolled = mean.result()
-        kappa_1, kappa_2 = layer_constants(state.weights, state.factors, ranks, self.config.form)
-        diagnostics = {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
+        kappa_1, kappa_2 = layer_constants(state.weights, state.factors, mean.ranks, self.config.form)
+        diagnostics = {"kappa_uv": mean.kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
         if self._setup.optimizer_follows:  # what it leaves of the mean is to be decomposed
             return FedHMState(weights, state.factors, diagnostics=diagnostics)
         return self._decomposed(weights, unrolled, state, diagnostics)
@@ -207,11 +203,11 @@ class FedHM(Method[FedHMState]):
     def network(self, name: str) -> nn.Module:
         tier = name.removeprefix(NESTED)
         network = to_hybrid(self._model, self.plans[tier], spectral=False)
-        if tier == name or self._setup.nested is None:
+        if tier == name or self._nested is None:
             return network
         plans = self._smaller(tier)
         smaller = [to_hybrid(self._model, plan, spectral=False) for plan in plans]
-        return contain(network, Inside(smaller, plans), *self._setup.nested)
+        return contain(network, Inside(smaller, plans), *self._nested)
 
     def weights(self, state: FedHMState, tier: str) -> Tensors:
         plan = self.plans[tier]

@@ -1,7 +1,7 @@
 """The mean of client models of different ranks, recovered to full shape: of the models, their changes, or by bands."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Literal
 
 from torch import Tensor
@@ -42,24 +42,35 @@ class RecoveredMean:
         self._means: dict[str, WeightedMean] = {}  # by network; without bands they are all one
         self._plans: dict[str, RankPlan] = {}
         self._influence: dict[str, float] = defaultdict(float)
+        self.ranks: list[RankPlan] = []  # of each update
+        self.kappa_uv = 0.0
 
-    def fold(self, update: Update, tier: str, plan: RankPlan, weight: float) -> float:
-        """Add the model that a client trained, of a tier's ranks, to the mean and return its κ_UV."""
+    @property
+    def folded(self) -> Set[str]:
+        """Return the tiers of which models were folded in."""
+        return self._plans.keys()
+
+    def fold(self, update: Update, tier: str, plan: RankPlan, weight: float) -> None:
+        """Add the model that a client trained, of a tier's ranks, to the mean."""
         apart = self._aggregate == "bands"
         mean = self._means.setdefault(tier, WeightedMean(self._weights) if apart else self._whole)
         self._plans[tier] = plan
         self._influence[tier] += weight
+        self.ranks.append(plan)
         rows = trained_rows(update, self._classifier)
-        norm = 0.0
         for layer in plan:
             u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]
             mean.add_product(f"{layer}.weight", *join(u, v), weight)
-            norm = max(norm, largest_norm((u, v)))
+            self.kappa_uv = max(self.kappa_uv, largest_norm((u, v)))
         for name, tensor in update.tensors.items():
             layer, _, part = name.rpartition(".")
             if part not in ("u", "v") or layer not in plan:
                 mean.add(name, tensor, weight, rows if layer == self._classifier else None)
-        return norm
+
+    def fold_own(self, weight: float) -> None:
+        """Add the server's own model to the mean, as if a client had returned it as it was."""
+        for name, tensor in self._weights.items():
+            self._whole.add(name, tensor, weight)
 
     def result(self) -> tuple[Tensors, Tensors]:
         """Return the means, and those of factorized layers in unrolled form where that is there already; once."""

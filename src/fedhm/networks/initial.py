@@ -5,14 +5,14 @@ from torch.nn.modules.conv import _ConvNd
 
 
 def he_normal(network: nn.Module) -> None:
-    """Draw the weights of convolutions and Linear layers from N(0, 2 / inputs); all else stays as it is.
+    """Draw the weights of convolutions from N(0, 2 / (outputs · kernel size)); all else stays as it is.
 
-    FedHM's published networks begin like this in every method. Torch's own weights are √6 times smaller, so factors,
-    whose gradients grow with each other, would learn more slowly at first.
+    Torch's own weights are √6 times smaller, so factors, whose gradients grow with each other, would learn more slowly
+    at first.
     """
     for layer in network.modules():
-        if isinstance(layer, _ConvNd | nn.Linear):
-            nn.init.kaiming_normal_(layer.weight)
+        if isinstance(layer, _ConvNd):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
 def initialise(network: nn.Module) -> nn.Module:
