@@ -155,7 +155,7 @@ def test_a_minimum_that_no_round_can_reach_is_refused_at_once(federation: Federa
 
 def test_all_tiers_statistics_are_one_exchange(federation: Federation) -> None:
     _, runs = run(federation, lambda *_: False, train={"rounds": 1})
-    assert [{task.kind for task in tasks} for tasks in runs] == [{"train"}, {"statistics"}]
+    assert [{task.kind for task in tasks} for tasks in runs] == [{"train", "nested"}, {"statistics"}]
     assert [task.network for task in runs[1]] == [tier for tier in LEVELS for _ in range(4)]
 
 

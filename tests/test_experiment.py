@@ -74,7 +74,7 @@ def test_every_tier_learns(federation: Federation) -> None:
 
 
 def test_records_tell_what_was_sent_computed_and_measured(federation: Federation) -> None:
-    result = run(federation, evaluation={"every": 2}, train={"rounds": 3, "epochs": 2})
+    result = run(federation, evaluation={"every": 2}, train={"rounds": 3, "epochs": 2, "nested": 0})
     assert [bool(record.scores) for record in result.records] == [False, True, True]
     for record in result.records:
         assert len(record.participants) == 4
@@ -94,7 +94,7 @@ def test_records_tell_what_was_sent_computed_and_measured(federation: Federation
 
 
 def test_running_averages_are_used_until_statistics_are_gathered(federation: Federation) -> None:
-    result = run(federation, evaluation={"static_from": 1})
+    result = run(federation, evaluation={"static_from": 1}, train={"nested": 0})
     first, second = result.records
     assert first.statistics.clients == 0
     assert second.statistics.clients == 16
@@ -120,7 +120,7 @@ def test_a_loss_that_became_nan_names_client_and_round(federation: Federation) -
 
 class Hostile(Meddling):
     def meddle(self, reply: Reply) -> Reply:
-        if isinstance(reply, Update) and reply.kind == "train" and reply.client % 4 == 1:
+        if isinstance(reply, Update) and reply.kind in ("train", "nested") and reply.client % 4 == 1:
             return replace(reply, tensors={n: t * float("nan") for n, t in reply.tensors.items()})
         if reply.client % 4 == 2:
             return Failure(reply.client, "it caught fire", reply.position)
@@ -131,8 +131,8 @@ def test_bad_updates_cost_only_themselves(federation: Federation) -> None:
     sections = {"federation": {"participation": 1.0}, "train": {"on_bad_update": "drop", "rounds": 2}}
     result = run(federation, Hostile, **sections)
     reasons = {(entry["client"], entry["kind"]): entry["reason"] for entry in result.records[0].dropped}
-    assert reasons[2, "train"] == reasons[6, "statistics"] == "it caught fire"
-    assert "NaN" in reasons[1, "train"]
+    assert reasons[2, "nested"] == reasons[6, "statistics"] == "it caught fire"
+    assert "NaN" in reasons[1, "nested"]
     assert (1, "statistics") not in reasons
     assert all(score.loss < 100 for score in result.scores.values())
     with pytest.raises(FedhmError, match=r"client 1 .* round 1 cannot be used"):

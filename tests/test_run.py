@@ -70,7 +70,7 @@ def test_watchers_are_told_of_every_task_and_round() -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
     data = (torch.randn(10, 4), torch.arange(10) % 2)
     settings = {
-        "train": {"rounds": 2},
+        "train": {"rounds": 2, "nested": 0},
         "method": {"tiers": [1, "1/4"]},
         "federation": {"participation": 1.0},
         "engine": {"threads": 1},

@@ -43,14 +43,14 @@ def test_paper_presets_have_the_papers_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["cifar10", "cifar100"])
-def test_presets_for_many_seeds_are_small_and_everybody_takes_part(source: str) -> None:
+def test_presets_for_many_seeds_are_small(source: str) -> None:
     config = load_config(f"{source}-tiers")
     assert config.data is not None
     assert config.model is not None
     assert isinstance(config.method, FedHMConfig)
     assert (config.data.source, config.data.partition, config.data.downscale) == (source, "iid", 2)
-    assert config.data.train_samples == 500 * config.federation.clients
-    assert (config.federation.clients, config.federation.per_round(20)) == (20, 20)
+    assert (config.federation.clients, config.federation.per_round(20)) == (20, 10)
+    assert (config.server.optimizer, config.method.aggregate, config.method.start) == ("momentum", "bands", "smallest")
     assert config.method.tiers == (1, 0.5, 0.25, 0.125)
     assert config.model.name == "resnet10"
 

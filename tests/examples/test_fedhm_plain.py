@@ -84,7 +84,15 @@ def _config(weighting: str, heterogeneity: str, aggregate: str = "models") -> Co
         {
             "seed": SEED,
             "federation": {"clients": CLIENTS, "participation": 0.5, "heterogeneity": heterogeneity},
-            "train": {"rounds": 5, "epochs": 2, "batch": 16, "lr": 0.05, "weight_decay": 0.01, "frobenius_decay": 0.02},
+            "train": {
+                "rounds": 5,
+                "epochs": 2,
+                "batch": 16,
+                "lr": 0.05,
+                "weight_decay": 0.01,
+                "frobenius_decay": 0.02,
+                "nested": 0,
+            },
             "method": {
                 "name": "fedhm",
                 "tiers": TIERS,

@@ -186,13 +186,15 @@ def test_what_a_full_client_trains_inside_is_the_smaller_tier_itself() -> None:
         network = load(method.network(task.network), Nested().loaded(task))
         bases = {n.removeprefix(BASIS): t for n, t in task.tensors.items() if n.startswith(BASIS)}
         assert bool(bases) == (tier == "full")
-        inside = inside_of(network)
+        inside, before = inside_of(network), [buffer.clone() for buffer in network.buffers()]
         for number, smaller in enumerate(TIERS[TIERS.index(tier) + 1 :]):
             alone = load(method.network(smaller), method.weights(state, smaller)).train()
             found = inside.forward(number, network.train(), bases, x)
             torch.testing.assert_close(found, alone(x), rtol=1e-8, atol=1e-8)
             found.sum().backward()
             assert all(p.grad is not None for p in network.parameters())
+            # running averages are not those of the network inside
+            assert all(torch.equal(b, old) for b, old in zip(network.buffers(), before, strict=True))
     assert tasks_of(method, state, ["1/8"])[0].kind == "train"
 
 

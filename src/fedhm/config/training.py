@@ -27,12 +27,8 @@ class TrainConfig(Section):
     frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
     decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
     masked_loss: bool = True  # logits of labels that a client does not hold count as 0
-    nested: Annotated[float, Field(ge=0, le=1)] = (
-        0.0  # of FedHM: how much clients also train smaller tiers inside theirs
-    )
-    nested_form: Literal["beside", "instead"] = (
-        "beside"  # on every batch, or on this share of them in place of their own
-    )
+    nested: Annotated[float, Field(ge=0, le=1)] = 0.5  # of FedHM by bands: how much a client trains smaller tiers, too
+    nested_form: Literal["beside", "instead"] = "beside"  # on every batch, or on this share of them and not its own
     clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
     max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
     on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower

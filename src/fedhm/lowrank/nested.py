@@ -30,7 +30,8 @@ class Inside:
         Gradients go to the weights of `network`, of which it is a part.
         """
         inner, plan = self.networks[number].train(network.training), self.plans[number]
-        own: dict[str, Tensor] = dict(network.named_parameters()) | dict(network.named_buffers())
+        # its running averages are those of what it sees itself: the inner network's go into copies
+        own = dict(network.named_parameters()) | {name: buffer.clone() for name, buffer in network.named_buffers()}
         parts = {n: t for n, t in own.items() if n.rpartition(".")[0] not in plan or n.endswith(".bias")}
         for layer, rank in plan.items():
             parts[f"{layer}.u"], parts[f"{layer}.v"] = _leading(layer, rank, own, bases, plan)

@@ -15,44 +15,47 @@ from fedhm.report.sheets import Sheet, readable_bytes, readable_macs, rich_table
 from fedhm.work.messages import Participant, Task
 from fedhm.work.work import work_of
 
-COLUMNS = ("tier", "parameters", "MACs/sample", "in training", "bytes each way", "training memory")
+TIER, PARAMETERS, MACS, TRAINING = "tier", "parameters", "MACs/sample", "in training"
+BOTH, DOWN, UP, MEMORY = "bytes each way", "bytes down", "up", "training memory"
 
 
 def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, shape: tuple[int, ...]) -> Table:
-    """Return what each tier costs: a client that trains several networks holds one at a time, and exchanges all.
-
-    The MACs of training are told apart where they are not those of the tier's network.
-    """
+    """Return what each tier costs: a client that trains several networks holds one at a time, and exchanges all."""
     state = method.start(exchanged(model))
     macs = cache(lambda network: measure(method.network(network), shape).macs)
-    rows: list[list[str]] = []
-    differ = False
+    rows: list[dict[str, str]] = []
     for tier in method.tiers:
         cost = measure(method.network(tier), shape)
         tasks = list(method.tasks(state, [Participant(0, tier)], config.train.rounds))  # after a warm-up
-        training = sum(macs(task.network) for task in tasks)
-        differ |= training != cost.macs
-        sent = _both_ways(_bytes(method, tasks, config.evaluation.static_from == 0))
-        memory = readable_bytes(_memory(method, tasks, config, shape))
-        numbers = [f"{cost.parameters:,}", readable_macs(cost.macs), readable_macs(training)]
-        rows.append([tier, *numbers, sent, memory])
-    shown = [column for column in range(len(COLUMNS)) if differ or COLUMNS[column] != "in training"]
+        down, up = _bytes(method, tasks, config.evaluation.static_from == 0)
+        rows.append(
+            {
+                TIER: tier,
+                PARAMETERS: f"{cost.parameters:,}",
+                MACS: readable_macs(cost.macs),
+                TRAINING: readable_macs(sum(macs(task.network) for task in tasks)),
+                DOWN: readable_bytes(down),
+                UP: readable_bytes(up),
+                MEMORY: readable_bytes(_memory(method, tasks, config, shape)),
+            }
+        )
     title = f"{name}: one sample {'×'.join(map(str, shape))}, batch {config.train.batch}"
-    sheet = Sheet(
-        [COLUMNS[column] for column in shown],
-        [[[row[column] for column in shown] for row in rows]],
-        left=1,
-        title=title,
-    )
-    table = rich_table(sheet, spacious=True)
+    table = rich_table(_without_twins(rows, title), spacious=True)
     table.title_justify = "center"
     return table
 
 
-def _both_ways(sizes: tuple[int, int] | None) -> str:
-    if sizes is None or sizes[0] == sizes[1]:
-        return readable_bytes(sizes and sizes[0])
-    return f"{readable_bytes(sizes[0])} down, {readable_bytes(sizes[1])} up"
+def _without_twins(rows: Sequence[dict[str, str]], title: str) -> Sheet:
+    """Leave out what training computes, and what goes up, where that is what the network computes, and what came."""
+    shown = {column: column for column in rows[0]}
+    if all(row[TRAINING] == row[MACS] for row in rows):
+        del shown[TRAINING]
+    if all(row[UP] == row[DOWN] for row in rows):
+        del shown[UP]
+        shown[DOWN] = BOTH
+    if len(shown) == len(rows[0]):
+        shown[MACS], shown[DOWN], shown[MEMORY] = "MACs", "down", "memory"  # all of them have to fit 80 columns
+    return Sheet(list(shown.values()), [[[row[column] for column in shown] for row in rows]], left=1, title=title)
 
 
 def _memory(method: AnyMethod, tasks: Sequence[Task], config: Config, shape: tuple[int, ...]) -> int:
@@ -62,10 +65,10 @@ def _memory(method: AnyMethod, tasks: Sequence[Task], config: Config, shape: tup
     return max(training_memory(method.network(each), shape, batch, optimizer=optimizer) for each in networks)
 
 
-def _bytes(method: AnyMethod, tasks: Sequence[Task], static: bool) -> tuple[int, int] | None:
+def _bytes(method: AnyMethod, tasks: Sequence[Task], static: bool) -> tuple[int | None, int | None]:
     """Return the bytes down and up; None where logits travel instead, as many as there are public samples."""
     if not all(work_of(task.kind).returns_network for task in tasks):
-        return None
+        return None, None
     down = up = 0
     for task in tasks:
         # under static batch normalisation, running averages never travel
