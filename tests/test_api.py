@@ -17,7 +17,23 @@ def test_every_exported_name_is_there_and_has_its_own_words() -> None:
         assert name in fedhm.__all__
 
 
+TRAIN = """
+import torch
+from fedhm.measure.cost import training_memory
+data = torch.randn(20, 6), torch.arange(20) % 3
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 3))
+settings = {"federation": {"participation": 1.0}, "train": {"rounds": 1}, "method": {"name": "fedavg"}}
+fedhm.run(model, [data], data, settings)
+training_memory(model, (6,), 2)
+"""
+
+
 @pytest.mark.slow
-def test_plots_and_flower_are_imported_by_those_who_need_them() -> None:
-    code = "import sys, fedhm; print([m for m in ('matplotlib', 'flwr', 'sklearn', 'datasets') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+def test_plots_flower_and_the_compiler_are_imported_by_those_who_need_them() -> None:
+    def imported(*modules: str) -> str:
+        return f"print([module for module in {modules} if module in sys.modules])\n"
+
+    code = "import sys, fedhm\n" + imported("matplotlib", "flwr", "sklearn", "datasets") + TRAIN
+    code += imported("matplotlib", "torch._dynamo")
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n[]\n"

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from fedhm.errors import FedhmError
+from fedhm.measure.watching import Watch, flop_counter
 from fedhm.networks.exchange import exchanged, size_in_bytes
+from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import heaviest_in_training, run_in_training
 
 
@@ -105,14 +105,14 @@ def training_memory(
     return watch.peak
 
 
-def _optimizer(name: str, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(name: str, parameters: Iterator[nn.Parameter]) -> Steps:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-3)
-    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+    return SGD([Group(list(parameters))], lr=1e-3, momentum=0.9)
 
 
 def _flops(model: nn.Module, inputs: Tensor) -> dict[str, int]:
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
+    counter = flop_counter({torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
     with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
         model(inputs)
     return {WHOLE: 0} | {module: sum(by_kind.values()) for module, by_kind in counter.get_flop_counts().items()}
@@ -148,11 +148,11 @@ def _lstm_flops(x: Sequence[int], to_input: Sequence[int], to_hidden: Sequence[i
     return 2 * x[0] * x[1] * (math.prod(to_input) + math.prod(to_hidden))
 
 
-class _AliveBytes(TorchDispatchMode):
+class _AliveBytes(Watch):
     """The bytes of all living tensors: follows every storage from the operation that made it to its end."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.alive = self.peak = 0
         self._known: set[int] = set()
 

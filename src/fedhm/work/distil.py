@@ -17,6 +17,7 @@ from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Batch, Feed
 from fedhm.networks.batchnorm import by_batch
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.seeds import torch_generator
 from fedhm.work.bounds import Expected, outside
 from fedhm.work.client import Client
@@ -50,7 +51,7 @@ class Distil:
         if CONSENSUS not in task.tensors:
             return
         generator = torch_generator(client.seed, "digest", task.round, task.client)
-        optimizer = torch.optim.SGD(network.parameters(), lr=task.options["digest_lr"])
+        optimizer = SGD([Group(list(network.parameters()))], lr=task.options["digest_lr"])
         consensus = task.tensors[CONSENSUS].to(client.networks.device)
         for _ in range(int(task.options["digest_epochs"])):
             follow(network, consensus, F.l1_loss, optimizer, public.shuffled(client.train.batch, generator))
@@ -71,9 +72,7 @@ class Distil:
         return samples * train.epochs + public * (1 + digested)
 
 
-def follow(
-    network: nn.Module, targets: Tensor, loss: Loss, optimizer: torch.optim.Optimizer, batches: Iterable[Batch]
-) -> None:
+def follow(network: nn.Module, targets: Tensor, loss: Loss, optimizer: Steps, batches: Iterable[Batch]) -> None:
     """Make one step on each batch of public inputs, which come with the numbers of their rows in `targets`."""
     network.train()
     with by_batch(network):

@@ -11,6 +11,7 @@ from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
 from fedhm.machine.device import seeded
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
@@ -80,23 +81,24 @@ def fit(
     return total.item() / len(client.samples)
 
 
-def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> torch.optim.Optimizer:
-    """Return torch's optimizer for a network's parameters, with weight decay where Frobenius decay is not."""
+def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Steps:
+    """Return an optimizer for a network's parameters, with weight decay where Frobenius decay is not."""
     factors = {id(p) for m in network.modules() if isinstance(m, LowRank) for p in (m.u, m.v)}
     trained = [p for p in network.parameters() if p.requires_grad]
     # Frobenius decay takes the place of weight decay on the factors
     undecayed = set() if train.decay_factors or not train.frobenius_decay else factors
     groups = [
-        {"params": [p for p in trained if id(p) not in undecayed], "weight_decay": train.weight_decay},
-        {"params": [p for p in trained if id(p) in undecayed], "weight_decay": 0.0},
+        Group([p for p in trained if id(p) not in undecayed], train.weight_decay),
+        Group([p for p in trained if id(p) in undecayed]),
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group.parameters]
     dense = all(p.is_floating_point() for p in trained) and not _has_sparse_gradients(network)
     if train.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr, train.betas, train.eps, amsgrad=train.amsgrad, fused=dense or None)
+        listed = [{"params": group.parameters, "weight_decay": group.weight_decay} for group in groups]
+        return torch.optim.AdamW(listed, lr, train.betas, train.eps, amsgrad=train.amsgrad, fused=dense or None)
     # where there is one operation for each tensor, there is nothing to fuse, and it is faster without
     fused = dense and (train.momentum > 0 or train.weight_decay > 0)
-    return torch.optim.SGD(groups, lr, train.momentum, train.dampening, nesterov=train.nesterov, fused=fused or None)
+    return SGD(groups, lr, train.momentum, train.dampening, train.nesterov, fused or None)
 
 
 def _has_sparse_gradients(network: nn.Module) -> bool:
