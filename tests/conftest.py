@@ -90,6 +90,13 @@ def federation() -> Federation:
     return gathered(clients, draw(np.arange(40) % 4))
 
 
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that leave their report without its figures, which take longer than a small run: for tests of many runs."""
+    monkeypatch.setattr("fedhm.report.plots.save_plots", lambda *_: [])
+    monkeypatch.setattr("fedhm.report.energy.save_collapse_plot", lambda *_: None)
+
+
 @pytest.fixture(autouse=True)
 def _names_of_one_test() -> Iterator[None]:
     """What a test makes known by a name is not known to the others."""

@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "evaluation": {"every": 2},
     "engine": {"threads": 1},
 }
+no_figures = pytest.mark.usefixtures("without_figures")
 
 
 def run(federation: Federation, out: Path, model: nn.Module | None = None, **method: Any) -> Result:
@@ -46,6 +47,7 @@ def content(folder: Path) -> tuple[tuple[str, bytes], ...]:
     return tuple((str(path.relative_to(folder)), path.read_bytes() if path.is_file() else b"") for path in paths)
 
 
+@no_figures
 @pytest.mark.slow
 def test_a_run_killed_at_any_write_ends_the_same(
     federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +76,7 @@ def test_a_run_killed_at_any_write_ends_the_same(
         assert not list(folder.rglob("*.tmp"))
 
 
+@no_figures
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
@@ -118,6 +121,7 @@ def test_a_finished_run_can_be_asked_again(federation: Federation, tmp_path: Pat
     assert torch.equal(again.networks["1/8"].eval()(batch), first.networks["1/8"].eval()(batch))
 
 
+@no_figures
 def test_a_saved_tier_is_loaded_into_any_instance_of_the_model(federation: Federation, tmp_path: Path) -> None:
     result = run(federation, tmp_path)
     batch = torch.rand(2, 1, 6, 6)
@@ -132,6 +136,7 @@ def test_a_saved_tier_is_loaded_into_any_instance_of_the_model(federation: Feder
         fedhm.load_tier(tmp_path / "models" / "full.safetensors", nn.Sequential(*small_model(), nn.LayerNorm(4)))
 
 
+@no_figures
 def test_another_model_or_config_is_refused(federation: Federation, tmp_path: Path) -> None:
     run(federation, tmp_path)
     for other in (
@@ -149,12 +154,14 @@ def test_another_model_or_config_is_refused(federation: Federation, tmp_path: Pa
         fedhm.run(small_model(), federation.clients, federation.test, changed, tmp_path)
 
 
+@no_figures
 def test_two_processes_cannot_write_one_run(federation: Federation, tmp_path: Path) -> None:
     run(federation, tmp_path)
     with RunFolder.open(tmp_path), pytest.raises(FedhmError, match="another process is running"):
         run(federation, tmp_path)
 
 
+@no_figures
 def test_missing_records_are_noticed(federation: Federation, tmp_path: Path) -> None:
     run(federation, tmp_path)
     records = tmp_path / "records.jsonl"
@@ -171,6 +178,7 @@ def test_missing_records_are_noticed(federation: Federation, tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 def test_kill_9_from_the_shell(tmp_path: Path) -> None:
     settings = ["train.rounds=12", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=4"]
+    settings += ["data.train_samples=400"]
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "fedhm", *arguments], stdout=subprocess.DEVNULL)
