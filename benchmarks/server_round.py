@@ -41,12 +41,13 @@ class Run:
                 "data": {"source": options.data, "train_samples": 80 if quick else options.samples},
                 "model": {"name": options.model, "width": 0.25 if quick else 1.0},
                 "federation": {"clients": 10, "participation": 1.0},
-                "train": {"lr": options.lr, "batch": 32, "masked_loss": False},  # the plain mean knows of no masks
+                "train": {"lr": options.lr, "batch": 32, "masked_loss": False, "nested": 0},  # as the plain mean has it
                 "method": {
                     "name": "fedhm",
                     "tiers": [1, "1/2", "1/4", "1/8"],
                     "keep": KEEP[options.model],
                     "aggregate": options.aggregate,
+                    "start": "whole",
                 },
                 "engine": {"threads": 1},
             },

@@ -2,11 +2,10 @@
 
 For every batch one of the smaller tiers is drawn at random. With w = `train.nested`,
 
-    beside    the loss is own + w · inside, both on this batch
+    beside    the loss is (own + w · inside) / (1 + w), both on this batch: steps are no longer than without
     instead   with probability w the batch trains the smaller tier alone, which costs nothing more
 """
 
-import torch
 from torch import Tensor, nn
 
 from fedhm.config.training import TrainConfig
@@ -36,20 +35,22 @@ class Nested:
         bases = {n.removeprefix(BASIS): t.to(device) for n, t in task.tensors.items() if n.startswith(BASIS)}
         draw = numpy_generator(client.seed, "nested", task.round, task.client, task.network)
 
-        def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-            number, chosen = int(draw.integers(len(inside.networks))), draw.random() < train.nested
-            beside, own = train.nested_form == "beside", torch.zeros((), device=device)
-            if beside or not chosen:
-                own = client.objective.loss(ready.forward(inputs), targets, held)
-            if not beside and not chosen:
-                return own
-            if beside:  # at once, so that one network's activations are in memory at a time
-                own.backward()
-            smaller = client.objective.loss(inside.forward(number, network, bases, inputs), targets, held)
-            return own.detach() + (train.nested if beside else 1.0) * smaller
+        def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+            return client.objective.loss(logits, targets, held)
+
+        def beside(inputs: Tensor, targets: Tensor) -> Tensor:
+            own = loss_of(ready.forward(inputs), targets) / (1 + train.nested)
+            own.backward()  # at once, so that one network's activations are in memory at a time
+            return own.detach() + loss_of(drawn(inputs), targets) * train.nested / (1 + train.nested)
+
+        def instead(inputs: Tensor, targets: Tensor) -> Tensor:
+            return loss_of(drawn(inputs) if draw.random() < train.nested else ready.forward(inputs), targets)
+
+        def drawn(inputs: Tensor) -> Tensor:
+            return inside.forward(int(draw.integers(len(inside.networks))), network, bases, inputs)
 
         with task_seed(client, task):
-            mean = fit(client, task, ready, held, loss)
+            mean = fit(client, task, ready, held, beside if train.nested_form == "beside" else instead)
         return Answer(ready.hand_over(self.loaded(task)), mean, held)
 
     def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
