@@ -1,0 +1,62 @@
+"""A client's steps on its own network and one inside it, against the formula."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedhm.config.training import TrainConfig
+from fedhm.data.batches import Preprocessing
+from fedhm.data.samples import Samples
+from fedhm.methods.fedhm import FedHM, FedHMConfig
+from fedhm.methods.method import Setup
+from fedhm.networks.exchange import exchanged
+from fedhm.seeds import numpy_generator
+from fedhm.work.client import Client
+from fedhm.work.messages import Participant
+from fedhm.work.nested import BASIS
+from fedhm.work.reuse import Networks
+
+LR = 0.1
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)).double()
+
+
+def one_batch() -> Samples:
+    return Samples(torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).double(), torch.arange(10) % 3)
+
+
+@pytest.mark.parametrize(("form", "weight"), [("beside", 0.5), ("beside", 1.0), ("instead", 1.0)])
+def test_one_step_of_a_full_client(form: str, weight: float) -> None:
+    shares = (1.0, 1.0) if form == "beside" else (1 - weight, weight)
+    method = FedHM(model(), FedHMConfig(tiers=(1, 1 / 3, 1 / 6), start="whole"), Setup("4", nested=shares))
+    (task,) = method.tasks(method.start(exchanged(model())), [Participant(0, "full")], 1)
+    train = {"batch": 10, "lr": LR, "momentum": 0, "weight_decay": 0, "frobenius_decay": 0, "nested": weight}
+    config = TrainConfig.model_validate({**train, "nested_form": form})
+    client = Client(one_batch(), Preprocessing(), Networks(method.network), config, seed=3)
+    update = client.run(task)
+
+    draw = numpy_generator(3, "nested", 1, 0, "nested full")
+    if form == "instead":
+        draw.random()
+    tier = method.tiers[1 + int(draw.integers(2))]
+    parameters = {n: t.clone().requires_grad_() for n, t in task.tensors.items() if not n.startswith(BASIS)}
+
+    def loss(hidden: Tensor) -> Tensor:
+        x = F.relu(F.linear(one_batch().inputs, parameters["0.weight"], parameters["0.bias"]))
+        x = F.relu(F.linear(x, hidden, parameters["2.bias"]))
+        return F.cross_entropy(F.linear(x, parameters["4.weight"], parameters["4.bias"]), one_batch().labels)
+
+    left = task.tensors[f"{BASIS}2"][:, : method.plans[tier]["2"]]  # of the transposed weight
+    projected = (left @ (left.T @ parameters["2.weight"].T)).T
+    own, inside = loss(parameters["2.weight"]), loss(projected)
+    total = inside if form == "instead" else (own + weight * inside) / (1 + weight)
+    total.backward()  # type: ignore[no-untyped-call]
+    assert update.loss == pytest.approx(total.item())
+    assert update.tensors.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None
+        torch.testing.assert_close(update.tensors[name], (parameter - LR * parameter.grad).detach())
