@@ -74,12 +74,14 @@ class RecoveredMean:
 
     def result(self) -> tuple[Tensors, Tensors]:
         """Return the means, and those of factorized layers in unrolled form where that is there already; once."""
+        if self._aggregate != "models":
+            self._subtract_sent()
         steps = self._faster_steps() if self._aggregate == "bands" else {}
         for mean in self._means.values():
             if mean is not self._whole:
                 self._whole.absorb(mean)
         if self._aggregate != "models":
-            self._complete()
+            self._add_to_old()
         merged = self._whole.result()
         unrolled = {name: t for name in merged if (t := self._whole.unrolled(name)) is not None}
         for name, step in steps.items():
@@ -87,11 +89,17 @@ class RecoveredMean:
             merged[name] = roll(unrolled[name], merged[name].shape)
         return merged, unrolled
 
-    def _complete(self) -> None:
-        """Turn every recovered model Uₚ Vₚᵀ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
+    def _subtract_sent(self) -> None:
+        """Turn every factored model Uₚ Vₚᵀ of the sums into the change Uₚ Vₚᵀ − sentₚ."""
         for network, weight in self._influence.items():
             for layer, rank in self._plans[network].items():
-                self._whole.correct_product(f"{layer}.weight", *self._factors[layer].prefix(rank), -weight)
+                sent = self._factors[layer].prefix(rank)
+                self._means[network].correct_product(f"{layer}.weight", *sent, -weight)
+
+    def _add_to_old(self) -> None:
+        """Turn every such change of the sum into W + Uₚ Vₚᵀ − sentₚ."""
+        for network, weight in self._influence.items():
+            for layer in self._plans[network]:
                 self._whole.correct(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
 
     def _faster_steps(self) -> dict[str, Tensor]:
@@ -106,11 +114,10 @@ class RecoveredMean:
         return {f"{layer}.weight": step for layer, step in found if step is not None}
 
     def _level(self, layer: str, network: str) -> Level:
-        """Return the changes of one network's clients in a layer, recoveredₚ − sentₚ, in unrolled form."""
+        """Return the changes of one network's clients in a layer, in unrolled form."""
         name, weight, plan = f"{layer}.weight", self._influence[network], self._plans[network]
         total = self._means[network].total(name)
-        if layer not in plan:  # dense there
-            full = largest_rank(self._weights[name].shape, self._form)
-            return Level(full, unroll(total.sub(self._weights[name], alpha=weight), self._form), weight)
-        left, right = self._factors[layer].prefix(plan[layer])
-        return Level(plan[layer], total.addmm(left, right, alpha=-weight), weight)
+        if layer in plan:
+            return Level(plan[layer], total, weight)
+        full = largest_rank(self._weights[name].shape, self._form)  # dense there
+        return Level(full, unroll(total.sub(self._weights[name], alpha=weight), self._form), weight)
