@@ -14,6 +14,7 @@ from fedhm.cli import main
 from fedhm.runs.folder import read_config
 
 SMALL = ["train.rounds=3", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=1"]
+SMALL += ["data.train_samples=400"]
 THREE = ["compare", "digits", "--methods", "fedhm,fedavg,lowrank:1/8", "--seeds", "2", "--set", *SMALL]
 
 
