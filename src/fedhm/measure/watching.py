@@ -1,7 +1,7 @@
 """Look at every operation of torch, without torch's compiler.
 
-Torch keeps its compiler away from whatever watches operations, and imports it to do so, which takes longer than a small
-run. Where nothing has imported it, nothing is compiled.
+Torch keeps its compiler away from whatever watches operations, and imports it to do so, which takes about as long as a
+small run. Where nothing has imported it, nothing is compiled.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Steps of SGD by torch's own function, without the class around it.
 
-`torch.optim.SGD` imports torch's compiler at its first step. That takes longer than importing torch itself, and longer
-than all that a process does which lives for one small task.
+`torch.optim.SGD` imports torch's compiler, which takes almost as long as importing torch, and longer than what a
+process computes that lives for one small task.
 """
 
 from collections.abc import Sequence
