@@ -27,6 +27,7 @@ from fedhm.methods.method import Setup
 from fedhm.models import cnn
 from fedhm.networks.exchange import exchanged
 from fedhm.work.messages import Participant, Task, Update
+from fedhm.work.work import work_of
 from measure import arguments, machine, median, peak_memory, save_json, show
 from scale_plot import plot
 
@@ -39,7 +40,8 @@ class Echo:
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Update]:
         for position, t in enumerate(tasks):
-            yield Update(t.kind, t.round, t.client, t.tier, t.network, t.tensors, SAMPLES, None, 1.0, position)
+            back = work_of(t.kind).loaded(t)
+            yield Update(t.kind, t.round, t.client, t.tier, t.network, back, SAMPLES, None, 1.0, position)
 
     def close(self) -> None: ...
 

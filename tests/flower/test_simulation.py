@@ -94,9 +94,9 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
         assert here.participants == there.participants
         assert here.scores == there.scores
         for tier, traffic in here.traffic.items():
-            least = there.traffic[tier].down  # bytes of the bare tensors
-            assert least < traffic.down < least + 5000 * traffic.clients
-            assert least < traffic.up < least + 5000 * traffic.clients
+            down, up = there.traffic[tier].down, there.traffic[tier].up  # bytes of the bare tensors
+            assert down < traffic.down < down + 5000 * traffic.clients
+            assert up < traffic.up < up + 5000 * traffic.clients
     assert (tmp_path / "run" / "report.md").exists()
 
 
