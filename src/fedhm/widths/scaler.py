@@ -35,7 +35,7 @@ def divided(tensors: Tensors, plan: WidthPlan, share: float) -> Tensors:
 
 @dataclass(frozen=True)
 class Scaler:
-    """A forward hook that divides outputs; a class, so that the network can be copied and pickled."""
+    """A forward hook that divides outputs; it holds nothing but the share, so that networks with it can be copied."""
 
     share: float
 
