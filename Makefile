@@ -5,6 +5,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
+# many processes import the library: where this is set, each of them would compile it again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test quick lint format peers clean
 
 demo: .venv/demo-installed

@@ -183,6 +183,7 @@ def test_models_that_do_not_fit_are_refused(model: nn.Module, sentence: str) -> 
         fedhm.run(model, *vectors())
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_can_be_gone_on_with_where_there_are_more_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clients, test = vectors()
     settings = {"train": {"rounds": 1}, "method": {"tiers": [1, "1/4"], "keep": 0}}

@@ -117,6 +117,7 @@ def test_sizes_tell_the_memory_of_the_configs_optimizer(capsys: pytest.CaptureFi
     assert copy - 0.01 < memory["adamw"] - memory["sgd"] < 1.5 * copy  # one more, and what passes while it steps
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_from_python_is_resumed_there(
     federation: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

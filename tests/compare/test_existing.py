@@ -13,6 +13,7 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.runs.folder import read_data_facts
 
+pytestmark = pytest.mark.usefixtures("without_figures")  # of the single runs
 SETTINGS = {"train": {"rounds": 1, "batch": 8, "lr": 0.05}, "engine": {"threads": 1}}
 
 

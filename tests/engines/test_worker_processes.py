@@ -92,6 +92,7 @@ def test_a_killed_worker_ends_the_run_in_a_sentence(process: "subprocess.Popen[s
 
 @pytest.mark.slow
 @needs_proc
+@pytest.mark.usefixtures("without_figures")
 def test_a_stopped_run_ends_the_same_with_other_workers(tmp_path: Path) -> None:
     settings = [*SMALL, "train.rounds=12"]
     run = [sys.executable, "-m", "fedhm", "run", "digits", "--out", str(tmp_path / "run")]
@@ -108,6 +109,7 @@ def test_a_stopped_run_ends_the_same_with_other_workers(tmp_path: Path) -> None:
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_number_of_workers_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "digits", "--set", "engine.workers=0", "--out", str(tmp_path / "run")]) == 1
     assert "engine.workers: input should be greater than or equal to 1" in capsys.readouterr().err

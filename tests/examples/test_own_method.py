@@ -46,6 +46,7 @@ def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(capsys.readouterr().out.removeprefix("accuracy ").removesuffix("%\n")) > 85
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_an_object_is_run_saved_and_resumed(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_provided", {})
     own = runpy.run_path(str(EXAMPLE))["FedMedian"]
@@ -151,6 +152,7 @@ class Remembering(fedhm.Method[Memory]):
 SHORT: dict[str, Any] = {"train": {"rounds": 2, "lr": 0.1}, "engine": {"threads": 1}}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_state_of_ones_own_comes_back_and_a_wrong_one_is_refused_at_once(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

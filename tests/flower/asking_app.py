@@ -1,12 +1,10 @@
-"""A Flower app that asks every client for its node config, prints what it got, and waits."""
+"""A Flower app that asks every client for its node config, writes down what it got, and waits."""
 
 import json
-import re
-import time
 from pathlib import Path
 from typing import Any
 
-from fedhm.flower.processes.connection import Connection, flwr
+from flower_up import wait_until
 
 APP = """
 [build-system]
@@ -34,10 +32,12 @@ text = ""
 number = 0.0
 nodes = 0
 wait = 0
+answers = ""
 """
 SERVER = """
 import json
 import time
+from pathlib import Path
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import ServerApp
@@ -47,12 +47,13 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    print("SETTINGS " + json.dumps(context.run_config), flush=True)
     while len(grid.get_node_ids()) < context.run_config["nodes"]:  # simulated ones come after the server
         time.sleep(0.2)
     questions = [Message(RecordDict(), node, "query") for node in grid.get_node_ids()]
     answers = [dict(reply.content["node"]) for reply in grid.send_and_receive(questions)]
-    print("ANSWERED " + json.dumps(answers), flush=True)
+    written = Path(context.run_config["answers"])
+    written.with_suffix(".tmp").write_text(json.dumps([dict(context.run_config), answers]))
+    written.with_suffix(".tmp").rename(written)
     time.sleep(context.run_config["wait"])
 """
 CLIENT = """
@@ -79,12 +80,11 @@ def an_app(path: Path) -> Path:
     return path
 
 
-def answered(connection: Connection, run: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run's settings as its server saw them, and the clients' node configs in the order of their partitions."""
-    logs, until = "", time.monotonic() + 120
-    while "ANSWERED" not in logs:
-        assert time.monotonic() < until, logs
-        time.sleep(1)
-        logs = flwr(connection, "log", str(run), "--show")
-    (settings,), (nodes,) = re.findall("SETTINGS (.*)", logs), re.findall("ANSWERED (.*)", logs)
-    return json.loads(settings), sorted(json.loads(nodes), key=lambda node: int(node["partition-id"]))
+def answered(answers: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The run's settings as its server saw them, and the clients' node configs in the order of their partitions.
+
+    They are in the file that the setting `answers` names: each look at Flower's log would start a command.
+    """
+    wait_until(answers.exists, 120)
+    settings, nodes = json.loads(answers.read_text())
+    return settings, sorted(nodes, key=lambda node: int(node["partition-id"]))

@@ -17,9 +17,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 def test_it_runs_an_app_on_simulated_clients_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = set(descendants(os.getpid()))
     with simulation_superlink(tmp_path / "flower") as connection:
-        federation = "num-supernodes=3 client-resources-num-cpus=1"
-        run = submit(connection, an_app(tmp_path / "app"), {"nodes": 3, "wait": 60}, federation)
-        _, nodes = answered(connection, run)
+        federation, answers = "num-supernodes=3 client-resources-num-cpus=1", tmp_path / "answers.json"
+        settings = {"nodes": 3, "wait": 60, "answers": str(answers)}
+        run = submit(connection, an_app(tmp_path / "app"), settings, federation)
+        _, nodes = answered(answers)
         assert [node["partition-id"] for node in nodes] == [0, 1, 2]
         assert status(connection, run) == "running"
         below = set(descendants(os.getpid())) - before

@@ -100,10 +100,11 @@ def test_a_run_gets_its_settings_and_clients_their_node_config(up: Up, tmp_path:
     connection, app = connection_of(str(up.folder)), an_app(tmp_path / "app")
     with pytest.raises(FedhmError, match=r"^'flwr run' failed: .*Invalid run configuration[^\n]*$"):
         submit(connection, app, {"unheard-of": 1})
-    run = submit(connection, app, {"text": AWKWARD, "number": 0.5, "nodes": 2, "wait": 60})
-    settings, nodes = answered(connection, run)
+    given = {"text": AWKWARD, "number": 0.5, "nodes": 2, "wait": 60, "answers": str(tmp_path / "answers.json")}
+    run = submit(connection, app, given)
+    settings, nodes = answered(tmp_path / "answers.json")
     assert status(connection, run) == "running"
-    assert settings == {"text": AWKWARD, "number": 0.5, "nodes": 2, "wait": 60}
+    assert settings == given
     assert nodes == [
         {"partition-id": 0, "num-partitions": 2, "tier": "full"},
         {"partition-id": 1, "num-partitions": 2, "tier": "1/4"},
@@ -132,15 +133,15 @@ def test_ctrl_c_ends_all_of_it(up: Up) -> None:
 def test_it_comes_up_again_also_after_it_was_killed(up: Up, folder: Path) -> None:
     assert up.process.poll() is not None
     keys = (folder / "keys" / "client-0").read_bytes()
-    with Up(folder, 2) as again:
+    with Up(folder, 1) as again:
         again.wait()
-        assert statuses(folder) == ["online", "online"]
+        assert statuses(folder) == ["offline", "online"]  # there were two before
         assert again.end(signal.SIGKILL) == -signal.SIGKILL
     with pytest.raises(FedhmError, match=r"^the federation in .* is not running"):
         connection_of(str(folder))
-    with Up(folder, 2) as once_more:
+    with Up(folder, 1) as once_more:
         once_more.wait()
-        assert statuses(folder) == ["online", "online"]
+        assert statuses(folder) == ["offline", "online"]
         assert (folder / "keys" / "client-0").read_bytes() == keys
         below = list(descendants(once_more.process.pid))
         os.kill(once_more.pid_of("flower-superlink"), signal.SIGKILL)

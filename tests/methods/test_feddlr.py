@@ -137,6 +137,7 @@ def test_running_averages_travel_where_they_are_used(federation: Federation) -> 
     assert result.networks["1/4"][1].running_mean.any()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_an_interrupted_run_goes_on_and_its_model_is_loaded(federation: Federation, tmp_path: Path) -> None:
     settings = {"method": {"name": "feddlr"}, "train": {"rounds": 3, "batch": 8}, "engine": {"threads": 1}}
     first = fedhm.run(small_model(), federation.clients, federation.test, settings, tmp_path)

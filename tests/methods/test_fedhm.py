@@ -247,6 +247,7 @@ def test_a_run_without_a_full_tier_warms_up_on_the_full_network(federation: Fede
 
 @pytest.mark.slow
 @pytest.mark.parametrize("aggregate", ["models", "updates"])
+@pytest.mark.usefixtures("without_figures")
 def test_a_whole_run_in_pufferfishs_form(federation: Federation, tmp_path: Path, aggregate: str) -> None:
     settings: dict[str, dict[str, object]] = {
         "method": {"form": "pufferfish", "start": "whole", "aggregate": aggregate},

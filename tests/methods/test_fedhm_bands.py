@@ -198,6 +198,7 @@ def test_what_a_full_client_trains_inside_is_the_smaller_tier_itself() -> None:
     assert tasks_of(method, state, ["1/8"])[0].kind == "train"
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_killed_and_resumed_bit_for_bit(federation: Federation, tmp_path: Path) -> None:
     settings = {
         "method": {"aggregate": "bands", "start": "smallest"},

@@ -87,6 +87,7 @@ def test_the_cost_is_less_on_the_wire_and_the_same_in_macs(federation: Federatio
     assert costs["fedpara"].parameters < 0.6 * costs["fedavg"].parameters
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_an_interrupted_run_goes_on_and_its_model_is_loaded(federation: Federation, tmp_path: Path) -> None:
     settings = {"method": {"name": "fedpara"}, "train": {"rounds": 3, "batch": 8}, "engine": {"threads": 1}}
     first = fedhm.run(small_model(), federation.clients, federation.test, settings, tmp_path)

@@ -17,6 +17,7 @@ from torch import nn
 
 import fedhm
 from conftest import small_model
+from fedhm.cli import main
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Result
@@ -110,6 +111,7 @@ def test_a_run_killed_between_rounds_ends_the_same(
         assert outcome(folder) == expected
 
 
+@no_figures
 def test_a_finished_run_can_be_asked_again(federation: Federation, tmp_path: Path) -> None:
     first = run(federation, tmp_path / "run")
     before = outcome(tmp_path / "run")
@@ -183,7 +185,7 @@ def test_kill_9_from_the_shell(tmp_path: Path) -> None:
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "fedhm", *arguments], stdout=subprocess.DEVNULL)
 
-    assert start("run", "digits", "--set", *settings, "--out", str(tmp_path / "whole")).wait() == 0
+    assert main(["run", "digits", "--set", *settings, "--out", str(tmp_path / "whole")]) == 0
 
     folder = tmp_path / "killed"
     process = start("run", "digits", "--set", *settings, "--out", str(folder))

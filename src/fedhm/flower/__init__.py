@@ -25,7 +25,10 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fedhm.flower' has no attribute '{name}'")
     check_installed()
-    from fedhm.flower.clients import client_app
+    if name == "client_app":  # a node starts a process for every message: what only servers need is not imported there
+        from fedhm.flower.clients import client_app
+
+        return client_app
     from fedhm.flower.server import server_app
 
-    return {"client_app": client_app, "server_app": server_app}[name]
+    return server_app
