@@ -1,8 +1,10 @@
 """The local engine with workers gives what it gives without, and says what went wrong as clearly."""
 
+import io
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -293,6 +295,51 @@ def test_an_idle_worker_that_is_killed_is_noticed() -> None:
     os.waitid(os.P_PID, victim, os.WEXITED | os.WNOWAIT)
     with pytest.raises(FedhmError, match="a worker process was killed by signal 9: "):
         list(engine.run(echo_tasks(50)))
+
+
+def test_no_more_workers_are_started_than_there_are_tasks() -> None:
+    engine = echoes(3000)
+    assert len(list(engine.run(list(echo_tasks(2))))) == 2
+    assert engine._pool is not None
+    assert len(engine._pool._workers) == 2
+    before = engine._pool
+    list(engine.run(list(echo_tasks(1))))
+    assert engine._pool is before  # enough of them
+    assert len(list(engine.run(list(echo_tasks(4))))) == 4
+    assert len(engine._pool._workers) == 4
+    assert list(engine.run([])) == []
+    engine.close()
+
+
+class Helpful(io.StringIO):
+    """A terminal whose reader does what it is advised to do."""
+
+    def write(self, text: str) -> int:
+        if found := re.search(r"'kill -CONT (\d+)'", text):
+            os.kill(int(found[1]), signal.SIGCONT)
+        return super().write(text)
+
+
+def test_a_worker_that_is_stopped_is_told_of_and_goes_on(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedhm.engines.pool.LOOK", 0.02)
+    monkeypatch.setattr("sys.stderr", said := Helpful())
+    stopped = in_trouble(federation, lambda: os.kill(os.getpid(), signal.SIGSTOP), train={"rounds": 1})
+    sentence = (
+        r"fedhm: worker process (\d+) was stopped while client 3 \(tier full\) trained in round 1: 'kill -CONT \1' "
+    )
+    assert re.fullmatch(f"(?:{sentence}lets it go on\n)+", said.getvalue())
+    assert_same(stopped, in_trouble(federation, lambda: None, train={"rounds": 1}))
+
+
+def test_a_worker_that_is_slow_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedhm.engines.pool.LOOK", 0.001)
+    monkeypatch.setattr("sys.stderr", said := io.StringIO())
+    engine = echoes(2, slow=3)
+    assert len(list(engine.run(echo_tasks(5)))) == 5
+    engine.close()
+    assert said.getvalue() == ""
 
 
 def test_one_worker_is_this_process_with_the_threads_of_a_task(federation: Federation) -> None:

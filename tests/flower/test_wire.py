@@ -1,5 +1,6 @@
 """Tasks and replies survive Flower's records unchanged, cost what is counted, and hold no pickles."""
 
+import re
 from dataclasses import replace
 from io import BytesIO
 
@@ -76,6 +77,21 @@ def test_counts_that_halves_cannot_hold_stay_whole() -> None:
     (reply,) = read_replies(reply_parcel([counts], fp16=True), [replace(task(), kind="statistics", kept={})], fp16=True)
     assert isinstance(reply, Update)
     assert reply.tensors["norm/values"].item() == 1e6
+
+
+def test_values_that_halves_cannot_hold_are_said_to_be_too_large() -> None:
+    """They would arrive as infinity, of which a client's loss becomes NaN."""
+    large = {**tensors(), "conv.u": torch.full((8, 3, 3, 1), 7e4)}
+    sentence = "'conv.u' holds 7e+04, too large for half precision: set engine.fp16 = false"
+    with pytest.raises(FedhmError, match=f"^{re.escape(sentence)}$"):
+        Outbox(TERMS, fp16=True).parcel([replace(task(), tensors=large)])
+    sent = [update(task()), replace(update(task()), tensors=large)]
+    first, second = read_replies(reply_parcel(sent, fp16=True), [task()] * 2, fp16=True)
+    assert isinstance(first, Update)
+    assert second == Failure(3, sentence)
+    diverged = replace(update(task()), tensors={**tensors(), "conv.u": torch.full((8, 3, 3, 1), torch.inf)})
+    (reply,) = read_replies(reply_parcel([diverged], fp16=True), [task()], fp16=True)
+    assert isinstance(reply, Update)  # that it is not finite is for admission to say
 
 
 def test_clients_that_get_the_same_share_one_record() -> None:

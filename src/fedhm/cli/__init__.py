@@ -12,6 +12,7 @@ from fedhm.compare import command as comparing
 from fedhm.config.arguments import whole_number_or_auto
 from fedhm.errors import FedhmError
 from fedhm.flower import up as flower_up
+from fedhm.machine.printable import printable_lines
 
 __all__ = ["main"]
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(sentence: str, code: int, before: str = "") -> int:
-    print(f"{before}fedhm: {sentence}", file=sys.stderr)
+    print(f"{before}fedhm: {printable_lines(sentence)}", file=sys.stderr)
     return code
 
 

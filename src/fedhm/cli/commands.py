@@ -18,7 +18,7 @@ from fedhm.report.save import save_report
 from fedhm.report.sizes import size_table
 from fedhm.report.tables import rich_tables
 from fedhm.run import finish, prepare
-from fedhm.runs.folder import RunFolder, read_config
+from fedhm.runs.folder import RunFolder, how_to_resume, read_config
 from fedhm.runs.history import read_runs
 
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     with progress(console, config.objective.headline) as bar:
         experiment = prepare(config, [bar])
         with RunFolder.create(path, config) as folder:
-            options.resume_hint = _resume_hint(path)
+            options.resume_hint = how_to_resume(path)
             try:
                 experiment.run(folder)
             except FedhmError:
@@ -59,7 +59,7 @@ def resume(options: argparse.Namespace) -> None:
         _on_flower(options, config, options.folder)
         return
     console = _reading(config)
-    options.resume_hint = _resume_hint(options.folder)
+    options.resume_hint = how_to_resume(options.folder)
     with progress(console, config.objective.headline) as bar:
         finish(options.folder, options.workers, [bar])
     _show([options.folder], options.folder, console)
@@ -76,7 +76,7 @@ def _on_flower(options: argparse.Namespace, config: Config, path: Path) -> None:
             run_on_flower(config, path, bar, lambda sentence: console.print(sentence, highlight=False, markup=False))
         except KeyboardInterrupt:
             if (path / "config.toml").exists():
-                options.resume_hint = _resume_hint(path)
+                options.resume_hint = how_to_resume(path)
             raise
     _show([path], path, console)
 
@@ -84,12 +84,8 @@ def _on_flower(options: argparse.Namespace, config: Config, path: Path) -> None:
 def _reading(config: Config) -> Console:
     console = Terminal()
     if config.data is not None:
-        console.print(f"reading {config.data.source} …", highlight=False)
+        console.print(f"reading {config.data.source} …", highlight=False, markup=False)
     return console
-
-
-def _resume_hint(path: Path) -> str:
-    return f"; 'fedhm resume {path}' resumes from the last complete round"
 
 
 def sizes(options: argparse.Namespace) -> None:
@@ -116,9 +112,9 @@ def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
     for table in rich_tables(runs, console.width):
         console.print(table)
     if found := difference(runs):
-        console.print(f"Not comparable: {found}.", highlight=False)
+        console.print(f"Not comparable: {found}.", highlight=False, markup=False)
     for path in written:
-        console.print(str(path), highlight=False, soft_wrap=True)
+        console.print(str(path), highlight=False, soft_wrap=True, markup=False)
 
 
 def list_presets(_: argparse.Namespace) -> None:

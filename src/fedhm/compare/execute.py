@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedhm.compare.cells import Cell
 from fedhm.errors import FedhmError
+from fedhm.machine.printable import printable, printable_lines
 
 POLL = 0.2  # seconds between two looks at the runs
 UNUSABLE = ("cannot be used: ", "could be used in round ")  # how a run speaks of updates that it refused
@@ -84,8 +85,8 @@ def _reason(said: str, code: int) -> str:
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
     if "fedhm: " in said:
-        return said.rpartition("fedhm: ")[2]
-    return said.splitlines()[-1] if said else f"it ended with exit code {code}"
+        return printable_lines(said.rpartition("fedhm: ")[2])
+    return printable(said.splitlines()[-1]) if said else f"it ended with exit code {code}"
 
 
 def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[Failed]:
@@ -172,7 +173,7 @@ class _LiveBar:
     def ended(self, cell: Cell, failure: str | None) -> None:
         self.update([cell])
         if failure:
-            self._console.print(failure, style="red", highlight=False)
+            self._console.print(failure, style="red", highlight=False, markup=False)
 
 
 class _Lines:
@@ -202,7 +203,7 @@ class _Lines:
         self._say(failure or f"{cell.name} done in {seconds:.0f} s, {self._done} of {self._of} runs")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _progress(console: Console, cells: Sequence[Cell]) -> _LiveBar | _Lines:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 
 import torch
@@ -27,9 +27,11 @@ class LocalEngine:
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         if self._workers == 1:
             return self._run_here(tasks)
-        if self._pool is None or not self._pool.idle:
+        # Workers that would find no task are not started; a later run that has more gets more.
+        workers = min(self._workers, max(1, len(tasks))) if isinstance(tasks, Sized) else self._workers
+        if self._pool is None or not self._pool.idle or self._pool.size < workers:
             self.close()
-            self._pool = Pool(self._clients, self._workers, self._threads)
+            self._pool = Pool(self._clients, workers, self._threads)
         return self._pool.run(tasks)
 
     def _run_here(self, tasks: Iterable[Task]) -> Iterator[Reply]:

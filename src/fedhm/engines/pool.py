@@ -5,6 +5,7 @@ import os
 import selectors
 import signal
 import struct
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -15,10 +16,12 @@ from fedhm.engines.dispatch import Dispatch
 from fedhm.engines.parcel import Note
 from fedhm.engines.worker import Desk, serve
 from fedhm.errors import FedhmError
+from fedhm.machine.printable import pasteable
 from fedhm.work.client import Client
 from fedhm.work.messages import Reply, Task
 from fedhm.work.work import work_of
 
+LOOK = 10.0  # seconds of silence until one looks whether a worker was stopped
 AHEAD = 2  # tasks under way for each worker: the next one is there when it has finished one
 WINDOW = 4  # for each worker, how many tasks may be handed out from the oldest on that is not answered
 HELD_BACK = (signal.SIGINT, signal.SIGTERM)
@@ -34,7 +37,8 @@ class Pool:
     def __init__(self, clients: Sequence[Client], workers: int, threads: int) -> None:
         self.idle = True  # False from the beginning of a run until all its tasks are answered
         self._owner = os.getpid()
-        self._size, self._workers, self._arenas, self._pipes = workers, list[_Worker](), list[Arena](), list[int]()
+        self.size, self._workers, self._arenas, self._pipes = workers, list[_Worker](), list[Arena](), list[int]()
+        self._told_of: set[int] = set()  # workers that are stopped, by number
         self._busy_with = mmap.mmap(-1, 8 * workers)  # for each worker, the position of its task plus 1
         try:
             self._queue, self._notes = self._pipe()
@@ -79,14 +83,14 @@ class Pool:
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         """Yield replies as they come. If the run is not finished, for whatever reason, no workers are left after it."""
         self.idle = False
-        self._busy_with[:] = bytes(8 * self._size)
-        dispatch = Dispatch(tasks, self._arenas[0], self._arenas[1:], self._notes, WINDOW * self._size)
+        self._busy_with[:] = bytes(8 * self.size)
+        dispatch = Dispatch(tasks, self._arenas[0], self._arenas[1:], self._notes, WINDOW * self.size)
         try:
             dispatch.hand_out()
             while dispatch.under_way:
                 if not self._workers:
                     raise FedhmError("the engine was closed, or used for something else, while a run was not finished")
-                for worker in self._ready():
+                for worker in self._ready(dispatch.under_way):
                     note = Note.receive(worker.replies)
                     if note is None:
                         raise self._death(worker, dispatch.under_way)
@@ -98,12 +102,25 @@ class Pool:
             if not self.idle:
                 self.close()
 
-    def _ready(self) -> list[_Worker]:
+    def _ready(self, under_way: dict[int, Task]) -> list[_Worker]:
         """Wait until some workers have answered or died, and return those."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
-            return [key.data for key, _ in selector.select()]
+            while not (ready := selector.select(LOOK)):
+                self._tell_of_stopped(under_way)
+            return [key.data for key, _ in ready]
+
+    def _tell_of_stopped(self, under_way: dict[int, Task]) -> None:
+        """Say which workers do not go on, each once. One that is slow is not among them, nor does the run fail."""
+        if not hasattr(os, "waitid"):  # on macOS, where workers are rare
+            return
+        for worker in self._workers:
+            stopped = os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+            if stopped and worker.number not in self._told_of:
+                doing, go_on = self._doing(worker, under_way), pasteable("kill", "-CONT", worker.pid)
+                print(f"fedhm: worker process {worker.pid} was stopped{doing}: {go_on} lets it go on", file=sys.stderr)
+            (self._told_of.add if stopped else self._told_of.discard)(worker.number)
 
     def _death(self, worker: _Worker, under_way: dict[int, Task]) -> FedhmError:
         how = "ended"
@@ -111,17 +128,18 @@ class Pool:
             code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         self._workers.remove(worker)
+        return FedhmError(
+            f"a worker process {how}{self._doing(worker, under_way)}: there may not be enough memory for {self.size} "
+            "workers, then set engine.workers lower; a run with a folder can be resumed from its last finished round"
+        )
+
+    def _doing(self, worker: _Worker, under_way: dict[int, Task]) -> str:
+        """Return at which task a worker is, in a clause; nothing if it is at none."""
         (after,) = struct.unpack_from("<Q", self._busy_with, 8 * worker.number)
         task = under_way.get(after - 1)
-        doing = (
-            f" while client {task.client} (tier {task.tier}) {work_of(task.kind).past} in round {task.round}"
-            if task
-            else ""
-        )
-        return FedhmError(
-            f"a worker process {how}{doing}: there may not be enough memory for {self._size} workers, then set "
-            "engine.workers lower; a run with a folder can be resumed from its last finished round"
-        )
+        if task is None:
+            return ""
+        return f" while client {task.client} (tier {task.tier}) {work_of(task.kind).past} in round {task.round}"
 
     def close(self) -> None:
         """End the workers, whatever they are doing: they hold nothing that could be lost."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +13,7 @@ from fedhm.flower.processes.fleet_folder import connection_of
 from fedhm.flower.processes.process import check_installed
 from fedhm.flower.processes.superlink import simulation_superlink
 from fedhm.flower.status import is_gone, read_status
+from fedhm.runs.folder import how_to_resume
 from fedhm.runs.records import read_records
 from fedhm.server.record import Watcher
 
@@ -39,7 +40,8 @@ def run_on_flower(config: Config, out: Path, watcher: Watcher, say: Callable[[st
             if isinstance(error, KeyboardInterrupt):
                 say("stopping the run …")
             if config.engine.superlink and not (read_status(news) and is_gone(news)):
-                stop(connection, run_id)  # a simulation ends with its SuperLink
+                with suppress(FedhmError):  # of a SuperLink that is gone: what happened first is said
+                    stop(connection, run_id)  # a simulation ends with its SuperLink
                 _wait_for_its_end(news)
             raise
 
@@ -83,7 +85,7 @@ def _follow(
                 shown = now["done"]
         if now["state"] == "ended":
             if now["error"]:
-                raise FedhmError(now["error"])
+                raise FedhmError(now["error"] + (_where_to_go_on(out) if now["unforeseen"] else ""))
             return
         if gone:
             raise FedhmError(f"the run's server process died{_where_to_go_on(out)}")
@@ -105,7 +107,7 @@ def _wait_for_its_beginning(connection: Connection, run_id: int, news: Path) -> 
 
 
 def _where_to_go_on(out: Path) -> str:
-    return f"; 'fedhm resume {out}' resumes from the last complete round" if (out / "config.toml").exists() else ""
+    return how_to_resume(out) if (out / "config.toml").exists() else ""
 
 
 def _wait_for_its_end(news: Path) -> None:

@@ -1,5 +1,6 @@
 """The Flower engine: tasks go to nodes as messages, one for each client, and replies come back in any order."""
 
+import reprlib
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from flwr.serverapp import Grid
 
 from fedhm.flower.mail import UnreadableError, describe, pull, push
 from fedhm.flower.nodes import Roster
-from fedhm.flower.wire import Outbox, Terms, read_replies, travelled
+from fedhm.flower.wire import Outbox, Terms, read_replies, travelled, unreadable
 from fedhm.work.messages import Failure, Reply, Task, Update
 
 PAUSES = 0.1, 1.0  # seconds between two looks at what has come: at first, and when nothing comes for long
@@ -103,15 +104,22 @@ class FlowerEngine:
         if message is not None:
             yield from self._read(message, waiting.pop(message_id))
 
-    def _read(self, message: Message, parcel: Parcel) -> Iterator[Reply]:
-        if message.has_error():
-            return parcel.failed(describe(message))
-        up = travelled(message.content, len(parcel.tasks))
-        replies = read_replies(message.content, parcel.tasks, self._fp16)
-        return (
-            replace(self._held_to_its_word(reply, parcel.client), position=position, down=sent, up=received)
+    def _read(self, message: Message, parcel: Parcel) -> list[Reply]:
+        """Return the replies in a message. Whatever a client sent costs no more than the replies to its own tasks."""
+        try:
+            if message.has_error():
+                return list(parcel.failed(describe(message)))
+            up = travelled(message.content, len(parcel.tasks))
+            replies = [
+                self._held_to_its_word(reply, parcel.client)
+                for reply in read_replies(message.content, parcel.tasks, self._fp16)
+            ]
+        except Exception as error:
+            return list(parcel.failed(unreadable(error)))
+        return [
+            replace(reply, position=position, down=sent, up=received)
             for reply, position, sent, received in zip(replies, parcel.positions, parcel.down, up, strict=True)
-        )
+        ]
 
     def _held_to_its_word(self, reply: Reply, client: int) -> Reply:
         """Return the reply, or a failure where it does not claim the samples that its client had before it saw a task.
@@ -121,7 +129,7 @@ class FlowerEngine:
         node = self._roster.introduced().get(client) if isinstance(reply, Update) else None
         if node is None or not isinstance(reply, Update) or reply.samples == node.samples:
             return reply
-        return Failure(client, f"it claims {str(reply.samples)[:80]} samples, but said that it has {node.samples}")
+        return Failure(client, f"it claims {reprlib.repr(reply.samples)} samples, but said that it has {node.samples}")
 
 
 def _by_client(tasks: Iterable[Task]) -> dict[int, list[tuple[int, Task]]]:

@@ -6,6 +6,8 @@ import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedhm.machine.printable import printable
+
 REASONS = {
     1: "its ClientApp cannot be loaded",
     2: "its ClientApp raised an exception",
@@ -48,8 +50,3 @@ def describe(reply: Message) -> str:
     raised = reply.error.reason.partition(":<'")[2] or reply.error.reason
     lines = (raised.partition("Message: ")[2] or raised).removesuffix("'>").strip().splitlines()
     return f"{reason}: {printable(lines[0])}" if lines else reason
-
-
-def printable(text: str) -> str:
-    """Return what a client wrote, made fit for a line of a log."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text[:300])

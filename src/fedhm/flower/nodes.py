@@ -10,8 +10,9 @@ from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 
 from fedhm.errors import FedhmError
-from fedhm.flower.mail import BY_THE_APP, UnreadableError, describe, printable, pull, push
+from fedhm.flower.mail import BY_THE_APP, UnreadableError, describe, pull, push
 from fedhm.flower.wire import NOTE
+from fedhm.machine.printable import printable
 
 ANSWER_WITHIN = 120.0  # seconds that a node has to say who it is, before it is asked again
 PAUSE = 0.5  # seconds between two looks, while one waits for nodes

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 from rich.console import Console
 from torch import nn
 
@@ -20,6 +21,7 @@ from fedhm.flower.nodes import Roster
 from fedhm.flower.status import StatusFile
 from fedhm.flower.tiers import chosen_tiers
 from fedhm.flower.wire import Terms, greeting
+from fedhm.machine.printable import printable
 from fedhm.report.progress import progress
 from fedhm.run import as_begun, report_on
 from fedhm.runs.folder import RunFolder
@@ -81,8 +83,11 @@ def named_server_app() -> ServerApp:
         except FedhmError as error:
             status.ended(str(error))
             raise
+        except httpx.HTTPError as error:
+            status.ended(f"the SuperLink does not answer any more ({type(error).__name__})", unforeseen=True)
+            raise
         except BaseException as error:
-            status.ended(f"the server raised {error!r}; its log has more")
+            status.ended(f"the server raised {printable(repr(error))}; its log has more", unforeseen=True)
             raise
         status.ended()
 

@@ -31,8 +31,8 @@ class StatusFile:
     def said(self, sentence: str) -> None:
         self._write(said=sentence)
 
-    def ended(self, error: str = "") -> None:
-        self._write(state="ended", error=error)
+    def ended(self, error: str = "", *, unforeseen: bool = False) -> None:
+        self._write(state="ended", error=error, unforeseen=unforeseen)
 
     def _write(self, **news: Any) -> None:
         self._status = {**self._status, **news}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fedhm.config.settings import Config, fixed_level
-from fedhm.flower.mail import printable
 from fedhm.flower.nodes import Node
+from fedhm.machine.printable import printable
 from fedhm.measure.cost import training_memory
 from fedhm.methods.method import AnyMethod
 

@@ -19,7 +19,7 @@ from fedhm.config.reading import parse_resolved
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.errors import FedhmError
-from fedhm.flower.mail import printable
+from fedhm.machine.printable import printable
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of
@@ -111,11 +111,14 @@ def reply_parcel(replies: Iterable[Reply], fp16: bool) -> RecordDict:
         if isinstance(reply, Failure):
             listed.append({"failure": reply.reason})
             continue
+        try:
+            halves = fp16 and work_of(reply.kind).returns_network
+            parts = {"tensors": _record(reply.tensors, halves), "kept": _record(reply.kept)}
+        except FedhmError as error:  # other tasks in the same message may have gone well
+            listed.append({"failure": str(error)})
+            continue
         listed.append(_values(reply))
-        if reply.tensors:
-            records[f"tensors.{number}"] = _record(reply.tensors, fp16 and work_of(reply.kind).returns_network)
-        if reply.kept:
-            records[f"kept.{number}"] = _record(reply.kept)
+        records |= {f"{part}.{number}": record for part, record in parts.items() if record}
     records[NOTE] = ConfigRecord({"replies": json.dumps(listed)})
     return RecordDict(records)  # type: ignore[arg-type]
 
@@ -126,13 +129,17 @@ def read_replies(content: RecordDict, tasks: Sequence[Task], fp16: bool) -> list
     Here an update need only be readable. Whether it may be merged is for admission to say.
     """
     try:
+        if not isinstance(content, RecordDict):  # Flower takes any of its objects for a message's content
+            raise TypeError(f"its message holds a {type(content).__name__} in place of records")
+        if set(content.config_records[NOTE]) != {"replies"}:
+            raise ValueError("its note does not hold replies alone")
         listed = json.loads(str(content.config_records[NOTE]["replies"]))
         if not isinstance(listed, list) or len(listed) != len(tasks):
             raise ValueError(f"its message does not hold {len(tasks)} replies")
         if more := set(content) - {NOTE, *_places(len(tasks))}:
             raise ValueError(f"its message has a record {min(more)[:80]!r}")
     except Exception as error:
-        return [Failure(task.client, _unreadable(error)) for task in tasks]
+        return [Failure(task.client, unreadable(error)) for task in tasks]
     return [_read_reply(content, number, listed[number], task, fp16) for number, task in enumerate(tasks)]
 
 
@@ -151,12 +158,14 @@ def _read_reply(content: RecordDict, number: int, values: Any, task: Task, fp16:
             values["tensors"] = {name: _as_sent(t, task.tensors.get(name)) for name, t in values["tensors"].items()}
         return Update(**values)
     except Exception as error:  # whatever a client may have put into its bytes
-        return Failure(task.client, _unreadable(error))
+        return Failure(task.client, unreadable(error))
 
 
 def travelled(content: RecordDict, count: int) -> list[int]:
     """Return the bytes of a message's records by task; what belongs to none, or to several, counts for the first."""
     places = _places(count)
+    if not isinstance(content, RecordDict):
+        return [0] * count
     seen: set[int] = set()
     counted = [0] * count
     for key, record in content.items():
@@ -193,7 +202,11 @@ def _record(tensors: Tensors, fp16: bool = False) -> ArrayRecord:
 def _array(name: str, tensor: Tensor, fp16: bool) -> Array:
     """Return a tensor as it travels. Matrices may be halved; vectors are few numbers, and some need their range."""
     if fp16 and tensor.ndim > 1 and tensor.is_floating_point():
-        tensor = tensor.half()
+        halved = tensor.half()
+        if not halved.isfinite().all() and tensor.isfinite().all():
+            largest = tensor.abs().max().item()
+            raise FedhmError(f"'{name}' holds {largest:.3g}, too large for half precision: set engine.fp16 = false")
+        tensor = halved
     try:
         return Array(tensor.contiguous().numpy())
     except TypeError:  # of bfloat16, which numpy has not
@@ -210,5 +223,5 @@ def _as_sent(tensor: Tensor, sent: Tensor | None) -> Tensor:
     return tensor.to(sent.dtype) if sent is not None and halved else tensor
 
 
-def _unreadable(error: Exception) -> str:
-    return f"it cannot be read ({str(error).partition(chr(10))[0][:200] or type(error).__name__})"
+def unreadable(error: Exception) -> str:
+    return f"it cannot be read ({printable(str(error), 200) or type(error).__name__})"

@@ -78,7 +78,9 @@ class Lines:
         losses = (f"{tier} {traffic.loss:.3f}" for tier, traffic in sorted(record.traffic.items()))
         trained = f"training loss {'  '.join(losses)}" if record.traffic else "nobody trained"
         what = "  ".join(evaluated) if record.metrics else trained
-        self._console.print(f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s")
+        self._console.print(
+            f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s", markup=False
+        )
 
 
 def progress(console: Console, headline: Metric) -> LiveBar | Lines:

@@ -13,6 +13,7 @@ from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.machine.locks import take_lock
+from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
 from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from fedhm.runs.fingerprint import DataFacts
@@ -36,9 +37,8 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path) -> None:
         if (path / "config.toml").exists():
-            raise FedhmError(
-                f"{path} holds a run already: resume it with 'fedhm resume {path}', or choose another folder"
-            )
+            command = pasteable("fedhm", "resume", path)
+            raise FedhmError(f"{path} holds a run already: resume it with {command}, or choose another folder")
         if path.is_dir() and any(entry.name != LOCK and not entry.name.endswith(".tmp") for entry in path.iterdir()):
             raise FedhmError(f"{path} holds other files: choose an empty or a new folder")
 
@@ -106,6 +106,11 @@ class RunFolder:
 
 def _model_file(path: Path, tier: str) -> Path:
     return path / "models" / f"{tier.replace('/', '-')}.safetensors"
+
+
+def how_to_resume(path: Path) -> str:
+    """Return the end of a sentence that says why a run stopped."""
+    return f"; {pasteable('fedhm', 'resume', path)} resumes from the last complete round"
 
 
 def rounds_done(path: Path) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
+from fedhm.machine.printable import printable
 from fedhm.measure.cost import measure
 from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import Tensors, size_in_bytes
@@ -107,13 +108,14 @@ class Intake:
         )
 
     def _refuse(self, task: Task, failure: Failure, record: Record) -> None:
+        reason = printable(failure.reason)  # a client may have written it
         if self._config.train.on_bad_update == "stop":
             raise FedhmError(
                 f"the update of client {task.client} (tier {task.tier}) in round {task.round} cannot be used: "
-                f"{failure.reason}; {_hint(failure.reason)}, "
+                f"{reason}; {_hint(reason)}, "
                 "or go on without such updates with train.on_bad_update = 'drop'"
             ) from failure.cause
-        entry = {"client": task.client, "tier": task.tier, "kind": task.kind, "reason": failure.reason}
+        entry = {"client": task.client, "tier": task.tier, "kind": task.kind, "reason": reason}
         record.dropped.append(entry)
 
     def _macs(self, task: Task) -> int:
@@ -150,6 +152,8 @@ def last_reason(dropped: Sequence[dict[str, Any]]) -> str:
 def _hint(reason: str) -> str:
     if "its change has norm" in reason:
         return "lower train.lr or raise train.max_change"
+    if "half precision" in reason:  # which says what to do
+        return "or lower train.lr"
     return "lower train.lr or set train.clip_norm" if "loss" in reason or "NaN" in reason else "mend the client"
 
 

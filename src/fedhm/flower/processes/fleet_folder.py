@@ -14,6 +14,7 @@ from filelock import lock_descriptor
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.connection import Connection, named_connection
 from fedhm.machine.files import write_atomically
+from fedhm.machine.printable import pasteable
 
 NAME = "federation"  # of the connection
 CLEARING = 30.0  # seconds until the processes of a federation that was killed are gone
@@ -91,7 +92,8 @@ def connection_of(superlink: str) -> Connection:
         return named_connection(superlink)
     if not folder.runs:
         raise FedhmError(
-            f"the federation in {superlink} is not running; start it with 'fedhm flower up --folder {superlink}'"
+            f"the federation in {superlink} is not running; start it with "
+            f"{pasteable('fedhm', 'flower', 'up', '--folder', superlink)}"
         )
     if not folder.announcement.exists():
         raise FedhmError(f"the federation in {superlink} is still coming up; try again in some seconds")
