@@ -14,11 +14,12 @@ import pytest
 from fedhm.errors import FedhmError
 from fedhm.flower.follow import _follow
 from fedhm.flower.processes.connection import Connection, ask
+from fedhm.flower.processes.fleet_folder import FleetFolder
 from fedhm.flower.processes.guarded_superlink import Bearer
 from fedhm.flower.processes.private import Secrets, current_umask, private_files
 from fedhm.flower.processes.superlink import simulation_superlink
 from fedhm.flower.processes.supervisor import descendants
-from flower_up import is_run_by, wait_until
+from flower_up import Up, is_run_by, wait_until
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -96,3 +97,30 @@ def test_a_dead_executor_ends_the_wait_for_a_run_in_a_sentence(simulation: Conne
     wait_until(lambda: not simulation.processes[1].alive, 30)
     with pytest.raises(FedhmError, match=r"^the SuperLink's executor ended: .* \(.*executor\.log\)$"):
         _follow(simulation, 1, tmp_path / "status.json", tmp_path / "run", None, print)  # type: ignore[arg-type]
+
+
+def test_a_federations_folder_is_its_owners_only_and_others_stay_as_they_are(tmp_path: Path) -> None:
+    with FleetFolder(tmp_path / "new").locked():
+        assert mode(tmp_path / "new") == 0o700
+    (tmp_path / "new").chmod(0o755)  # as an earlier version made it
+    with FleetFolder(tmp_path / "new").locked():
+        assert mode(tmp_path / "new") == 0o700
+    (tmp_path / "others").mkdir(mode=0o755)
+    with FleetFolder(tmp_path / "others").locked():
+        assert mode(tmp_path / "others") == 0o755
+
+
+@pytest.mark.slow
+@needs_proc
+def test_a_federation_obeys_its_owner_and_ends_with_its_executor(tmp_path: Path) -> None:
+    with Up(tmp_path / "federation", 1, "--insecure") as up:
+        up.wait()
+        for path in (up.folder, *up.folder.rglob("*")):
+            assert not mode(path) & 0o077, path
+        stranger = Connection(tmp_path, "federation")
+        (tmp_path / "config.toml").write_bytes((up.folder / "flower" / "config.toml").read_bytes())
+        with pytest.raises(FedhmError, match=r"^'flwr list' failed: .*[Aa]uthenticat"):
+            ask(stranger, "list")
+        os.kill(up.pid_of("flower-superexec --superexec-auth-secret-file"), signal.SIGKILL)
+        assert up.process.wait(60) == 1
+    assert "fedhm: the SuperLink's executor ended: " in up.said
