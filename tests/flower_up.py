@@ -74,7 +74,8 @@ def is_run_by(pid: int, command: str) -> bool:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
         return False  # ended meanwhile
-    return len(words) > 1 and words[1].endswith(command.split()[0]) and all(w in words for w in command.split()[1:])
+    script, *arguments = command.split()  # behind its interpreter, and perhaps what guards it
+    return any(word.endswith(script) for word in words[1:5]) and all(word in words for word in arguments)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 200) -> None:

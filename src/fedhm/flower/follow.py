@@ -10,6 +10,7 @@ from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.connection import Connection, status, stop, submit
 from fedhm.flower.processes.fleet_folder import connection_of
+from fedhm.flower.processes.private import current_umask
 from fedhm.flower.processes.process import check_installed
 from fedhm.flower.processes.superlink import simulation_superlink
 from fedhm.flower.status import is_gone, read_status
@@ -20,7 +21,7 @@ from fedhm.server.record import Watcher
 APP = Path(__file__).parent / "preset_app"
 PAUSE = 0.2  # seconds between two looks
 ASK_AFTER = 10.0  # seconds without a sign of life after which Flower is asked what became of the run
-SILENCE = 300.0  # seconds after which a run that Flower says is running must have given a sign of life
+SILENCE = 300.0  # seconds after which a run must have been started, and have given a sign of life if it runs
 LAST_BREATH = 20.0  # seconds that a stopped run has to end
 
 
@@ -29,7 +30,12 @@ def run_on_flower(config: Config, out: Path, watcher: Watcher, say: Callable[[st
     check_installed()
     with TemporaryDirectory(prefix="fedhm-") as scratch, _superlink(config, Path(scratch), say) as connection:
         news = Path(scratch) / "status.json"
-        settings = {"config": config.to_toml(), "out": str(out.absolute()), "status": str(news)}
+        settings = {
+            "config": config.to_toml(),
+            "out": str(out.absolute()),
+            "status": str(news),
+            "umask": oct(current_umask()),
+        }
         simulated = "" if config.engine.superlink else _simulation(config)
         say("submitting the run to Flower …")
         run_id = submit(connection, APP, settings, simulated)
@@ -88,13 +94,14 @@ def _follow(
                 raise FedhmError(now["error"] + (_where_to_go_on(out) if now["unforeseen"] else ""))
             return
         if gone:
-            raise FedhmError(f"the run's server process died{_where_to_go_on(out)}")
+            raise FedhmError(f"{_why_it_died(connection)}{_where_to_go_on(out)}")
         time.sleep(PAUSE)
 
 
 def _wait_for_its_beginning(connection: Connection, run_id: int, news: Path) -> None:
     started = asked = time.monotonic()
     while read_status(news) is None:
+        connection.check()
         time.sleep(PAUSE)
         if time.monotonic() < asked + ASK_AFTER:
             continue
@@ -102,8 +109,23 @@ def _wait_for_its_beginning(connection: Connection, run_id: int, news: Path) -> 
         state = status(connection, run_id)
         if state.startswith("finished"):
             raise FedhmError(f"Flower could not start the run (it is '{state}'): see 'flwr log {run_id} --show'")
-        if state == "running" and asked > started + SILENCE:
+        if asked < started + SILENCE:
+            continue
+        if state == "pending":
+            raise FedhmError(
+                f"nothing has started the run within {SILENCE / 60:.0f} minutes: the executor of the SuperLink "
+                "(flower-superexec) may have died; see the SuperLink's log, and start the SuperLink again"
+            )
+        if state == "running":
             raise FedhmError("the run's server process is on another machine: 'fedhm run' must be started on that one")
+
+
+def _why_it_died(connection: Connection) -> str:
+    try:
+        connection.check()
+    except FedhmError as error:
+        return str(error)
+    return "the run's server process died"
 
 
 def _where_to_go_on(out: Path) -> str:

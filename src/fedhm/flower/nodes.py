@@ -51,6 +51,7 @@ class Roster:
 
     Of several nodes that call themselves the same client, the first counts for as long as it is connected: Flower takes
     a SuperNode that was killed for connected for another minute, in which the one that was started in its place waits.
+    With the same key it would be refused, and exit.
     """
 
     def __init__(self, grid: Grid, clients: int, greeting: RecordDict, say: Callable[[str], None]) -> None:

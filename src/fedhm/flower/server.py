@@ -1,5 +1,6 @@
 """The server side of an app: finds out which clients there are, and runs the loop on them."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,6 +78,9 @@ def named_server_app() -> ServerApp:
     def serve(grid: Grid, context: Context) -> None:
         said = context.run_config
         status = StatusFile(Path(str(said["status"])))
+        os.umask(
+            int(str(said["umask"]), 8)
+        )  # Flower's files are their owner's only, but the run's are as a user wishes
         try:
             config = parse_resolved(str(said["config"]), "the run's config")
             run_named(grid, config, Path(str(said["out"])), [status], status.said)

@@ -91,6 +91,7 @@ def _explain(folder: Path, running: "Fleet", console: Console) -> None:
         f"  export FLWR_HOME={shlex.quote(str(running.folder.connection.home))}",
         *(f"  {shlex.join(command)}" for command in [superlink, *for_one]),
         *(["  … and likewise for the other clients"] if clients > 1 else []),
+        f"This SuperLink also takes runs only from whoever can read {shlex.quote(str(folder / 'flower'))}.",
         f"Their logs are in {folder / 'logs'}. Ctrl-C ends them all.",
     ]
     for line in lines:

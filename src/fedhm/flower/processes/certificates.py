@@ -1,6 +1,5 @@
 """Who is who in a federation on this machine: a certificate authority, its server certificate, and keys of clients."""
 
-import os
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -11,6 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedhm.flower.processes.private import write_private
 from fedhm.machine.files import write_atomically
 
 LIFETIME = timedelta(days=365)
@@ -55,14 +55,6 @@ def ensure_client_key(path: Path) -> None:
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
     write_private(path, _pem(key, PrivateFormat.OpenSSH))
     write_atomically(public_path, public + f" {path.name}\n".encode())
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read at any moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
 
 
 def _lasts(folder: Path) -> bool:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import tomli_w
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.process import check_installed, environment, executable
+from fedhm.flower.processes.process import Process, check_installed, environment, executable
 from fedhm.machine.files import write_atomically
+from fedhm.machine.printable import printable
 
 ANSWER = 300.0  # seconds that a command may take; one that ships an app to a busy machine can be slow
 
@@ -25,6 +26,12 @@ class Connection:
 
     home: Path
     name: str
+    processes: tuple[Process, ...] = field(default=(), compare=False)  # of the SuperLink, where they are this process's
+
+    def check(self) -> None:
+        """Raise if one of the SuperLink's processes ended: no run would start any more."""
+        for process in self.processes:
+            process.check()
 
 
 def write_connection(connection: Connection, port: int, authority: Path | None) -> None:
@@ -120,4 +127,4 @@ def _sentence(text: str) -> str:
     """Return what Flower says is wrong, which it prints after what it does and an empty line, without its boxes."""
     last = text.strip().split("\n\n")[-1]
     words = (line.strip("│╭╮╰╯─ ") for line in last.splitlines())
-    return " ".join(word for word in words if word and word != "Error") or "it does not say why"
+    return printable(" ".join(word for word in words if word and word != "Error"), 1000) or "it does not say why"

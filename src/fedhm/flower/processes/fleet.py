@@ -8,8 +8,16 @@ from fedhm.errors import FedhmError
 from fedhm.flower.processes.certificates import ensure_certificates, ensure_client_key
 from fedhm.flower.processes.connection import ask, write_connection
 from fedhm.flower.processes.fleet_folder import FleetFolder
+from fedhm.flower.processes.private import Secrets, private_files
 from fedhm.flower.processes.process import HOST, Process, check_port, ended_afterwards, free_ports
-from fedhm.flower.processes.superlink import GOODBYES, superlink_command, supernode_command
+from fedhm.flower.processes.superlink import (
+    EXECUTOR,
+    GOODBYES,
+    guarded,
+    superexec_command,
+    superlink_command,
+    supernode_command,
+)
 
 FORGETTING = 90.0  # seconds to wait until a SuperLink notices a SuperNode that ended without disconnecting; it takes 60
 COMING_UP = 120.0  # seconds for all SuperNodes, and two more for each
@@ -31,12 +39,14 @@ class Fleet:
         write_connection(folder.connection, port, authority)
         certificates = folder.certificates if secure else None
         self._used_before = folder.database.exists()
-        self.superlink = self._process(
-            "the SuperLink", superlink_command(port, certificates, ["--database", str(folder.database)]), "superlink"
-        )
+        secrets = Secrets(folder.connection.home)
+        secrets.make(self.address)
+        command = superlink_command(port, certificates, ["--database", str(folder.database)])
+        self.commands.append(command)  # by itself it starts an executor, and takes runs from everybody
+        self.superlink = self._process("the SuperLink", guarded(command, secrets), "superlink")
+        self.executor = self._process(EXECUTOR, superexec_command(port, certificates, secrets), "executor")
 
     def _process(self, name: str, command: list[str], log: str) -> Process:
-        self.commands.append(command)
         linger = GOODBYES if log == "superlink" else 0.0
         return Process(name, command, self.folder.connection.home, self.folder.log(log), linger, [self.lock])
 
@@ -57,6 +67,7 @@ class Fleet:
             ensure_client_key(key)
             self._register(f"{key}.pub")
         command = supernode_command(self.address, authority, key, port, node_config)
+        self.commands.append(command)
         self.nodes.append(self._process(f"SuperNode {client}", command, f"client-{client}"))
 
     def _register(self, public_key: str) -> None:
@@ -70,7 +81,7 @@ class Fleet:
     def wait_for_nodes(self, report: Report) -> None:
         until = time.monotonic() + COMING_UP + 2 * len(self.nodes)
         while (online := self._online()) < len(self.nodes):
-            for process in (self.superlink, *self.nodes):
+            for process in (self.superlink, self.executor, *self.nodes):
                 process.check()
             if time.monotonic() > until:
                 raise FedhmError(
@@ -83,8 +94,9 @@ class Fleet:
         return sum(node["status"] == "online" for node in ask(self.folder.connection, "supernode", "list")["nodes"])
 
     def newly_dead(self) -> list[Process]:
-        """Return the SuperNodes that ended since the last call; raise if the SuperLink ended."""
+        """Return the SuperNodes that ended since the last call; raise if the SuperLink or its executor ended."""
         self.superlink.check()
+        self.executor.check()
         dead = [node for node in self.nodes if not node.alive and node.name not in self._buried]
         self._buried |= {node.name for node in dead}
         return dead
@@ -100,7 +112,7 @@ def started_fleet(
     folder: FleetFolder, node_configs: Sequence[str], port: int | None, secure: bool, report: Report
 ) -> Iterator[Fleet]:
     """Run a federation with one SuperNode for each node config: up inside the context, and gone after it."""
-    with folder.locked() as lock, ExitStack() as stack:
+    with private_files(), folder.locked() as lock, ExitStack() as stack:
         if port is not None:
             check_port(port)
         own_port, *node_ports = free_ports(1 + len(node_configs))
@@ -108,6 +120,7 @@ def started_fleet(
         report("starting the SuperLink")
         fleet = Fleet(folder, own_port, secure, lock)
         stack.enter_context(ended_afterwards(fleet.superlink))
+        stack.enter_context(ended_afterwards(fleet.executor))
         stack.callback(fleet.end_nodes)  # first, so that they can still disconnect from the SuperLink
         fleet.wait_for_superlink(own_port, report)
         for client, (node_port, node_config) in enumerate(zip(node_ports, node_configs, strict=True)):

@@ -13,6 +13,7 @@ from filelock import lock_descriptor
 
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.connection import Connection, named_connection
+from fedhm.flower.processes.private import private_files
 from fedhm.machine.files import write_atomically
 from fedhm.machine.printable import pasteable
 
@@ -102,8 +103,12 @@ def connection_of(superlink: str) -> Connection:
 
 def _opened(path: Path) -> IO[str]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a+")
+        with private_files():
+            ours = path.exists() or not path.parent.exists()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if ours:  # one that an earlier version made was open to everybody
+                path.parent.chmod(0o700)
+            return path.open("a+")
     except OSError as error:
         raise FedhmError(f"cannot make the folder {path.parent}: {error.strerror}") from None
 

@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
 from fedhm.errors import FedhmError
+from fedhm.flower.processes.private import OWNERS_ONLY, private_files
+from fedhm.machine.printable import printable
 
 HOST = "127.0.0.1"
 ENDING = 15.0  # seconds; more than the supervisor needs
@@ -68,7 +70,7 @@ def check_port(port: int) -> None:
 
 
 class Process:
-    """A command that runs under a supervisor; `supervisor.py` explains `linger`."""
+    """A command that runs under a supervisor; `supervisor.py` explains `linger`. What it writes is its owner's only."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class Process:
         log: Path,
         linger: float = 0.0,
         keep_open: Sequence[int] = (),
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.command, self.log = name, list(command), log
         supervisor = [
@@ -89,14 +92,17 @@ class Process:
             "--",
         ]
         found = executable(self.command[0], home)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as file:
+        with private_files():
+            log.parent.mkdir(parents=True, exist_ok=True)
+            opened = log.open("wb")
+        with opened as file:
             self._supervisor = subprocess.Popen(
                 [*supervisor, found, *self.command[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment(home),
+                env={**environment(home), **(settings or {})},
+                umask=OWNERS_ONLY,
                 start_new_session=True,  # Ctrl-C is for us, who then end it
                 pass_fds=keep_open,
             )
@@ -111,7 +117,7 @@ class Process:
         text = _COLOUR.sub("", self.log.read_text(errors="replace")) if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         told = [line for line in lines if not _UNREMARKABLE.match(line)]
-        return (told or lines or ["(nothing)"])[-1]
+        return printable((told or lines or ["(nothing)"])[-1])
 
     def check(self) -> None:
         if not self.alive:

@@ -1,0 +1,112 @@
+"""What `fedhm run` on Flower says when a run does not begin, or ends otherwise than it should."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from flwr.app import Context, RecordDict
+
+from fedhm.config.reading import load_config
+from fedhm.errors import FedhmError
+from fedhm.flower import follow
+from fedhm.flower.processes.connection import Connection
+from fedhm.flower.processes.private import current_umask
+from fedhm.flower.processes.process import Process
+from fedhm.flower.server import named_server_app
+from fedhm.flower.status import StatusFile, read_status
+from flower_loopback import Loopback
+from flower_up import wait_until
+
+SETTINGS = ["engine.name=flower", "engine.superlink=ours", "federation.clients=1", "engine.patience=0"]
+
+
+def sentence(run: Callable[[], object]) -> str:
+    with pytest.raises(FedhmError) as caught:
+        run()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (
+            "pending",
+            "nothing has started the run within 0 minutes: the executor of the SuperLink (flower-superexec) may",
+        ),
+        ("running", "the run's server process is on another machine"),
+        ("finished:failed", "Flower could not start the run (it is 'finished:failed')"),
+    ],
+)
+def test_a_run_that_does_not_begin(state: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ASK_AFTER": 0.0, "SILENCE": 0.0, "PAUSE": 0.01, "status": lambda *_: state}.items():
+        monkeypatch.setattr(follow, name, value)
+    ours = Connection(tmp_path, "ours")
+    assert sentence(lambda: follow._wait_for_its_beginning(ours, 1, tmp_path / "news.json")).startswith(said)
+
+
+def test_a_process_that_died_is_why_a_run_does_not_begin(tmp_path: Path) -> None:
+    died = Process("the SuperLink's executor", ["false"], tmp_path, tmp_path / "executor.log")
+    wait_until(lambda: not died.alive, 30)
+    ours = Connection(tmp_path, "ours", (died,))
+    said = sentence(lambda: follow._wait_for_its_beginning(ours, 1, tmp_path / "news.json"))
+    assert said == f"the SuperLink's executor ended: (nothing) ({tmp_path}/executor.log)"
+
+
+class Unreachable(Loopback):
+    """The grid of a SuperLink that was killed."""
+
+    def get_node_ids(self) -> list[int]:
+        raise httpx.ConnectError("refused \x1b[2J")
+
+
+def test_a_superlink_that_was_killed_does_not_hide_how_to_resume(tmp_path: Path) -> None:
+    news, out = tmp_path / "status.json", tmp_path / "my runs" / "it's"
+    config = load_config("digits", [*SETTINGS, "data.train_samples=40"]).resolved()
+    given = {"config": config.to_toml(), "out": str(out), "status": str(news), "umask": oct(current_umask())}
+    with pytest.raises(httpx.ConnectError):
+        named_server_app()(Unreachable({}), Context(1, 1, {}, RecordDict(), given))
+    status = read_status(news)
+    assert status is not None
+    assert status["error"] == "the SuperLink does not answer any more (ConnectError)"
+    ours = Connection(tmp_path, "ours")
+    assert sentence(lambda: follow._follow(ours, 1, news, out, None, print)) == status["error"]  # type: ignore[arg-type]
+    out.mkdir(parents=True)
+    (out / "config.toml").touch()  # it had begun
+    said = sentence(lambda: follow._follow(ours, 1, news, out, None, print))  # type: ignore[arg-type]
+    quoted = (
+        re.escape("; fedhm resume '")
+        + ".*"
+        + re.escape("my runs/it'\"'\"'s'")
+        + " resumes from the last complete round$"
+    )
+    assert re.search(quoted, said), said
+
+
+def test_what_a_user_can_mend_is_said_without_more(tmp_path: Path) -> None:
+    news = tmp_path / "status.json"
+    (tmp_path / "config.toml").touch()
+    StatusFile(news).ended("train.lr is too high")
+    ours = Connection(tmp_path, "ours")
+    assert sentence(lambda: follow._follow(ours, 1, news, tmp_path, None, print)) == "train.lr is too high"  # type: ignore[arg-type]
+
+
+def test_a_run_that_cannot_be_stopped_says_why_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def superlink(*_: object) -> Iterator[Connection]:
+        yield Connection(tmp_path, "ours")
+
+    def raising(said: str) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            raise FedhmError(said)
+
+        return fail
+
+    replaced = {"_superlink": superlink, "submit": lambda *_: 1, "LAST_BREATH": 0.0}
+    for name, value in {**replaced, "_follow": raising("it ended"), "stop": raising("nobody answers")}.items():
+        monkeypatch.setattr(follow, name, value)
+    config = load_config("digits", SETTINGS).resolved()
+    said = sentence(lambda: follow.run_on_flower(config, tmp_path / "run", None, lambda _: None))  # type: ignore[arg-type]
+    assert said == "it ended"
