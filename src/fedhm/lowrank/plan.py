@@ -139,6 +139,8 @@ def obstacle(layer: nn.Module, owners: Counter[int]) -> str | None:
     assert isinstance(layer, nn.Conv2d | nn.Linear)
     if not isinstance(layer._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from other parameters"
+    if layer.weight.is_complex():
+        return "its weight is complex"
     if owners[id(layer.weight)] > 1:
         return "its weight is tied to another layer's"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:

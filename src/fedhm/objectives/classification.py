@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
+from fedhm.networks.precision import precise
 
 
 class Classification(Objective):
@@ -47,7 +48,7 @@ class Classification(Objective):
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         return {
             "correct": (output.argmax(1) == targets).sum(),
-            "loss": F.cross_entropy(output, targets, reduction="sum"),
+            "loss": F.cross_entropy(precise(output), targets, reduction="sum"),
         }
 
     def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:
