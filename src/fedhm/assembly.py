@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def _check_training(model: nn.Module, method: AnyMethod, sample: Tensor) -> None
         factorized = {f"{layer}.weight" for layer in (*plan_of(network), *plan_of(network, Hadamard))}
         if lost := sorted(written & factorized):
             raise FedhmError(
-                f"the model's forward changes '{lost[0]}' itself, which has no effect in tier {tier}, where that weight "
+                f"the model's forward changes '{lost[0]}' itself, which has no effect in tier {tier}, where it "
                 "is made of factors: compute it by a parametrization of torch.nn.utils, whose layer stays dense"
             )
 
@@ -121,7 +122,7 @@ def assemble(
     return Experiment(
         settings, method, initial, federation.size, Feed(federation.test, preprocessing, device), intake, optimizer,
         engine or _own_engine(settings, federation, Networks(method.network, device, settings.engine.compile), public),
-        costs, fingerprint(settings, initial, federation), data_facts(federation), watchers, bool(federation.remote),
+        costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers, bool(federation.remote),
     )  # fmt: skip
 
 

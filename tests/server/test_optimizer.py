@@ -134,7 +134,7 @@ def test_its_moments_are_part_of_a_checkpoint(optimizer: str, federation: Federa
     whole = assemble(small_model(), federation, config(4)).run()
     with RunFolder.create(tmp_path / "run", config(4)) as folder:
         first = assemble(small_model(), federation, config(4))
-        kept = first.fingerprint
+        kept = first.fingerprint(None)
         first.config = config(2)  # as if it was killed after two rounds
         first.run(folder)
         checkpoint = newest_checkpoint(tmp_path / "run" / "checkpoints", kept, first.method.state_type)

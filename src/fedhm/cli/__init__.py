@@ -9,7 +9,8 @@ from pathlib import Path
 
 from fedhm.cli import commands
 from fedhm.compare import command as comparing
-from fedhm.config.arguments import whole_number_or_auto
+from fedhm.config.arguments import whole_number, whole_number_or_auto
+from fedhm.config.settings import MOST_PROCESSES
 from fedhm.errors import FedhmError
 from fedhm.flower import up as flower_up
 
@@ -60,9 +61,16 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("folder", type=Path, metavar="DIR")
     resume.add_argument(
         "--workers",
-        type=whole_number_or_auto("--workers"),
+        type=whole_number_or_auto("--workers", MOST_PROCESSES),
         metavar="N",
         help="engine.workers from now on (default: as the run was started)",
+    )
+    resume.add_argument(
+        "--from",
+        dest="from_round",
+        type=whole_number("--from"),
+        metavar="ROUND",
+        help="resume from the checkpoint of this round; what came of later ones is moved aside",
     )
     resume.set_defaults(verb=commands.resume)
 
