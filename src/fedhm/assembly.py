@@ -1,6 +1,7 @@
 """From settings, a model and data to a ready experiment: the only place where parts are put together."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,11 +20,12 @@ from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of
+from fedhm.machine.cores import memory
 from fedhm.machine.device import find_device
 from fedhm.measure.self_written import self_written
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.models import MODELS
-from fedhm.networks.exchange import exchanged, untrained
+from fedhm.networks.exchange import exchanged, size_in_bytes, untrained
 from fedhm.networks.probe import probe
 from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.seeds import derive
@@ -122,7 +124,8 @@ def assemble(
     return Experiment(
         settings, method, initial, federation.size, Feed(federation.test, preprocessing, device), intake, optimizer,
         engine or _own_engine(settings, federation, Networks(method.network, device, settings.engine.compile), public),
-        costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers, bool(federation.remote),
+        costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers,
+        bool(federation.remote),
     )  # fmt: skip
 
 
@@ -161,9 +164,25 @@ def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> n
     """Build the model that a config names, initialised from its seed."""
     if config.model is None:
         raise FedhmError("the config has no [model] section")
+    make = partial(MODELS[config.model.name], num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
+    if config.model.width > 2:  # none of the others is large
+        _check_size(make, config.model.width)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "model"))
-        return MODELS[config.model.name](num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
+        return make()
+
+
+def _check_size(make: Callable[[], nn.Module], width: float) -> None:
+    """Refuse a model that this machine cannot hold, before any of it is there."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            size = float(size_in_bytes(exchanged(make())))
+    except (RuntimeError, OverflowError, TypeError):  # torch cannot count so far
+        size = math.inf
+    if 4 * size > memory():  # itself, its first weights, and one that is trained with its gradients
+        raise FedhmError(
+            f"model.width = {width:g} makes a model of {size / 1e9:,.0f} GB, too large to be trained in the memory here"
+        )
 
 
 def input_format(config: Config) -> tuple[tuple[int, ...], int]:

@@ -1,10 +1,12 @@
 """The loop: tasks → engine → updates → admission → merge → optimizer → evaluate each tier → record → checkpoint."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from fedhm.config.objective import Metrics
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed
 from fedhm.engines.engine import Engine
+from fedhm.errors import FedhmWarning
 from fedhm.measure.cost import Cost
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, load, travels_as
@@ -153,4 +156,13 @@ class Experiment:
     def _metrics(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Metrics]:
         batch, objective = self.config.evaluation.batch, self.config.objective
         with record.phase("evaluate"):
-            return {tier: evaluate(network, self.test, batch, objective) for tier, network in networks.items()}
+            found = {tier: evaluate(network, self.test, batch, objective) for tier, network in networks.items()}
+        if lost := [tier for tier, metrics in found.items() if not all(map(math.isfinite, metrics.values()))]:
+            warn(
+                f"after round {record.round} the model of tier {lost[0]} gives NaN or infinite values for "
+                f"{self.config.evaluated_on} samples, so that some of its metrics are no numbers: lower train.lr, or "
+                "resume from an earlier round with 'fedhm resume DIR --from ROUND'",
+                FedhmWarning,
+                stacklevel=2,
+            )
+        return found

@@ -47,11 +47,17 @@ def run(
     public         inputs that everybody has, for methods that distil: an array, or as above; labels are not used
     out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
     """
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise FedhmError(f"model must be an nn.Module, ready to be trained, not {kind}")
     if isinstance(clients, tuple) and len(clients) == 2 and hasattr(clients[0], "shape"):
         raise FedhmError("clients must be a list with an entry for each client, not one pair of arrays")
     clients = list(clients)
     table = _own_table(config, method=method, objective=objective)
-    table["federation"] = {**(table.get("federation") or {}), "clients": len(clients)}
+    federation_table = table.get("federation") or {}
+    if not isinstance(federation_table, Mapping):
+        raise FedhmError(f"config: federation: input should be a mapping (got {federation_table!r})")
+    table["federation"] = {**federation_table, "clients": len(clients)}
     settings = parse(table, "config")
     if settings.engine.name == "flower":
         raise FedhmError(Elsewhere.SENTENCE)

@@ -85,7 +85,7 @@ def _on_flower(options: argparse.Namespace, config: Config, path: Path) -> None:
 def _reading(config: Config) -> Console:
     console = Terminal()
     if config.data is not None:
-        console.print(f"reading {config.data.source} …", highlight=False)
+        console.print(f"reading {config.data.source} …", highlight=False, markup=False)
     return console
 
 
@@ -117,9 +117,9 @@ def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
     for table in rich_tables(runs, console.width):
         console.print(table)
     if found := difference(runs):
-        console.print(f"Not comparable: {found}.", highlight=False)
+        console.print(f"Not comparable: {found}.", highlight=False, markup=False)
     for path in written:
-        console.print(str(path), highlight=False, soft_wrap=True)
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 
 def list_presets(_: argparse.Namespace) -> None:

@@ -154,7 +154,9 @@ def _tuned(tuning: Tuning, to_choose_by: Sequence[Cell], out: Path, jobs: int, c
     tuned.save(out)
     tuned.check()
     for label in tuned.tried:
-        console.print(f"chosen for {label}: {point_name(tuned.chosen(label))}", highlight=False, soft_wrap=True)
+        console.print(
+            f"chosen for {label}: {point_name(tuned.chosen(label))}", highlight=False, markup=False, soft_wrap=True
+        )
     return tuned
 
 
@@ -163,7 +165,7 @@ def _execute(planned: Sequence[Cell], called: str, out: Path, jobs: int, console
     if missing:
         at_a_time = f"{min(jobs, missing)} at a time"
         said = f"{missing} of {len(planned)} {called} to do in {out}, {at_a_time}"
-        console.print(said, highlight=False, soft_wrap=True)
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
     return execute(planned, jobs, console)
 
 
@@ -181,11 +183,11 @@ def _show(report: ComparisonReport, out: Path, console: Console) -> None:
             sheet = sheet.without(metric)  # stands in the table above
         for part in sheet.split(console.width):
             console.print(rich_table(part))
-        console.print(sheet.note + "\n", highlight=False)
+        console.print(sheet.note + "\n", highlight=False, markup=False)
     if not report.reached:
         console.print(f"What a target {metric} costs is relative to the full model: add fedavg to see it.")
     for path in report.save(out):
-        console.print(str(path), highlight=False, soft_wrap=True)
+        console.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 
 def _target(options: argparse.Namespace, metric: Metric) -> float | None:

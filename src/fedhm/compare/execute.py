@@ -149,7 +149,7 @@ class _LiveBar:
             MofNCompleteColumn(),
             BarColumn(bar_width=14),
             TimeRemainingColumn(),
-            TextColumn("left  {task.fields[doing]}"),
+            TextColumn("left  {task.fields[doing]}", markup=False),
             console=console,
             speed_estimate_period=600,  # a round may take minutes
         )
@@ -172,7 +172,7 @@ class _LiveBar:
     def ended(self, cell: Cell, failure: str | None) -> None:
         self.update([cell])
         if failure:
-            self._console.print(failure, style="red", highlight=False)
+            self._console.print(failure, style="red", highlight=False, markup=False)
 
 
 class _Lines:
@@ -202,7 +202,7 @@ class _Lines:
         self._say(failure or f"{cell.name} done in {seconds:.0f} s, {self._done} of {self._of} runs")
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _progress(console: Console, cells: Sequence[Cell]) -> _LiveBar | _Lines:

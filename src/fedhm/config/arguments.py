@@ -61,4 +61,4 @@ def one_of(option: str, *choices: str) -> Callable[[str], str]:
 
 
 def _refused(option: str, called: str, text: str) -> FedhmError:
-    return FedhmError(f"{option} takes {called}, not '{text}'")
+    return FedhmError(f"{option} takes {called}, not '{text[:80]}'")

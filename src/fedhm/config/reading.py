@@ -77,8 +77,10 @@ def read_text(path: Path) -> str:
 def _loads(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except ValueError as error:  # also for a number of too many digits
+    except tomllib.TOMLDecodeError as error:
         raise FedhmError(f"{where} is not valid TOML: {error}") from None
+    except ValueError:
+        raise FedhmError(f"{where} is not valid TOML: a number in it has too many digits") from None
     except RecursionError:
         raise FedhmError(f"{where} is not valid TOML: its values are nested too deeply") from None
 

@@ -186,7 +186,7 @@ class Config(Section):
         return hash(self.to_toml())  # a method of a user's may have settings without a hash
 
     def to_toml(self, stated: Mapping[str, Any] | None = None) -> str:
-        """Return the settings as TOML: all, or of those that are `stated`, by section, the values that they have here."""
+        """Return the settings as TOML: all of them, or the values of those that are `stated`, by section."""
         table = self.model_dump(mode="json", exclude_none=True)
         if stated is not None:
             table = {name: _only(value, stated[name]) for name, value in table.items() if name in stated}

@@ -76,8 +76,8 @@ def plan_ranks(
     """
     if isinstance(ratio, str):
         try:
-            ratio = float(Fraction(ratio))
-        except (ValueError, ZeroDivisionError):
+            ratio = float(Fraction(ratio)) if "/" in ratio else float(ratio)
+        except (ValueError, ZeroDivisionError, OverflowError):
             raise FedhmError(f"'{ratio}' is not a rank ratio: write 0.125 or \"1/8\"") from None
     if not 0 < ratio <= 1:
         raise FedhmError(f"a rank ratio lies above 0 and at most at 1, not at {ratio:g}")

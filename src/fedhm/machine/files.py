@@ -50,6 +50,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     One that cannot be read at all, damaged or not, raises OSError.
     """
+    check_name(path)
     with path.open("rb"):  # which says what is wrong with the place: safetensors calls much of it damage
         pass
     try:

@@ -48,7 +48,7 @@ class Begun:
         return given.model_copy(update=changes)
 
     def difference(self, given: Config) -> str:
-        """Return the first setting that makes another run of this one, as part of a sentence; empty if there is none."""
+        """Return the first setting that makes it another run, as part of a sentence; empty if there is none."""
         old, new = self.config.without_place().dotted(), given.without_place().dotted()
         for key in (*new, *old):
             if old.get(key) != new.get(key):

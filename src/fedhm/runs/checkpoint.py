@@ -48,7 +48,9 @@ def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
     try:
         tensors, header = read_tensors(path)
     except OSError as error:
-        raise FedhmError(f"the checkpoint {path} cannot be read ({error.strerror or error}); it need not be damaged") from None
+        raise FedhmError(
+            f"the checkpoint {path} cannot be read ({error.strerror or error}); it need not be damaged"
+        ) from None
     except ValueError as error:
         raise FedhmError(f"the checkpoint {path} is damaged ({error}); {_way_out(path)}") from None
     if header.get("format") == EARLIER:

@@ -189,4 +189,3 @@ def read_data_facts(path: Path) -> DataFacts | None:
         return TypeAdapter(DataFacts).validate_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise FedhmError(f"cannot read {file}: {in_brief(error)}") from None
-
