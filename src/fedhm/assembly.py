@@ -1,7 +1,9 @@
 """From settings, a model and data to a ready experiment: the only place where parts are put together."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +18,14 @@ from fedhm.engines.engine import Elsewhere, Engine
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
+from fedhm.lowrank.hadamard import Hadamard
+from fedhm.lowrank.hybrid import plan_of
+from fedhm.machine.cores import memory
 from fedhm.machine.device import find_device
+from fedhm.measure.self_written import self_written
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.models import MODELS
-from fedhm.networks.batchnorm import running_names
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged, size_in_bytes, untrained
 from fedhm.networks.probe import probe
 from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.seeds import derive
@@ -30,6 +35,7 @@ from fedhm.server.record import Watcher
 from fedhm.server.sampling import check_assignment, check_minimum, check_partition
 from fedhm.work.client import Client
 from fedhm.work.reuse import Networks, check_compiler
+from fedhm.work.train import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,27 @@ def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, publi
         nested=config.train.nested_shares,
         optimizer_follows=config.server.optimizer != "none",
     )
-    return Design(config, model, config.method.build(model, setup), sample, classifier)
+    method = config.method.build(model, setup)
+    _check_training(model, method, sample)
+    return Design(config, model, method, sample, classifier)
+
+
+def _check_training(model: nn.Module, method: AnyMethod, sample: Tensor) -> None:
+    """Refuse a model whose pass in training gives no tensor, or changes weights that a tier has as factors only."""
+    try:
+        written = self_written(model, sample) & {name for name, _ in model.named_parameters()}
+    except FedhmError:
+        raise
+    except Exception:  # whatever a foreign model raises: it may train on other batches, and clients will say if not
+        return
+    for tier in method.tiers if written else ():
+        network = method.network(tier)
+        factorized = {f"{layer}.weight" for layer in (*plan_of(network), *plan_of(network, Hadamard))}
+        if lost := sorted(written & factorized):
+            raise FedhmError(
+                f"the model's forward changes '{lost[0]}' itself, which has no effect in tier {tier}, where it "
+                "is made of factors: compute it by a parametrization of torch.nn.utils, whose layer stays dense"
+            )
 
 
 def named_design(config: Config) -> Design:
@@ -82,6 +108,7 @@ def assemble(
             f"{settings.method.name} distils on public data, of which this run has none: "
             "set data.public to a source or to 'held-out', or give fedhm.run some with public="
         )
+    check_optimizer(model, settings.train)
     federation.check_targets(settings.objective)
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample, _ = next(Feed(federation.test, preprocessing).ordered(1))
@@ -90,14 +117,15 @@ def assemble(
     check_minimum(settings.federation, federation.size)
     check_partition(settings, method.levels)
     intake = Intake(method.network, federation, settings, sample, watchers)
-    running = running_names(model).union(*(intake.running_names(tier) for tier in method.tiers))
-    optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, running)
+    not_weights = untrained(model).union(*(intake.untrained_names(tier) for tier in method.tiers))
+    optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, not_weights)
     costs = {tier: intake.cost(tier) for tier in method.tiers}
     initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
     return Experiment(
         settings, method, initial, federation.size, Feed(federation.test, preprocessing, device), intake, optimizer,
         engine or _own_engine(settings, federation, Networks(method.network, device, settings.engine.compile), public),
-        costs, fingerprint(settings, initial, federation), data_facts(federation), watchers, bool(federation.remote),
+        costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers,
+        bool(federation.remote),
     )  # fmt: skip
 
 
@@ -136,9 +164,25 @@ def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> n
     """Build the model that a config names, initialised from its seed."""
     if config.model is None:
         raise FedhmError("the config has no [model] section")
+    make = partial(MODELS[config.model.name], num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
+    if config.model.width > 2:  # none of the others is large
+        _check_size(make, config.model.width)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "model"))
-        return MODELS[config.model.name](num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
+        return make()
+
+
+def _check_size(make: Callable[[], nn.Module], width: float) -> None:
+    """Refuse a model that this machine cannot hold, before any of it is there."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            size = float(size_in_bytes(exchanged(make())))
+    except (RuntimeError, OverflowError, TypeError):  # torch cannot count so far
+        size = math.inf
+    if 4 * size > memory():  # itself, its first weights, and one that is trained with its gradients
+        raise FedhmError(
+            f"model.width = {width:g} makes a model of {size / 1e9:,.0f} GB, too large to be trained in the memory here"
+        )
 
 
 def input_format(config: Config) -> tuple[tuple[int, ...], int]:

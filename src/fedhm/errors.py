@@ -1,4 +1,8 @@
-"""The one error that a user can cause: a sentence that says what is wrong and what to do."""
+"""The one error that a user can cause, and the one warning: a sentence that says what is wrong and what to do."""
+
+
+class FedhmWarning(UserWarning):
+    """Given for what a run can live with, but its user should know. The CLI prints it as one sentence."""
 
 
 class FedhmError(Exception):

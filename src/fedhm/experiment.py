@@ -1,10 +1,12 @@
 """The loop: tasks → engine → updates → admission → merge → optimizer → evaluate each tier → record → checkpoint."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from fedhm.config.objective import Metrics
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed
 from fedhm.engines.engine import Engine
+from fedhm.errors import FedhmWarning
 from fedhm.measure.cost import Cost
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, load, travels_as
@@ -59,7 +62,7 @@ class Experiment:
     optimizer: ServerOptimizer
     engine: Engine
     costs: dict[str, Cost]  # by tier
-    fingerprint: str  # of this very run
+    fingerprint: Callable[[Mapping[str, Any] | None], str]  # of this very run, from the settings that its folder states
     data: DataFacts
     watchers: Sequence[Watcher] = ()
     remote: bool = False  # the clients' samples lie elsewhere
@@ -76,7 +79,8 @@ class Experiment:
 
     def _run(self, folder: RunFolder | None) -> Result:
         rounds, every = self.config.train.rounds, self.config.evaluation.every
-        (state, moments), records = self._begin(folder)
+        run = self.fingerprint(folder.begun.stated) if folder else ""
+        (state, moments), records = self._begin(folder, run)
         networks: dict[str, nn.Module] = {}
         for number in range(len(records) + 1, rounds + 1):
             record = Record(number)
@@ -89,7 +93,7 @@ class Experiment:
                 record.metrics = self._metrics(networks, record)
             records.append(record)
             if folder:
-                folder.commit(record, Checkpoint(number, state, moments), self.fingerprint)
+                folder.commit(record, Checkpoint(number, state, moments), run, self.config.checkpoints.keep)
             for watcher in self.watchers:
                 watcher.round_done(record)
         # A run that was complete already is asked for its models once more.
@@ -98,8 +102,8 @@ class Experiment:
             folder.save_models(networks)
         return Result(records, networks, self.costs)
 
-    def _begin(self, folder: RunFolder | None) -> tuple[tuple[Any, Moments], list[Record]]:
-        checkpoint, records = folder.restore(self.fingerprint, self.method.state_type) if folder else (None, [])
+    def _begin(self, folder: RunFolder | None, run: str) -> tuple[tuple[Any, Moments], list[Record]]:
+        checkpoint, records = folder.restore(run, self.method.state_type) if folder else (None, [])
         if folder:
             folder.save_costs(self.costs)
             if not (checkpoint and self.remote):  # of remote clients, some may be missing by now
@@ -152,4 +156,13 @@ class Experiment:
     def _metrics(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Metrics]:
         batch, objective = self.config.evaluation.batch, self.config.objective
         with record.phase("evaluate"):
-            return {tier: evaluate(network, self.test, batch, objective) for tier, network in networks.items()}
+            found = {tier: evaluate(network, self.test, batch, objective) for tier, network in networks.items()}
+        if lost := [tier for tier, metrics in found.items() if not all(map(math.isfinite, metrics.values()))]:
+            warn(
+                f"after round {record.round} the model of tier {lost[0]} gives NaN or infinite values for "
+                f"{self.config.evaluated_on} samples, so that some of its metrics are no numbers: lower train.lr, or "
+                "resume from an earlier round with 'fedhm resume DIR --from ROUND'",
+                FedhmWarning,
+                stacklevel=2,
+            )
+        return found

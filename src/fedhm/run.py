@@ -17,6 +17,7 @@ from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment, Result
 from fedhm.report.save import save_report
+from fedhm.runs.begun import read_begun
 from fedhm.runs.folder import RunFolder, read_config
 from fedhm.runs.history import read_runs
 from fedhm.server.record import Watcher
@@ -46,11 +47,17 @@ def run(
     public         inputs that everybody has, for methods that distil: an array, or as above; labels are not used
     out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
     """
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise FedhmError(f"model must be an nn.Module, ready to be trained, not {kind}")
     if isinstance(clients, tuple) and len(clients) == 2 and hasattr(clients[0], "shape"):
         raise FedhmError("clients must be a list with an entry for each client, not one pair of arrays")
     clients = list(clients)
     table = _own_table(config, method=method, objective=objective)
-    table["federation"] = {**(table.get("federation") or {}), "clients": len(clients)}
+    federation_table = table.get("federation") or {}
+    if not isinstance(federation_table, Mapping):
+        raise FedhmError(f"config: federation: input should be a mapping (got {federation_table!r})")
+    table["federation"] = {**federation_table, "clients": len(clients)}
     settings = parse(table, "config")
     if settings.engine.name == "flower":
         raise FedhmError(Elsewhere.SENTENCE)
@@ -71,21 +78,32 @@ def run(
 
 
 def resume(
-    out: str | Path, *, workers: int | Literal["auto"] | None = None, watchers: Sequence[Watcher] = ()
+    out: str | Path,
+    *,
+    workers: int | Literal["auto"] | None = None,
+    from_round: int | None = None,
+    watchers: Sequence[Watcher] = (),
 ) -> Result:
-    """Finish the run in the folder `out`, whose config names its model and data; it ends as if never interrupted."""
-    result = finish(Path(out), workers, watchers)
+    """Finish the run in the folder `out`, whose config names its model and data; it ends as if never interrupted.
+
+    With `from_round`, rounds after that one are taken back first: what came of them is moved to a folder in `out`.
+    """
+    result = finish(Path(out), workers, from_round, watchers)
     report_on(Path(out))
     return result
 
 
-def finish(path: Path, workers: int | Literal["auto"] | None, watchers: Sequence[Watcher]) -> Result:
+def finish(
+    path: Path, workers: int | Literal["auto"] | None, from_round: int | None, watchers: Sequence[Watcher]
+) -> Result:
     """Run the rounds that are left of the run in a folder, without a report."""
     config = read_config(path)
     if config.engine.name == "flower":
         raise FedhmError(Elsewhere.SENTENCE)
     experiment = prepare(config if workers is None else config.with_workers(workers), watchers)
     with RunFolder.open(path) as folder:
+        if from_round is not None:
+            folder.take_back(from_round)
         return experiment.run(folder)
 
 
@@ -142,13 +160,14 @@ def as_begun(settings: Config, path: Path | None) -> Config:
     """Return the settings of a run that is resumed in `path`, if there is one: threads and tiers as it began with."""
     if path is None or not (path / "config.toml").exists():
         return settings
-    begun = read_config(path)
+    folder = read_begun(path)
+    begun, settings = folder.config, folder.settled(settings)
     engine = {**begun.engine.model_dump(), **settings.engine.model_dump(exclude_defaults=True)}
     federation = {**settings.federation.model_dump(), "assignment": begun.federation.assignment}
     changes: dict[str, Any] = {"engine": EngineConfig(**engine)}
     if settings.engine.name == "flower" and not settings.federation.assignment:  # the clients' own, found at the start
         changes["federation"] = FederationConfig(**federation)
     settings = settings.model_copy(update=changes)
-    if begun.without_place() != settings.resolved().without_place():
-        raise FedhmError(f"{path} holds a run with other settings: choose another folder")
+    if found := folder.difference(settings.resolved()):
+        raise FedhmError(f"{path} holds a run with other settings, {found}: choose another folder{folder.remark}")
     return settings

@@ -1,5 +1,6 @@
 """The weighted mean, dense and in factor form, against plain arithmetic."""
 
+import pytest
 import torch
 
 from fedhm.lowrank.unroll import roll
@@ -61,3 +62,34 @@ def test_the_type_of_the_weights_is_kept() -> None:
         mean = WeightedMean({"w": torch.zeros(3, 2, dtype=kind)})
         mean.add("w", torch.ones(3, 2, dtype=kind), 3.0, held_rows((0,), 3))
         assert mean.result()["w"].dtype == kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_of_16_bits_are_averaged_in_32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    models = [torch.randn(5, 6, generator=generator).to(dtype) for _ in range(9)]
+    left, right = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((6, 2), (2, 5)))
+    rows, samples = held_rows((0, 1), 5), 20_000.0  # their sum is beyond the largest number of float16
+    old = {name: torch.zeros(5, 6, dtype=dtype) for name in ("whole", "rows", "part", "product")}
+    mean = WeightedMean(old)
+    for model in models:
+        mean.add("whole", model, samples)
+        mean.add("rows", model, samples, rows)
+        mean.add_part("part", model[:, :3], samples, (None, torch.arange(3)))
+        mean.add_product("product", left, right, samples)
+    found, exact = mean.result(), torch.stack(models).float().mean(0).to(dtype)
+    assert all(tensor.dtype == dtype for tensor in found.values())
+    torch.testing.assert_close(found["whole"], exact)
+    torch.testing.assert_close(found["rows"][:2], exact[:2])
+    torch.testing.assert_close(found["part"][:, :3], exact[:, :3])
+    torch.testing.assert_close(found["product"], (left.float() @ right.float()).T.to(dtype))
+
+
+def test_complex_numbers_are_averaged() -> None:
+    ones = torch.ones(4, 2, dtype=torch.complex64)
+    mean = WeightedMean({"w": 9 * ones, "rows": 9 * ones})
+    for value, weight, labels in ((1 + 2j, 1.0, (0, 1)), (4 - 1j, 2.0, (1, 2))):
+        mean.add("w", value * ones, weight)
+        mean.add("rows", value * ones, weight, held_rows(labels, 4))
+    assert mean.result()["w"][0, 0] == 3
+    assert mean.result()["rows"][:, 0].tolist() == [1 + 2j, 3, 4 - 1j, 9]

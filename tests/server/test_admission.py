@@ -1,5 +1,6 @@
 """A broken update is told apart, whatever is broken."""
 
+import math
 import re
 from collections import OrderedDict
 from dataclasses import replace
@@ -35,6 +36,48 @@ def test_large_numbers_whose_sum_overflows_are_let_in_without_a_limit() -> None:
     large = replace(UPDATE, tensors={**UPDATE.tensors, "b": torch.full((2,), 3e38)})
     assert objection(large, TASK, replace(KNOWN, max_change=0.0)) is None
     assert objection(large, TASK, KNOWN) == "its change has norm 4.2e+38, over 10 × that of what was sent"
+
+
+MASKED = replace(TASK, tensors={**TASK.tensors, "mask": torch.full((2, 2), -1e9), "scale": torch.tensor(0.1)})
+HONEST = replace(UPDATE, tensors={**UPDATE.tensors, "mask": torch.full((2, 2), -1e9), "scale": torch.tensor(0.1)})
+
+
+def test_what_is_not_trained_neither_widens_the_bound_nor_has_to_be_finite() -> None:
+    known = replace(KNOWN, tensors=MASKED.tensors, fixed={"mask", "scale"})
+    assert objection(HONEST, MASKED, known) is None
+    far = replace(HONEST, tensors={**HONEST.tensors, "b": torch.tensor([30.0, 30.0])})
+    assert objection(far, MASKED, known) == "its change has norm 4.1e+01, over 10 × that of what was sent"
+    endless = {"mask": torch.full((2, 2), float("-inf"))}
+    task, update = (replace(each, tensors={**each.tensors, **endless}) for each in (MASKED, HONEST))
+    assert objection(update, task, replace(known, tensors=task.tensors)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "halved", "refused"),
+    [
+        ({}, True, None),
+        ({"mask": torch.full((2, 2), float("-inf"))}, True, None),  # what half precision makes of -1e9
+        ({"mask": torch.full((2, 2), float("-inf"))}, False, "mask"),
+        ({"mask": torch.full((2, 2), -1.0)}, True, "mask"),
+        ({"scale": torch.tensor(0.1).half().float()}, True, "scale"),  # it is no matrix, and travels as it is
+        ({"scale": torch.tensor(-0.1)}, False, "scale"),
+        ({"scale": torch.tensor(float("nan"))}, False, "scale"),
+    ],
+)
+def test_what_is_not_trained_must_come_back_as_it_was_sent(
+    changed: dict[str, torch.Tensor], halved: bool, refused: str | None
+) -> None:
+    known = replace(KNOWN, tensors=MASKED.tensors, fixed={"mask", "scale"}, halved=halved)
+    found = objection(replace(HONEST, tensors={**HONEST.tensors, **changed}), MASKED, known)
+    assert found == (refused and f"'{refused}' is not trained, but did not come back as it was sent")
+
+
+def test_complex_weights_are_bounded_by_both_parts() -> None:
+    task = replace(TASK, tensors={"a": torch.ones(2, dtype=torch.complex64)})
+    known = replace(KNOWN, tensors=task.tensors)
+    for value, reason in ((1 + 9j, None), (1 + 30j, "its change has norm 4.2e+01"), (complex(0, math.inf), "infinite")):
+        found = objection(replace(UPDATE, tensors={"a": torch.full((2,), value)}), task, known)
+        assert (found is None) if reason is None else (reason in str(found))
 
 
 @pytest.mark.parametrize(

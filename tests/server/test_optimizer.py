@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -51,6 +52,17 @@ def test_adam_is_fedadam() -> None:
         m, v = 0.9 * m + 0.1 * delta, 0.99 * v + 0.01 * delta**2
         x += 0.1 * m / (v**0.5 + 1e-2)
         assert state.weights["w"].item() == pytest.approx(x, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_of_complex_weights_real_and_imaginary_parts_are_two_numbers(name: Literal["momentum", "adam"]) -> None:
+    optimizer = ServerOptimizer(ServerConfig(optimizer=name), "fedavg", ("weights",), set())
+    state, moments = ModelState({"z": torch.zeros(1, dtype=torch.complex64), "xy": torch.zeros(1, 2)}), Moments()
+    for mean in (1 - 2j, 3 + 1j):
+        z = torch.tensor([mean], dtype=torch.complex64)
+        state, moments = optimizer.step(state, ModelState({"z": z, "xy": torch.view_as_real(z)}), moments)
+    assert state.weights["z"].abs() > 0
+    assert torch.equal(torch.view_as_real(state.weights["z"]), state.weights["xy"])
 
 
 def test_momentum_zero_is_the_mean_itself() -> None:
@@ -122,7 +134,7 @@ def test_its_moments_are_part_of_a_checkpoint(optimizer: str, federation: Federa
     whole = assemble(small_model(), federation, config(4)).run()
     with RunFolder.create(tmp_path / "run", config(4)) as folder:
         first = assemble(small_model(), federation, config(4))
-        kept = first.fingerprint
+        kept = first.fingerprint(None)
         first.config = config(2)  # as if it was killed after two rounds
         first.run(folder)
         checkpoint = newest_checkpoint(tmp_path / "run" / "checkpoints", kept, first.method.state_type)

@@ -13,6 +13,7 @@ from torch import nn
 from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
+from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.objectives.classification import masked_cross_entropy
@@ -20,6 +21,7 @@ from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.reuse import Networks
+from fedhm.work.train import check_optimizer
 
 
 def samples() -> Samples:
@@ -210,3 +212,56 @@ def test_optimizers_are_torchs_own(train: dict[str, object], optimizer: Callable
 def test_what_torch_refuses_is_refused_before_a_run() -> None:
     with pytest.raises(ValueError, match="nesterov needs a momentum, and no dampening"):
         TrainConfig(nesterov=True, momentum=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("momentum", "decay"), [(0.9, 0.01), (0.0, 0.0)])
+def test_every_type_of_numbers_is_trained_as_by_torchs_own_loop(
+    dtype: torch.dtype, momentum: float, decay: float
+) -> None:
+    network = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 4)).to(dtype)
+    feed = Feed(Samples(samples().inputs.to(dtype), samples().labels), Preprocessing())
+    own = replace(client(network, masked_loss=False, momentum=momentum, weight_decay=decay), samples=feed.samples)
+    sent = task(network).tensors
+    update = own.run(task(network))
+
+    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum, weight_decay=decay)
+    generator = torch_generator(3, "batches", 1, 0, "full")
+    for _ in range(2):
+        for inputs, targets in feed.shuffled(5, generator):
+            optimizer.zero_grad()
+            F.cross_entropy(network(inputs), targets).backward()
+            optimizer.step()
+    for name, parameter in network.named_parameters():
+        assert not torch.equal(update.tensors[name], sent[name])
+        torch.testing.assert_close(update.tensors[name], parameter.detach())
+
+
+class Wave(nn.Module):
+    """A model with complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave = nn.Linear(6, 20, dtype=torch.complex64)
+        self.last = nn.Linear(20, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.wave(x.cfloat()).abs())
+        return out
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_complex_weights_are_trained_and_travel(optimizer: str) -> None:
+    network = Wave()
+    update = client(network, optimizer=optimizer, lr=0.01, clip_norm=1.0).run(task(network))
+    assert update.tensors["wave.weight"].dtype == torch.complex64
+    moved = update.tensors["wave.weight"] - network.wave.weight.detach()
+    assert moved.real.abs().min() > 0
+    assert moved.imag.abs().min() > 0
+
+
+def test_adamw_is_refused_where_its_epsilon_vanishes() -> None:
+    check_optimizer(model(), TrainConfig(optimizer="adamw"))
+    check_optimizer(model().half(), TrainConfig(optimizer="adamw", eps=1e-4))
+    with pytest.raises(FedhmError, match="1e-08 is 0 in the model's float16, and AdamW divides by it: set it to 1e-4"):
+        check_optimizer(model().half(), TrainConfig(optimizer="adamw"))

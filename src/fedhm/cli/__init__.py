@@ -3,14 +3,17 @@
 import argparse
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from fedhm.cli import commands
 from fedhm.compare import command as comparing
-from fedhm.config.arguments import whole_number_or_auto
-from fedhm.errors import FedhmError
+from fedhm.config.arguments import whole_number, whole_number_or_auto
+from fedhm.config.settings import MOST_PROCESSES
+from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.flower import up as flower_up
 from fedhm.machine.printable import printable_lines
 
@@ -21,16 +24,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what a command line asks for and return the exit code; what is wrong is one sentence on stderr."""
     options = argparse.Namespace()
     try:
-        _parser().parse_args(arguments, options)
-        options.command = shlex.join(["fedhm", *(sys.argv[1:] if arguments is None else arguments)])
-        options.verb(options)
+        with warnings.catch_warnings():
+            _show_as_sentences()
+            _parser().parse_args(arguments, options)
+            options.command = shlex.join(["fedhm", *(sys.argv[1:] if arguments is None else arguments)])
+            options.verb(options)
     except FedhmError as error:
         return _failed(str(error), 1)
     except KeyboardInterrupt:
         return _failed(f"stopped{_resume_hint(options)}", 130, before="\n")
     except OSError as error:  # a full disk, a folder that may not be written
         return _failed(f"{error}{_resume_hint(options)}", 1)
+    except UnicodeEncodeError as error:  # of a path in a config, in an argument or in the environment
+        line = error.object[: error.start].rpartition("\n")[2] + error.object[error.start :].partition("\n")[0]
+        shown = line.encode(errors="surrogateescape").decode(errors="backslashreplace").strip()
+        return _failed(f"there is a name that is not in UTF-8: {shown}{_resume_hint(options)}", 1)
     return 0
+
+
+def _show_as_sentences() -> None:
+    """Show the library's own warnings as sentences, and all others as Python does, until warnings are reset."""
+    otherwise = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, FedhmWarning):
+            print(f"fedhm: {message}", file=sys.stderr)
+        else:
+            otherwise(message, category, *where, **more)
+
+    warnings.showwarning = show
 
 
 def _failed(sentence: str, code: int, before: str = "") -> int:
@@ -61,9 +83,16 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("folder", type=Path, metavar="DIR")
     resume.add_argument(
         "--workers",
-        type=whole_number_or_auto("--workers"),
+        type=whole_number_or_auto("--workers", MOST_PROCESSES),
         metavar="N",
         help="engine.workers from now on (default: as the run was started)",
+    )
+    resume.add_argument(
+        "--from",
+        dest="from_round",
+        type=whole_number("--from"),
+        metavar="ROUND",
+        help="resume from the checkpoint of this round; what came of later ones is moved aside",
     )
     resume.set_defaults(verb=commands.resume)
 

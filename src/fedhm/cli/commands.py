@@ -53,15 +53,16 @@ def run(options: argparse.Namespace) -> None:
 def resume(options: argparse.Namespace) -> None:
     config = read_config(options.folder)
     if config.engine.name == "flower":
-        with RunFolder.open(options.folder):  # which nobody else is writing
-            pass
+        with RunFolder.open(options.folder) as folder:  # which nobody else is writing
+            if options.from_round is not None:
+                folder.take_back(options.from_round)
         config = config if options.workers is None else config.with_workers(options.workers)
         _on_flower(options, config, options.folder)
         return
     console = _reading(config)
     options.resume_hint = how_to_resume(options.folder)
     with progress(console, config.objective.headline) as bar:
-        finish(options.folder, options.workers, [bar])
+        finish(options.folder, options.workers, options.from_round, [bar])
     _show([options.folder], options.folder, console)
 
 

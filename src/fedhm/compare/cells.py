@@ -13,10 +13,9 @@ from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.cores import usable_cores
-from fedhm.machine.files import write_atomically
 from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 
-OF_NO_CONCERN = ("engine.", "data.folder")  # how and where a run went does not make it another
+OF_NO_CONCERN = ("engine.", "checkpoints.", "data.folder")  # how and where a run went does not make it another
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Cell:
                 return
         with RunFolder.open(self.folder) as folder:
             if not self.rounds_done and folder.config != self.config:
-                write_atomically(self.folder / "config.toml", self.config.to_toml())
+                folder.begin_with(self.config)
 
 
 def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs: int) -> list[Cell]:

@@ -150,7 +150,7 @@ class _LiveBar:
             MofNCompleteColumn(),
             BarColumn(bar_width=14),
             TimeRemainingColumn(),
-            TextColumn("left  {task.fields[doing]}"),
+            TextColumn("left  {task.fields[doing]}", markup=False),
             console=console,
             speed_estimate_period=600,  # a round may take minutes
         )

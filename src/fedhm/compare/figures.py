@@ -16,6 +16,7 @@ from fedhm.compare.compared import computed, sent, so_far
 from fedhm.compare.tabulate import readable_count
 from fedhm.compare.targets import Reached
 from fedhm.measure.cost import LayerCost
+from fedhm.report.plots import plain
 from fedhm.server.record import Traffic
 
 # the ten dark ones first, then their light twins
@@ -94,7 +95,7 @@ def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[
     around = np.array([spread.deviation or 0.0 for spread in spreads])
     colour, style = COLOURS[number % len(COLOURS)], STYLES[number // 10 % len(STYLES)]
     marker = "o" if len(means) < 3 else None
-    label = f"{name}, {readable_count(place.parameters)}"
+    label = f"{plain(name)}, {readable_count(place.parameters)}"
     axes.plot(positions, means, style, color=colour, marker=marker, linewidth=1.5, label=label)
     if around.any():
         axes.fill_between(positions, means - around, means + around, color=colour, alpha=0.12, linewidth=0)
@@ -111,7 +112,7 @@ def _bars(axes: Axes, ratios: Sequence[float | None], labels: Sequence[str], col
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":", zorder=0)
     bars = axes.barh(range(len(ratios)), widths, color=colours, height=0.7)
     axes.bar_label(bars, [" not reached" if ratio is None else f" {ratio:.2f}" for ratio in ratios], fontsize=8)
-    axes.set_yticks(range(len(ratios)), labels, fontsize=8)
+    axes.set_yticks(range(len(ratios)), [plain(label) for label in labels], fontsize=8)
     axes.set_ylim(len(ratios) - 0.4, -0.6)  # the first on top
     if max(widths) > 5:  # one far out would leave slivers of the others
         axes.set_xscale("log")

@@ -12,23 +12,24 @@ def whole_number(option: str, largest: int | None = None) -> Callable[[str], int
     span = "from 1 on" if largest is None else f"from 1 to {largest}"
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1 or (largest is not None and int(text) > largest):
+        if not text.isdecimal() or len(text) > 18 or int(text) < 1 or (largest is not None and int(text) > largest):
             raise _refused(option, f"a whole number {span}", text)
         return int(text)
 
     return read
 
 
-def whole_number_or_auto(option: str) -> Callable[[str], int | Literal["auto"]]:
+def whole_number_or_auto(option: str, largest: int | None = None) -> Callable[[str], int | Literal["auto"]]:
     """Return a function that reads a whole number from 1 on, or the word auto."""
+    span = "from 1 on" if largest is None else f"from 1 to {largest}"
 
     def read(text: str) -> int | Literal["auto"]:
         if text == "auto":
             return "auto"
         try:
-            return whole_number(option)(text)
+            return whole_number(option, largest)(text)
         except FedhmError:
-            raise _refused(option, "a whole number from 1 on, or auto", text) from None
+            raise _refused(option, f"a whole number {span}, or auto", text) from None
 
     return read
 
@@ -60,4 +61,4 @@ def one_of(option: str, *choices: str) -> Callable[[str], str]:
 
 
 def _refused(option: str, called: str, text: str) -> FedhmError:
-    return FedhmError(f"{option} takes {called}, not '{text}'")
+    return FedhmError(f"{option} takes {called}, not '{text[:80]}'")

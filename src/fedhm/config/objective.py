@@ -1,5 +1,6 @@
 """An objective says what is learned: the loss, the metrics, and which of them is the headline."""
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -70,10 +71,16 @@ class Metric:
         return value >= target if self.more_is_better else value <= target
 
     def best(self, values: Iterable[float]) -> float:
-        return max(values) if self.more_is_better else min(values)
+        return max(_numbers(values)) if self.more_is_better else min(_numbers(values))
 
     def worst(self, values: Iterable[float]) -> float:
-        return min(values) if self.more_is_better else max(values)
+        return min(_numbers(values)) if self.more_is_better else max(_numbers(values))
+
+
+def _numbers(values: Iterable[float]) -> list[float]:
+    """Return the values without NaN, of which none is the better; if there are no others, as they are."""
+    known = list(values)
+    return [value for value in known if not math.isnan(value)] or known
 
 
 class Objective(Section, ABC):

@@ -12,8 +12,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from fedhm.config.plugins import Group, UnknownNameError, find
+from fedhm.config.section import Section
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.errors import FedhmError
+
+LONGEST = 120  # characters of a value in a sentence
 
 
 def presets() -> dict[str, str]:
@@ -30,32 +33,56 @@ def load_config(name: str, changes: Iterable[str] = ()) -> Config:
         text, where = known[name], f"preset '{name}'"
     elif name.endswith(".toml") or os.sep in name:
         where = name
-        try:
-            text = Path(name).read_text()
-        except OSError as error:
-            raise FedhmError(f"cannot read {name}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise FedhmError(f"{name} is not a text file") from None
+        text = read_text(Path(name))
     else:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "known are " + ", ".join(known)
         raise FedhmError(f"there is no preset '{name}': {hint} (a config file ends in .toml)")
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise FedhmError(f"{where} is not valid TOML: {error}") from None
     changes = list(changes)
-    table = _changed(table, changes)
+    table = _changed(_loads(text, where), changes)
     where += " with --set" if changes else ""
     return parse({"data": {}, "model": {}, **table}, where)
 
 
 def parse_resolved(text: str, where: str) -> ResolvedConfig:
     """Read the TOML that a resolved config wrote."""
+    return parse(_loads(text, where), where).resolved()
+
+
+def parse_begun(text: str, where: str) -> tuple[ResolvedConfig, dict[str, Any]]:
+    """Read the TOML that the resolved config of a run wrote, perhaps by an earlier version, and what it states.
+
+    What it does not state is read as what was done before there were such settings.
+    """
+    stated = _loads(text, where)
+    table = dict(stated)
+    for name in Config.model_fields:
+        given = stated.get(name, {})
+        section = _section_of(name, given)
+        if section is not None and section.as_before and isinstance(given, dict):
+            table[name] = {**section.as_before, **given}
+    return parse(table, where).resolved(), stated
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a text file, without the mark that some editors begin one with."""
     try:
-        return parse(tomllib.loads(text), where).resolved()
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise FedhmError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise FedhmError(f"{path} is not a text file in UTF-8, or damaged: {error}") from None
+
+
+def _loads(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise FedhmError(f"{where} is not valid TOML: {error}") from None
+    except ValueError:
+        raise FedhmError(f"{where} is not valid TOML: a number in it has too many digits") from None
+    except RecursionError:
+        raise FedhmError(f"{where} is not valid TOML: its values are nested too deeply") from None
 
 
 def parse_flat(values: Mapping[str, Any], where: str) -> Config:
@@ -115,6 +142,8 @@ def read_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError):
+        raise FedhmError(f"{_brief(text)} has too many digits, or is nested too deeply, to be a value") from None
 
 
 NAMED: dict[str, tuple[Group, str]] = {"method": ("methods", "fedhm"), "objective": ("objectives", "classification")}
@@ -140,31 +169,45 @@ def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
         else:
             message = problem["msg"].removeprefix("Value error, ")
             got = problem["input"]
-            shown = "" if isinstance(got, dict | BaseModel) else f" (got {got!r})"
+            shown = "" if isinstance(got, dict | BaseModel) else f" (got {_brief(got)})"
             yield f"{key}: {message[0].lower()}{message[1:]}{shown}"
 
 
 def _known_keys(table: dict[str, Any]) -> Iterator[str]:
     """Yield every key that a config like this one may have, in dotted form."""
-    for name, field in Config.model_fields.items():
+    for name in Config.model_fields:
         yield name
-        section = _named_section(name, table.get(name)) if name in NAMED else _section(field.annotation)
+        section = _section_of(name, table.get(name))
         if section is not None:
             yield from (f"{name}.{key}" for key in section.model_fields)
 
 
-def _named_section(name: str, given: Any) -> type[BaseModel] | None:
+def _brief(value: Any) -> str:
+    """Return how a sentence shows a value, which may be of any length."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} beyond printing"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+
+
+def _section_of(name: str, given: Any) -> type[Section] | None:
+    """Return the class by which a section is read."""
+    return _named_section(name, given) if name in NAMED else _section(Config.model_fields[name].annotation)
+
+
+def _named_section(name: str, given: Any) -> type[Section] | None:
     group, default = NAMED[name]
     try:
         name = given.get("name", default) if isinstance(given, dict) else given or default
-        found: type[BaseModel] = find(group, str(name))
+        found: type[Section] = find(group, str(name))
     except UnknownNameError:
         return None
     return found
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def _section(annotation: Any) -> type[Section] | None:
     for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None

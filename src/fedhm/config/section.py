@@ -1,14 +1,18 @@
 """A section of the settings, and the kinds of values that several sections have."""
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
     """A section of the settings, which refuses keys that are not known, and changes after reading."""
+
+    # what settings meant before there were such, where that is not their default: runs of then are resumed with it
+    as_before: ClassVar[Mapping[str, Any]] = {}
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
@@ -17,8 +21,9 @@ def as_ratio(value: object) -> object:
     """Read a ratio that is written as "1/8"."""
     if isinstance(value, str):
         try:
-            return float(Fraction(value))
-        except (ValueError, ZeroDivisionError):
+            # other texts are for pydantic: a fraction of "1e999999999" would take for ever
+            return float(Fraction(value)) if "/" in value else value
+        except (ValueError, ZeroDivisionError, OverflowError):
             return value
     return value
 
@@ -30,7 +35,7 @@ def _told_apart(ratios: tuple[float, ...]) -> tuple[float, ...]:
 
 
 Ratio = Annotated[float, BeforeValidator(as_ratio), Field(gt=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=10**9)]  # no count of anything is larger, and torch's may not be
 Ratios = Annotated[tuple[Ratio, ...], Field(min_length=1), AfterValidator(_told_apart)]
 
 

@@ -1,5 +1,6 @@
 """The settings of a run, typed and validated. `reading.py` reads them."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -64,11 +65,16 @@ class EvaluationConfig(Section):
     batch: Positive = 128
 
 
+MOST_PROCESSES = 1024  # of workers, or threads; OpenMP dies of many more
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+Threads = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
+
+
 class EngineConfig(Section):
     name: Literal["local", "flower"] = "local"
-    workers: Positive | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
-    threads: Annotated[int, Field(ge=0)] = 0  # of a task; 0: as many cores as there are for each task of a round
-    server_threads: Annotated[int, Field(ge=0)] = 0  # of factorizing and evaluating; 0: all cores
+    workers: Processes | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
+    threads: Threads = 0  # of a task; 0: as many cores as there are for each task of a round
+    server_threads: Threads = 0  # of factorizing and evaluating; 0: all cores
     device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda where there is one
     compile: bool = False  # the clients' networks, by torch.compile
     superlink: str = ""  # of Flower: a connection's name, or the folder of `fedhm flower up`; empty: a simulation here
@@ -81,6 +87,10 @@ class EngineConfig(Section):
         if self.superlink and self.name != "flower":
             raise ValueError("a superlink is for engine.name = 'flower'")
         return self
+
+
+class CheckpointsConfig(Section):
+    keep: Positive | Literal["all"] = 2  # the newest so many, to resume from
 
 
 class CompareConfig(Section):
@@ -110,7 +120,7 @@ def _of_its_name(group: Group, default: str) -> BeforeValidator:
 class Config(Section):
     """All settings of a run; `data` and `model` are None where it is started from Python with a user's own."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     data: DataConfig | None = None
     model: ModelConfig | None = None
     federation: FederationConfig = FederationConfig()
@@ -124,6 +134,7 @@ class Config(Section):
     server: ServerConfig = ServerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     engine: EngineConfig = EngineConfig()
+    checkpoints: CheckpointsConfig = CheckpointsConfig()
     compare: CompareConfig | None = None  # no part of a single run
 
     @property
@@ -161,7 +172,8 @@ class Config(Section):
         place = {
             key: EngineConfig.model_fields[key].default for key in ("workers", "superlink", "patience", "deadline")
         }
-        return self.model_copy(update={"engine": self.engine.model_copy(update=place)})
+        engine = self.engine.model_copy(update=place)
+        return self.model_copy(update={"engine": engine, "checkpoints": CheckpointsConfig()})
 
     def dotted(self) -> dict[str, Any]:
         """Return every setting by its dotted key, as --set would change it."""
@@ -173,8 +185,17 @@ class Config(Section):
     def __hash__(self) -> int:
         return hash(self.to_toml())  # a method of a user's may have settings without a hash
 
-    def to_toml(self) -> str:
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+    def to_toml(self, stated: Mapping[str, Any] | None = None) -> str:
+        """Return the settings as TOML: all of them, or the values of those that are `stated`, by section."""
+        table = self.model_dump(mode="json", exclude_none=True)
+        if stated is not None:
+            table = {name: _only(value, stated[name]) for name, value in table.items() if name in stated}
+        return tomli_w.dumps(table)
+
+
+def _only(value: Any, stated: Any) -> Any:
+    both = isinstance(value, dict) and isinstance(stated, dict)
+    return {key: inner for key, inner in value.items() if key in stated} if both else value
 
 
 class ResolvedConfig(Config):

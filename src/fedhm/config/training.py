@@ -1,6 +1,6 @@
 """The settings of training: what clients do with their samples, and the server with what comes back."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Section):
+    as_before: ClassVar = {"nested": 0.0}
+
     rounds: Positive = 20
     epochs: Positive = 1
     batch: Positive = 64

@@ -62,6 +62,9 @@ class Federation:
             if whole and (samples.labels.min() < 0 or samples.labels.max() >= self.classes):
                 raise FedhmError(f"{name} has labels outside 0…{self.classes - 1}")
             self._check_kind(name, samples)
+        side = min(self.input_shape[1:]) if self.test.are_images else 10**9
+        if not 0 <= self.preprocessing.crop <= side:
+            raise FedhmError(f"crop = {self.preprocessing.crop}, but images of {side} pixels can be padded by 0…{side}")
         if self.public is not None:
             self._check_kind("the public set", self.public)
             if len(self.public) < 2:  # batch normalisation has no variance of a single value
@@ -167,7 +170,7 @@ def gathered(
 
 def own_samples(data: DataLike, whose: str, dtype: torch.dtype, objective: Objective) -> Samples:
     """Return a user's samples; floating-point inputs are brought to `dtype`."""
-    inputs, labels = _as_arrays(data, whose)
+    inputs, labels = (_dense(tensor, whose) for tensor in _as_arrays(data, whose))
     return Samples(_converted(inputs, dtype), objective.as_targets(labels, whose, dtype))
 
 
@@ -177,7 +180,7 @@ def own_public(data: PublicLike, dtype: torch.dtype) -> Samples:
         if not data.ndim:
             raise FedhmError("the public set must be an array of inputs, not a single number")
         data = (data, np.zeros(len(data)))
-    inputs, _ = _as_arrays(data, "the public set")
+    inputs = _dense(_as_arrays(data, "the public set")[0], "the public set")
     samples = Samples(_converted(inputs, dtype), torch.zeros(len(inputs), dtype=torch.int64))
     return samples.subset(torch.from_numpy(numpy_generator(0, "public").permutation(len(samples))))
 
@@ -227,6 +230,12 @@ def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:
     if any(x.shape != images[0].shape for x in images) or any(y.shape != labels[0].shape for y in labels):
         raise FedhmError(f"the samples of {whose} differ in shape: bring them to one size first")
     return torch.stack(images), torch.stack(labels)
+
+
+def _dense(tensor: Tensor, whose: str) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        raise FedhmError(f"the inputs and labels of {whose} must be plain dense tensors: bring them to that form first")
+    return tensor
 
 
 def _converted(inputs: Tensor, dtype: torch.dtype) -> Tensor:

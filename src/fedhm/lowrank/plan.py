@@ -76,8 +76,8 @@ def plan_ranks(
     """
     if isinstance(ratio, str):
         try:
-            ratio = float(Fraction(ratio))
-        except (ValueError, ZeroDivisionError):
+            ratio = float(Fraction(ratio)) if "/" in ratio else float(ratio)
+        except (ValueError, ZeroDivisionError, OverflowError):
             raise FedhmError(f"'{ratio}' is not a rank ratio: write 0.125 or \"1/8\"") from None
     if not 0 < ratio <= 1:
         raise FedhmError(f"a rank ratio lies above 0 and at most at 1, not at {ratio:g}")
@@ -139,6 +139,8 @@ def obstacle(layer: nn.Module, owners: Counter[int]) -> str | None:
     assert isinstance(layer, nn.Conv2d | nn.Linear)
     if not isinstance(layer._parameters.get("weight"), nn.Parameter):
         return "its weight is computed from other parameters"
+    if layer.weight.is_complex():
+        return "its weight is complex"
     if owners[id(layer.weight)] > 1:
         return "its weight is tied to another layer's"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:

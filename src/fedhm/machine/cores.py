@@ -1,6 +1,19 @@
-"""The number of cores that this process may keep busy."""
+"""What this machine can bear: the number of cores that this process may keep busy, and the memory."""
 
+import math
 import os
+from pathlib import Path
+
+
+def memory() -> float:
+    """Return how many bytes of memory the machine has, or its container may use; infinitely many if that is unknown."""
+    try:
+        whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return math.inf
+    limit = Path("/sys/fs/cgroup/memory.max")
+    said = limit.read_text().strip() if limit.exists() else ""
+    return min(whole, int(said)) if said.isdecimal() else whole
 
 
 def usable_cores() -> int:

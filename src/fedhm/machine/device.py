@@ -17,8 +17,8 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros((), device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no error of its own for this
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # torch has no error of its own for this
+        reason = str(error).partition("\n")[0] or repr(error)
         raise FedhmError(f"engine.device = '{name}' cannot be used with this PyTorch: {reason}") from None
     return device
 

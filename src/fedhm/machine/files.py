@@ -10,6 +10,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fedhm.errors import FedhmError
+
+
+def check_name(path: Path) -> None:
+    """Refuse a name that is no text: it could neither be written into files nor shown."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise FedhmError(f"the name {shown} is not in UTF-8: rename it, or choose another") from None
+
 
 def write_atomically(path: Path, content: bytes | str) -> None:
     """Write a file beside `path`, bring it to disk, then put it in the place of `path` in one step."""
@@ -35,10 +46,21 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and header; a file by others has an empty header, a damaged one raises OSError or ValueError."""
+    """Read tensors and header; a file by others has an empty header, a damaged one raises ValueError.
+
+    One that cannot be read at all, damaged or not, raises OSError.
+    """
+    check_name(path)
+    with path.open("rb"):  # which says what is wrong with the place: safetensors calls much of it damage
+        pass
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("fedhm", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no mapping")
+    return tensors, header

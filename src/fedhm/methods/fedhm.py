@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ NESTED = "nested "  # before a tier: its network with the smaller tiers inside
 
 
 class FedHMConfig(MethodConfig):
+    as_before: ClassVar = {"aggregate": "models", "start": "whole"}
     name: Literal["fedhm"] = "fedhm"
     tiers: Ratios = (1.0, 1 / 2, 1 / 4, 1 / 8)  # one listed twice has two shares of the clients
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ

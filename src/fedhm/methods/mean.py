@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedhm.lowrank.unroll import Form, roll, unroll
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.precision import precise, precise_type
 from fedhm.widths.narrow import Where, spots
 from fedhm.work.messages import Update
 
@@ -30,10 +31,8 @@ class WeightedMean:
             self.correct(name, tensor, weight)
             self._count(name, weight)
             return
-        if name not in self._sums:
-            self._sums[name] = torch.zeros_like(self._old[name])
-        share = rows * weight
-        self._sums[name].addcmul_(tensor, _per_row(share, tensor))
+        tensor, share = precise(tensor), rows * weight
+        self._sum(name).addcmul_(tensor, _per_row(share, tensor))
         self._count(name, share)
 
     def add_all(self, update: Update, weight: float, classifier: str | None) -> None:
@@ -44,13 +43,12 @@ class WeightedMean:
 
     def add_part(self, name: str, tensor: Tensor, weight: float, indices: Where, rows: Tensor | None = None) -> None:
         """Fold in a tensor that holds only the numbers at `indices`; the mean is over those who hold a number."""
-        if name not in self._sums:
-            self._sums[name] = torch.zeros_like(self._old[name])
+        tensor = precise(tensor)
         share = torch.full_like(tensor, weight, dtype=torch.float64)
         if rows is not None:
             share *= _per_row(rows, share)
         where = spots(indices, self._old[name].shape)
-        self._sums[name][where] += tensor * share.to(tensor.dtype)
+        self._sum(name)[where] += tensor * share.to(tensor.dtype)
         held = torch.zeros_like(self._old[name], dtype=torch.float64)
         held[where] = share
         self._count(name, held)
@@ -62,6 +60,7 @@ class WeightedMean:
 
     def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Add `weight · left @ right` to the sum, without counting it as a contribution."""
+        left, right = precise(left), precise(right)
         if name in self._products:
             self._products[name].addmm_(left, right, alpha=weight)
         else:
@@ -70,9 +69,9 @@ class WeightedMean:
     def correct(self, name: str, tensor: Tensor, weight: float) -> None:
         """Add `weight · tensor` to the sum, without counting it as a contribution."""
         if name in self._sums:
-            self._sums[name].add_(tensor, alpha=weight)
+            self._sums[name].add_(precise(tensor), alpha=weight)
         else:
-            self._sums[name] = tensor * weight
+            self._sums[name] = precise(tensor) * weight
 
     def absorb(self, other: "WeightedMean") -> None:
         """Fold in all that another mean has been given."""
@@ -94,9 +93,9 @@ class WeightedMean:
             if name not in self._weights:
                 merged[name] = old
             elif name in self._products:
-                merged[name] = roll(self._unrolled_mean(name), old.shape)
+                merged[name] = roll(self._unrolled_mean(name), old.shape).to(old.dtype)
             else:
-                merged[name] = self._dense_mean(name)
+                merged[name] = self._dense_mean(name).to(old.dtype)
         return merged
 
     def unrolled(self, name: str) -> Tensor | None:
@@ -107,8 +106,9 @@ class WeightedMean:
         weight, old = self._weights[name], self._old[name]
         if isinstance(weight, float):
             return self._sums[name].div_(weight) if weight > 0 else old
-        shaped = _per_row(weight, old)
-        return torch.where(shaped > 0, self._sums[name] / shaped, old)
+        total = self._sums[name]
+        shaped = _per_row(weight, total)
+        return torch.where(shaped.real > 0, total / shaped, old)
 
     def _unrolled_mean(self, name: str) -> Tensor:
         total = self._products[name]
@@ -116,6 +116,12 @@ class WeightedMean:
             form: Form = "pufferfish" if total.shape[1] == len(self._old[name]) else "spatial"
             total += unroll(self._sums[name], form)
         return total.div_(self._weights[name])
+
+    def _sum(self, name: str) -> Tensor:
+        if name not in self._sums:
+            old = self._old[name]
+            self._sums[name] = torch.zeros_like(old, dtype=precise_type(old.dtype))
+        return self._sums[name]
 
     def _count(self, name: str, share: float | Tensor) -> None:
         self._weights[name] = self._weights.get(name, 0.0) + share

@@ -15,6 +15,7 @@ from fedhm.lowrank.unroll import Form, join, roll, unroll
 from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.precision import precise
 from fedhm.work.messages import Update
 
 Aggregate = Literal["models", "updates", "bands"]
@@ -86,8 +87,8 @@ class RecoveredMean:
         unrolled = {name: t for name in merged if (t := self._whole.unrolled(name)) is not None}
         for name, step in steps.items():
             unrolled[name] = unrolled[name].add_(step)
-            merged[name] = roll(unrolled[name], merged[name].shape)
-        return merged, unrolled
+            merged[name] = roll(unrolled[name], merged[name].shape).to(merged[name].dtype)
+        return merged, {name: tensor.to(merged[name].dtype) for name, tensor in unrolled.items()}
 
     def _subtract_sent(self) -> None:
         """Turn every factored model Uₚ Vₚᵀ of the sums into the change Uₚ Vₚᵀ − sentₚ."""
@@ -107,7 +108,8 @@ class RecoveredMean:
 
         def step_of(layer: str) -> Tensor | None:
             levels = [self._level(layer, network) for network in self._means]
-            return faster(levels, directions(self._factors[layer])) if len(levels) > 1 else None
+            factors = Factors(*(precise(tensor) for tensor in self._factors[layer]))
+            return faster(levels, directions(factors)) if len(levels) > 1 else None
 
         layers = list(dict.fromkeys(layer for plan in self._plans.values() for layer in plan))
         found = zip(layers, side_by_side(step_of, layers), strict=True)

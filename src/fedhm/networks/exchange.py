@@ -28,7 +28,7 @@ def travels_as(network: nn.Module, form: WireForm | None) -> nn.Module:
 
 
 def exchanged(network: nn.Module) -> Tensors:
-    """Return what travels of `network`: its floating-point state, each tensor once, in its wire form if it has one.
+    """Return what travels of `network`: its real and complex numbers, each tensor once, in its wire form if it has one.
 
     Integers (counters, position tables) are not averaged. A tensor that the network holds under several names,
     because weights are tied or a submodule is shared, travels under its first name.
@@ -36,11 +36,17 @@ def exchanged(network: nn.Module) -> Tensors:
     seen: set[int] = set()
     tensors: Tensors = {}
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and id(tensor) not in seen:
+        if isinstance(tensor, Tensor) and averages(tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
             tensors[name] = tensor.detach()
     form = _wire_form(network)
     return form.pack(tensors) if form else tensors
+
+
+def untrained(network: nn.Module) -> frozenset[str]:
+    """Return the names of tensors that travel, but that no optimizer steps on: buffers and frozen parameters."""
+    own = network.state_dict(keep_vars=True)
+    return frozenset(name for name in exchanged(network) if name in own and not own[name].requires_grad)
 
 
 def load(network: nn.Module, tensors: Tensors) -> nn.Module:
@@ -63,6 +69,11 @@ def fill(network: nn.Module, tensors: Tensors) -> nn.Module:
             raise FedhmError(f"'{name}' of shape {tuple(tensor.shape)} does not fit the network, which has {found}")
     network.load_state_dict(tensors, strict=False)
     return network
+
+
+def averages(tensor: Tensor) -> bool:
+    """Tell whether a mean of such tensors means something: integers are counters and tables."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _wire_form(network: nn.Module) -> WireForm | None:

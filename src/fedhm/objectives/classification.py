@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
+from fedhm.networks.precision import precise
 
 
 class Classification(Objective):
@@ -18,7 +19,7 @@ class Classification(Objective):
     has_labels: ClassVar = True
 
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
-        if given.is_floating_point() and not torch.equal(given, given.round()):
+        if given.is_complex() or (given.is_floating_point() and not torch.equal(given, given.round())):
             raise FedhmError(
                 f"the labels of {whose} must be whole class numbers; to predict numbers, set objective = 'regression'"
             )
@@ -46,8 +47,9 @@ class Classification(Objective):
 
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         return {
-            "correct": (output.argmax(1) == targets).sum(),
-            "loss": F.cross_entropy(output, targets, reduction="sum"),
+            # NaN counts as the largest number, and is never right
+            "correct": ((output.argmax(1) == targets) & ~output.isnan().any(1)).sum(),
+            "loss": F.cross_entropy(precise(output), targets, reduction="sum"),
         }
 
     def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:

@@ -19,6 +19,8 @@ class Regression(Objective):
     metrics: ClassVar = (Metric("r2"), Metric("mse", more_is_better=False))
 
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
+        if given.is_complex():
+            raise FedhmError(f"the targets of {whose} are complex: give their real and imaginary parts as two numbers")
         targets = given.to(dtype)
         if not bool(targets.isfinite().all()):
             raise FedhmError(f"the targets of {whose} hold NaN or infinite values")

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from fedhm.report.plots import STYLES, tier_colours
+from fedhm.report.plots import STYLES, plain, tier_colours
 from fedhm.runs.history import Run
 
 DIAGNOSTIC = "energy_beyond/"  # followed by the tier
@@ -65,4 +65,4 @@ def _by_tier_and_round(run: Run) -> dict[str, dict[int, float]]:
 
 def _label(run: Run) -> str:
     remark = run.config.method.remark
-    return f"{run.name} ({remark})" if remark else run.name
+    return f"{plain(run.name)} ({remark})" if remark else plain(run.name)

@@ -41,6 +41,11 @@ def tier_colours(runs: Sequence[Run]) -> dict[str, ColorType]:
     return dict(zip(tiers, cycle(matplotlib.color_sequences["tab10"]), strict=False))
 
 
+def plain(name: str) -> str:
+    """Return a name as a plot shows it letter by letter: dollars begin a formula."""
+    return name.replace("$", r"\$")
+
+
 def _megabytes(run: Run, tier: str) -> float | None:
     return None if (sent := run.bytes_per_client(tier)) is None else sent / 1e6
 
@@ -69,7 +74,8 @@ def _draw(
                 marker="o" if len(run.evaluated) < 3 else None,
                 linewidth=1.6,
                 alpha=0.85,
-                label=f"{tier}, {run.costs[tier].parameters / 1e6:.2f} M" + (f" ({run.name})" if len(runs) > 1 else ""),
+                label=f"{tier}, {run.costs[tier].parameters / 1e6:.2f} M"
+                + (f" ({plain(run.name)})" if len(runs) > 1 else ""),
             )
     if cost:
         axes.set_xscale("log")  # tiers differ by an order of magnitude

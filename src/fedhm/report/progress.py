@@ -67,7 +67,7 @@ class Lines:
     def started(self, done: int, rounds: int) -> None:
         self._rounds = rounds
         if done:
-            self._console.print(f"{done} of {rounds} rounds are done")
+            self._console.print(f"{done} of {rounds} rounds are done", markup=False)
 
     def task_done(self, *_: object) -> None:
         return
@@ -78,9 +78,8 @@ class Lines:
         losses = (f"{tier} {traffic.loss:.3f}" for tier, traffic in sorted(record.traffic.items()))
         trained = f"training loss {'  '.join(losses)}" if record.traffic else "nobody trained"
         what = "  ".join(evaluated) if record.metrics else trained
-        self._console.print(
-            f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s", markup=False
-        )
+        line = f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s"
+        self._console.print(line, markup=False)
 
 
 def progress(console: Console, headline: Metric) -> LiveBar | Lines:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,10 @@ from fedhm.server.optimizer import Moments
 
 FORMAT = "fedhm-checkpoint-2"
 EARLIER = "fedhm-checkpoint-1"  # its states were keys in two dicts
-KEPT = 2  # the newest and the one before
+
+
+class ForeignCheckpointError(FedhmError):
+    """A checkpoint that is whole, but of another run or another version."""
 
 
 @dataclass(frozen=True)
@@ -26,28 +29,32 @@ class Checkpoint:
     moments: Moments = field(default_factory=Moments)  # of the server's optimizer
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str) -> None:
-    """Write a checkpoint; `run` identifies the run: its settings, data and initial model."""
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str, keep: int | Literal["all"] = 2) -> None:
+    """Write a checkpoint, and keep the newest so many; `run` identifies the run: settings, data and initial model."""
     tensors, outline = flatten(checkpoint)
     header = {"format": FORMAT, "round": checkpoint.round, "run": run, "outline": outline}
     write_tensors(_path(folder, checkpoint.round), tensors, {**header, "sha256": _digest(tensors, header)})
-    for old in _existing(folder)[:-KEPT]:
+    for old in [] if keep == "all" else existing_checkpoints(folder)[:-keep]:
         old.unlink()
 
 
 def newest_checkpoint(folder: Path, run: str, state_type: type[Any]) -> Checkpoint | None:
     """Read the last checkpoint in a folder, if there is one; `state_type` is the method's."""
-    existing = _existing(folder)
+    existing = existing_checkpoints(folder)
     return _read(existing[-1], run, state_type) if existing else None
 
 
 def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
     try:
         tensors, header = read_tensors(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise FedhmError(
+            f"the checkpoint {path} cannot be read ({error.strerror or error}); it need not be damaged"
+        ) from None
+    except ValueError as error:
         raise FedhmError(f"the checkpoint {path} is damaged ({error}); {_way_out(path)}") from None
     if header.get("format") == EARLIER:
-        raise FedhmError(
+        raise ForeignCheckpointError(
             f"the checkpoint {path} was written by an earlier version, whose states had another form: "
             "finish the run with that version, or start it again in another folder"
         )
@@ -55,18 +62,22 @@ def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
         raise FedhmError(f"{path} is not a checkpoint of this library")
     if header.pop("sha256", None) != _digest(tensors, header):
         raise FedhmError(f"the checkpoint {path} is damaged (its checksum is another); {_way_out(path)}")
-    if header["run"] != run:
-        raise FedhmError(f"the checkpoint {path} belongs to another run, with other settings, data or initial model")
-    outline = header["outline"]
+    if header.get("run") != run:
+        raise ForeignCheckpointError(
+            f"the checkpoint {path} belongs to another run, with other settings, data or initial model"
+        )
     try:
+        outline = header["outline"]
         state = unflatten(state_type, tensors, outline["state"])
-        return Checkpoint(header["round"], state, unflatten(Moments, tensors, outline["moments"]))
-    except ValueError as error:
-        raise FedhmError(f"the checkpoint {path} holds the state of another version of the method: {error}") from None
+        return Checkpoint(int(header["round"]), state, unflatten(Moments, tensors, outline["moments"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ForeignCheckpointError(
+            f"the checkpoint {path} holds the state of another version of the method: {error}"
+        ) from None
 
 
 def _way_out(path: Path) -> str:
-    if len(_existing(path.parent)) > 1:
+    if len(existing_checkpoints(path.parent)) > 1:
         return "remove it to resume from the one before"
     return "remove it to start the run again"
 
@@ -75,8 +86,15 @@ def _path(folder: Path, round_number: int) -> Path:
     return folder / f"round-{round_number:06d}.safetensors"
 
 
-def _existing(folder: Path) -> list[Path]:
-    return sorted(folder.glob("round-*.safetensors"))
+def existing_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest last."""
+    return sorted(folder.glob("round-*.safetensors"), key=round_of)
+
+
+def round_of(path: Path) -> int:
+    """Return the round of a checkpoint, by its name; 0 for what only looks like one."""
+    number = path.stem.removeprefix("round-")
+    return int(number) if number.isdecimal() else 0
 
 
 def _digest(tensors: Tensors, header: dict[str, Any]) -> str:

@@ -1,7 +1,9 @@
 """What identifies a run: its settings, its data and the model that it starts from."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +13,15 @@ from fedhm.data.federation import Federation
 from fedhm.networks.exchange import Tensors
 
 
-def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str:
+def fingerprint(
+    config: Config, weights: Tensors, federation: Federation, stated: Mapping[str, Any] | None = None
+) -> str:
     """Return what identifies a run: its checkpoints carry it, so that none is resumed under other circumstances.
 
-    How many samples remote clients have is no part of it: by the time a run is resumed they may have more.
+    With `stated`, the settings that its folder states, others are no part of it: a version before this one did not know
+    them. Nor is how many samples remote clients have: by the time a run is resumed they may have more.
     """
-    digest = hashlib.sha256(f"{config.without_place().to_toml()}{federation.preprocessing}".encode())
+    digest = hashlib.sha256(f"{config.without_place().to_toml(stated)}{federation.preprocessing}".encode())
     for name in sorted(weights):
         _add(digest, name, weights[name])
     _add_data(digest, federation)

@@ -2,22 +2,30 @@
 
 import json
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import TypeAdapter
 from torch import nn
 
-from fedhm.config.reading import parse_resolved
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.errors import FedhmError
-from fedhm.machine.files import write_atomically
+from fedhm.machine.files import check_name, write_atomically
 from fedhm.machine.locks import take_lock
 from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
-from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
+from fedhm.runs.begun import Begun, note_resumed, read_begun, write_begun
+from fedhm.runs.checkpoint import (
+    Checkpoint,
+    ForeignCheckpointError,
+    existing_checkpoints,
+    newest_checkpoint,
+    round_of,
+    save_checkpoint,
+)
 from fedhm.runs.fingerprint import DataFacts
-from fedhm.runs.records import append_record, read_records
+from fedhm.runs.records import append_record, in_brief, read_records, write_records
+from fedhm.runs.taken_back import set_aside
 from fedhm.runs.tier_files import save_tier
 from fedhm.server.record import Record
 
@@ -25,9 +33,9 @@ LOCK = ".lock"  # stays in the folder, and means nothing unless a process holds 
 
 
 class RunFolder:
-    def __init__(self, path: Path, config: ResolvedConfig) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = config
+        self.begun: Begun
         self._new = False  # made by this process
         lock = take_lock(path / LOCK)
         if lock is None:
@@ -36,6 +44,7 @@ class RunFolder:
 
     @staticmethod
     def check_free(path: Path) -> None:
+        check_name(path)
         if (path / "config.toml").exists():
             command = pasteable("fedhm", "resume", path)
             raise FedhmError(f"{path} holds a run already: resume it with {command}, or choose another folder")
@@ -49,9 +58,9 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FedhmError(f"cannot make the folder {path}: {error.strerror}") from None
-        folder = cls(path, config)
+        folder = cls(path)
         try:
-            write_atomically(path / "config.toml", folder.config.to_toml())
+            folder.begin_with(config)
         except BaseException:
             folder.__exit__()
             raise
@@ -60,7 +69,19 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        return cls(path, read_config(path))
+        begun = read_begun(path)
+        folder = cls(path)
+        folder.begun = begun
+        return folder
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self.begun.config
+
+    def begin_with(self, config: ResolvedConfig) -> None:
+        """Give a run of which no round is done yet other settings."""
+        write_begun(self.path, config)
+        self.begun = read_begun(self.path)
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -70,18 +91,40 @@ class RunFolder:
 
     def restore(self, run: str, state_type: type[Any]) -> tuple[Checkpoint | None, list[Record]]:
         """Return the last checkpoint and the records up to it. Remove those of rounds without a finished checkpoint."""
-        checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
-        done = checkpoint.round if checkpoint else 0
-        records = read_records(self.path / "records.jsonl")[:done]
-        if [record.round for record in records] != list(range(1, done + 1)):
-            raise FedhmError(f"{self.path}/records.jsonl does not hold the {done} rounds that the checkpoint has seen")
-        write_atomically(self.path / "records.jsonl", "".join(record.to_json() + "\n" for record in records))
-        return checkpoint, records
+        try:
+            checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
+        except ForeignCheckpointError as error:
+            raise FedhmError(f"{error}{self.begun.remark}") from None
+        done, file = checkpoint.round if checkpoint else 0, self.path / "records.jsonl"
+        records = read_records(file)
+        if not done and len(records) > 1:  # of the first round, a run that was killed may have left the record alone
+            raise FedhmError(
+                f"{file} names {len(records)} rounds, but there is no checkpoint in {self.path}/checkpoints: put one "
+                "back to resume the run, or start it again in another folder"
+            )
+        if [record.round for record in records[:done]] != list(range(1, done + 1)):
+            raise FedhmError(f"{file} does not hold the {done} rounds that the checkpoint has seen")
+        if len(records) > done + 1:  # somebody has removed checkpoints; one record more is that of a killed round
+            set_aside(self.path, done, records)
+        write_records(file, records[:done])
+        if not self._new:
+            note_resumed(self.path, self.begun, done)
+        return checkpoint, records[:done]
 
-    def commit(self, record: Record, checkpoint: Checkpoint, run: str) -> None:
+    def take_back(self, last: int) -> None:
+        """Make the run one that has done `last` rounds: what came of later ones is moved aside."""
+        existing = [round_of(path) for path in existing_checkpoints(self.path / "checkpoints")]
+        if last not in existing:
+            there = f"only of {' and '.join(map(str, existing))}" if existing else "nor of any other"
+            raise FedhmError(
+                f"{self.path} has no checkpoint of round {last}, {there}; a run keeps more with checkpoints.keep"
+            )
+        set_aside(self.path, last, read_records(self.path / "records.jsonl"))
+
+    def commit(self, record: Record, checkpoint: Checkpoint, run: str, keep: int | Literal["all"]) -> None:
         """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
         append_record(self.path / "records.jsonl", record)
-        save_checkpoint(self.path / "checkpoints", checkpoint, run)
+        save_checkpoint(self.path / "checkpoints", checkpoint, run, keep)
 
     def remove_if_nothing_was_done(self) -> None:
         """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
@@ -127,21 +170,19 @@ def is_complete(path: Path, config: Config) -> bool:
 
 
 def read_config(path: Path) -> ResolvedConfig:
-    file = path / "config.toml"
-    if not file.exists():
-        raise FedhmError(f"{path} is not the folder of a run: there is no config.toml in it")
-    try:
-        return parse_resolved(file.read_text(), str(file))
-    except UnicodeDecodeError as error:
-        raise FedhmError(f"{file} is damaged: {error}") from None
+    return read_begun(path).config
 
 
 def read_costs(path: Path) -> dict[str, Cost]:
     """Read the cost of every tier, as a run wrote them at its start."""
+    file = path / "tiers.json"
     try:
-        return {tier: Cost(**cost) for tier, cost in json.loads((path / "tiers.json").read_text()).items()}
-    except (OSError, ValueError, TypeError) as error:
-        raise FedhmError(f"cannot read {path}/tiers.json: {error}") from None
+        costs = TypeAdapter(dict[str, Cost]).validate_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FedhmError(f"cannot read {file}: {in_brief(error)}") from None
+    if not costs:
+        raise FedhmError(f"{file} names no tier")
+    return costs
 
 
 def read_data_facts(path: Path) -> DataFacts | None:
@@ -150,7 +191,6 @@ def read_data_facts(path: Path) -> DataFacts | None:
     if not file.exists():
         return None
     try:
-        facts = DataFacts(**json.loads(file.read_text()))
-        return replace(facts, input_shape=tuple(facts.input_shape))
-    except (OSError, ValueError, TypeError) as error:
-        raise FedhmError(f"cannot read {file}: {error}") from None
+        return TypeAdapter(DataFacts).validate_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FedhmError(f"cannot read {file}: {in_brief(error)}") from None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
+from fedhm.machine.files import check_name
 from fedhm.measure.cost import Cost
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
@@ -64,7 +65,19 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _read(path: Path) -> Run:
+    check_name(path.resolve())
     if not path.is_dir():
         raise FedhmError(f"there is no folder {path}")
-    records = read_records(path / "records.jsonl")
-    return Run(path.resolve().name, read_config(path), records, read_costs(path), read_data_facts(path))
+    run = Run(
+        path.resolve().name,
+        read_config(path),
+        read_records(path / "records.jsonl"),
+        read_costs(path),
+        read_data_facts(path),
+    )
+    for record in run.evaluated:
+        if odd := record.metrics.keys() ^ run.costs.keys():
+            raise FedhmError(
+                f"{path}/tiers.json and round {record.round} of {path}/records.jsonl name other tiers: {min(odd)}"
+            )
+    return run

@@ -1,9 +1,13 @@
 """The records of a run on disk, one line of JSON each."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from fedhm.errors import FedhmError
+from fedhm.machine.files import write_atomically
 from fedhm.server.record import Record
 
 
@@ -19,11 +23,22 @@ def read_records(path: Path) -> list[Record]:
     records: list[Record] = []
     if not path.exists():
         return records
-    for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break  # the run was killed while it wrote this line
+    *finished, _ = path.read_bytes().split(b"\n")  # of the last one, the run was killed while it wrote it
+    for number, line in enumerate(finished, start=1):
         try:
             records.append(Record.from_json(line))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FedhmError(f"line {number} of {path} is not a round's record: {error}") from None
+        except ValueError as error:
+            raise FedhmError(f"line {number} of {path} is not a round's record: {in_brief(error)}") from None
     return records
+
+
+def in_brief(error: Exception) -> str:
+    """Return what is wrong with a file, in one line."""
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
+    return str(error)
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    write_atomically(path, "".join(record.to_json() + "\n" for record in records))

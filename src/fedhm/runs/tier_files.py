@@ -30,7 +30,10 @@ def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
         raise FedhmError(f"cannot read {path}: {error}") from None
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a tier's model saved by this library")
-    network = _rebuilt(model, header)
+    try:
+        network = _rebuilt(model, header, len(tensors))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FedhmError(f"{path} has a header that describes no network: {error!r}") from None
     if missing := set(exchanged(network)) - set(tensors):
         raise FedhmError(f"{path} is of another model: it has no '{min(missing)}'")
     return load(network, tensors).eval()
@@ -43,13 +46,19 @@ def _description(network: nn.Module) -> dict[str, Any]:
     return {"ranks": plan.ranks, "form": plan.form, "hadamard": composed.ranks, "sizes": sizes_of(network)}
 
 
-def _rebuilt(model: nn.Module, header: dict[str, Any]) -> nn.Module:
+def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Module:
     narrow = copied(model)
     layers, full = dict(narrow.named_modules()), sizes_of(model)
     for name, (outputs, inputs) in header.get("sizes", {}).items():
         if name in full and full[name] != [outputs, inputs]:
+            if not all(
+                type(n) is int and 1 <= n <= most for n, most in zip((outputs, inputs), full[name], strict=True)
+            ):
+                raise ValueError(f"{name} cannot have {outputs} outputs and {inputs} inputs")
             resize(layers[name], outputs, inputs)
     plan = RankPlan(header["ranks"], header.get("form", "spatial"))  # files of version 0.1 do not name a form
     network = to_hadamard(to_hybrid(narrow, plan, spectral=False), header.get("hadamard", {}))
     members = header.get("members")
+    if members is not None and (type(members) is not int or not 1 <= members <= tensors):  # each has some of them
+        raise ValueError(f"{members} members of {tensors} tensors")
     return Ensemble(copied(network) for _ in range(members)) if members else network

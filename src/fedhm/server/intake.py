@@ -13,8 +13,9 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
 from fedhm.measure.cost import measure
+from fedhm.measure.self_written import self_written
 from fedhm.networks.batchnorm import running_names
-from fedhm.networks.exchange import Tensors, size_in_bytes
+from fedhm.networks.exchange import Tensors, size_in_bytes, untrained
 from fedhm.server.admission import objection
 from fedhm.server.record import Record, Watcher
 from fedhm.work.bounds import LARGEST_LOGIT, LARGEST_MEAN, Expected
@@ -43,6 +44,8 @@ class Intake:
         self._public = len(federation.public or ())
         self.cost = cache(lambda name: measure(network(name), federation.input_shape, sample.dtype))
         self.running_names = cache(lambda name: frozenset(running_names(network(name))))
+        self.untrained_names = cache(lambda name: untrained(network(name)))
+        self._fixed_and_moving = cache(lambda name: _fixed_and_moving(network(name), sample))
         self._blank = cache(lambda kind, name: work_of(kind).blank(network(name), sample, self._public))
 
     def updates(self, run: Run, tasks: Iterable[Task], record: Record, least: int = 0) -> Iterator[Update]:
@@ -90,19 +93,33 @@ class Intake:
             return reply
         reason = objection(reply, task, self._expected(task))
         if reason is None:
-            return reply
+            return self._as_sent(reply, task)
         up = _size_of_anything(reply.tensors) if reply.up is None else reply.up
         return Failure(task.client, reason, reply.position, down=reply.down, up=up)
 
+    def _as_sent(self, update: Update, task: Task) -> Update:
+        """Give back their digits to tensors that training leaves alone, where these were lost on the way."""
+        if not self._halved or not work_of(task.kind).returns_network:
+            return update
+        fixed, _ = self._fixed_and_moving(task.network)
+        return replace(update, tensors={n: task.tensors[n] if n in fixed else t for n, t in update.tensors.items()})
+
+    @property
+    def _halved(self) -> bool:
+        return self._config.engine.fp16 and self._config.engine.name == "flower"
+
     def _expected(self, task: Task) -> Expected:
         work, config = work_of(task.kind), self._config
+        fixed, moving = self._fixed_and_moving(task.network)
         return Expected(
             work.loaded(task) if work.returns_network else self._blank(task.kind, task.network),
             # What a remote client says of itself may change; its engine holds it to what it said last.
             0 if self._federation.remote else self._federation.samples_of(task.client),
             self._federation.classes,
             work.trains and config.train.masked_loss and config.objective.has_labels,
-            self.running_names(task.network),
+            self.running_names(task.network) | moving,
+            fixed,
+            self._halved,
             LARGEST_LOGIT if config.objective.has_labels else LARGEST_MEAN,
             config.train.max_change,
         )
@@ -123,6 +140,18 @@ class Intake:
         samples, train = self._federation.samples_of(task.client), self._config.train
         macs: int = self.cost(task.network).macs
         return macs * work_of(task.kind).passes(task, samples, self._public, train)
+
+
+def _fixed_and_moving(network: nn.Module, sample: Tensor) -> tuple[frozenset[str], frozenset[str]]:
+    """Return which tensors training leaves alone, and which it changes without stepping on them."""
+    names = untrained(network) - running_names(network)
+    if not names:
+        return names, names
+    try:
+        written = self_written(network, sample)
+    except Exception:  # whatever a foreign model raises: it may need another batch, and need not be told here
+        return frozenset(), names
+    return names - written, names & written
 
 
 def in_task_order(replies: Iterable[Reply], count: int) -> Iterator[Reply]:

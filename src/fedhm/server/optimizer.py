@@ -6,7 +6,8 @@ With x the weights before the round, and Δ = mean − x the round's pseudo-grad
     adam       m ← β₁ m + (1 − β₁) Δ
                v ← β₂ v + (1 − β₂) Δ²                  x ← x + η m / (√v + τ)    FedAdam (Reddi et al. 2021)
 
-m starts at 0, v at τ². Running averages of BatchNorm layers are no weights: they are taken as they were averaged.
+m starts at 0, v at τ². Running averages, other buffers and frozen
+parameters are no weights to step on: they are taken as they were averaged.
 """
 
 from collections.abc import Set
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fedhm.config.training import ServerConfig
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import Tensors
+from fedhm.networks.exchange import Tensors, averages
 from fedhm.server.flatten import Way, mapped
 
 S = TypeVar("S")
@@ -35,8 +36,8 @@ class Moments:
 class ServerOptimizer:
     """The server's optimizer, which makes its step on those fields of a method's state that the method averages."""
 
-    def __init__(self, config: ServerConfig, method: str, averaged: tuple[str, ...], running: Set[str]) -> None:
-        self.config, self._averaged, self._running = config, averaged, running
+    def __init__(self, config: ServerConfig, method: str, averaged: tuple[str, ...], not_weights: Set[str]) -> None:
+        self.config, self._averaged, self._not_weights = config, averaged, not_weights
         if self.steps and not averaged:
             raise FedhmError(f"{method} averages no weights: server.optimizer must be 'none'")
 
@@ -52,14 +53,19 @@ class ServerOptimizer:
         mapped(self._fields(before), lambda name, _, tensor: old.setdefault(name, tensor))
 
         def moved(name: str, way: Way, mean: Tensor) -> Tensor:
-            if way[-1] in self._running or not mean.is_floating_point():
+            if way[-1] in self._not_weights or not averages(mean):
                 return mean
-            change = mean - old[name]
+            if mean.is_complex():  # as torch's own optimizers have it: real and imaginary parts are two numbers
+                return torch.view_as_complex(towards(name, torch.view_as_real(mean), torch.view_as_real(old[name])))
+            return towards(name, mean, old[name])
+
+        def towards(name: str, mean: Tensor, before: Tensor) -> Tensor:
+            change = mean - before
             if self.config.optimizer == "momentum":
                 first[name] = momentum(change, moments.first.get(name), self.config.momentum)
-                return old[name] + self.config.learning_rate * first[name]
+                return before + self.config.learning_rate * first[name]
             first[name], second[name] = adam(change, moments.first.get(name), moments.second.get(name), self.config)
-            return old[name] + self.config.learning_rate * first[name] / (second[name].sqrt() + self.config.tau)
+            return before + self.config.learning_rate * first[name] / (second[name].sqrt() + self.config.tau)
 
         stepped: Any = mapped(self._fields(merged), moved)
         return replace(merged, **stepped), Moments(first, second)  # type: ignore[type-var]

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from pydantic import BaseModel, ConfigDict
+
 from fedhm.config.objective import Metrics
 from fedhm.networks.exchange import size_in_bytes
 from fedhm.work.messages import Participant, Reply, Task, Update
@@ -82,13 +84,27 @@ class Record:
         return json.dumps({"scores" if name == "metrics" else name: value for name, value in table.items()})
 
     @classmethod
-    def from_json(cls, line: str) -> "Record":
-        table = json.loads(line)
-        table["participants"] = [Participant(**p) for p in table["participants"]]
-        table["metrics"] = {tier: Metrics(metrics) for tier, metrics in table.pop("scores").items()}
-        table["traffic"] = {tier: Traffic(**traffic) for tier, traffic in table["traffic"].items()}
-        table["statistics"] = Traffic(**table["statistics"])
-        return cls(**table)
+    def from_json(cls, line: str | bytes) -> "Record":
+        """Read a line of a run's records; raises ValueError if it is not one."""
+        found = dict(_Line.model_validate_json(line))
+        metrics = {tier: Metrics(of_tier) for tier, of_tier in found.pop("scores").items()}
+        return cls(**found, metrics=metrics)
+
+
+class _Line(BaseModel):
+    """A record as it lies on disk."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    round: int
+    participants: list[Participant]
+    scores: dict[str, dict[str, float]]
+    traffic: dict[str, Traffic]
+    statistics: Traffic
+    diagnostics: dict[str, float] = {}
+    dropped: list[dict[str, Any]] = []
+    seconds: dict[str, float] = {}
+    attempts: int = 1
 
 
 class Watcher(Protocol):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
+from fedhm.networks.exchange import averages
 from fedhm.networks.structure import copied
 from fedhm.widths.resize import NORMS, resize
 from fedhm.widths.width_plan import WidthPlan, attempt
@@ -65,7 +66,7 @@ def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
     inputs = torch.rand(sample.shape, generator=generator).to(sample) if sample.is_floating_point() else sample
     own = {name: tensor.detach() for name, tensor in _tensors(narrow)}
     for name, tensor in _tensors(full):
-        if not tensor.is_floating_point() or name not in own:
+        if not averages(tensor) or name not in own:
             continue
         part, values = own[name], tensor.detach()
         indices = where(plan, name, values.ndim, offset=1)

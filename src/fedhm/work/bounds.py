@@ -22,9 +22,11 @@ class Expected:
     samples: int  # of the client; 0: it has not said yet
     classes: int
     labelled: bool = False  # it says which labels its client holds
-    running: Set[str] = frozenset()  # the names of running averages among the weights
+    running: Set[str] = frozenset()  # the names of running averages, and of other buffers that follow the data
+    fixed: Set[str] = frozenset()  # the names of what training leaves alone: other buffers, frozen parameters
+    halved: bool = False  # matrices travelled in half precision
     largest_output: float = LARGEST_LOGIT  # of a network
-    max_change: float = 0.0  # norm of the change of all weights, in units of what was sent; 0 is no limit
+    max_change: float = 0.0  # norm of the change of all that is trained, in units of what was sent; 0 is no limit
 
 
 def change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
@@ -34,6 +36,9 @@ def change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
         if name in expected.running:
             if reason := outside(name, tensor, *moments(name.endswith("running_var"))):
                 return reason
+        elif name in expected.fixed:
+            if not _same(tensor, sent[name], expected.halved and tensor.ndim > 1):
+                return f"'{name}' is not trained, but did not come back as it was sent"
         else:
             distance = _distance(tensor, sent[name])
             if math.isnan(distance):
@@ -41,13 +46,21 @@ def change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
             squares += distance * distance
     moved, most = math.sqrt(squares), expected.max_change
     # The norm of what was sent need not be known of a change that would be small enough for any.
-    if most and moved > most and moved > most * _norm(t for name, t in sent.items() if name not in expected.running):
+    untrained = expected.running | expected.fixed
+    if most and moved > most and moved > most * _norm(t for name, t in sent.items() if name not in untrained):
         return f"its change has norm {moved:.1e}, over {most:g} × that of what was sent"
     return None
 
 
+def _same(tensor: Tensor, sent: Tensor, halved: bool) -> bool:
+    """Tell whether two tensors are the same to the last bit, as far as they travelled."""
+    tensor, sent = (tensor.half(), sent.half()) if halved and tensor.is_floating_point() else (tensor, sent)
+    return torch.equal(tensor.flatten().view(torch.uint8), sent.flatten().view(torch.uint8))
+
+
 def _distance(tensor: Tensor, sent: Tensor) -> float:
     """Return ‖tensor − sent‖; NaN if `tensor` is not finite. Where the type's own range is too small, in float64."""
+    tensor, sent = _as_real(tensor), _as_real(sent)
     if tensor.element_size() > 2 and math.isfinite(distance := torch.dist(tensor, sent).item()):
         return distance
     return torch.dist(tensor.double(), sent.double()).item() if bool(tensor.isfinite().all()) else math.nan
@@ -55,7 +68,11 @@ def _distance(tensor: Tensor, sent: Tensor) -> float:
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     """Return the norm of all tensors together."""
-    return math.hypot(*(torch.linalg.vector_norm(tensor, dtype=torch.float64).item() for tensor in tensors))
+    return math.hypot(*(torch.linalg.vector_norm(_as_real(each), dtype=torch.float64).item() for each in tensors))
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def moments(variance: bool) -> tuple[float, float]:
@@ -67,7 +84,7 @@ def outside(name: str, tensor: Tensor, lowest: float, highest: float) -> str | N
     """Return which value of a tensor is not finite, or not within bounds; None if all are."""
     if not tensor.numel():
         return None
-    smallest, largest = (value.item() for value in tensor.aminmax())
+    smallest, largest = (value.item() for value in _as_real(tensor).aminmax())
     if not (math.isfinite(smallest) and math.isfinite(largest)):
         return f"'{name}' holds NaN or infinite values"
     if lowest <= smallest and largest <= highest:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.config.training import TrainConfig
+from fedhm.errors import FedhmError
 from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
 from fedhm.machine.device import seeded
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.precision import precise
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.bounds import Expected, change
@@ -77,7 +79,7 @@ def fit(
             if train.clip_norm:
                 nn.utils.clip_grad_norm_(network.parameters(), train.clip_norm)
             optimizer.step()
-            total += loss.detach() * len(targets)
+            total += precise(loss.detach()) * len(targets)
     return total.item() / len(client.samples)
 
 
@@ -93,12 +95,23 @@ def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Steps:
     ]
     groups = [group for group in groups if group.parameters]
     dense = all(p.is_floating_point() for p in trained) and not _has_sparse_gradients(network)
+    wide = all(p.element_size() > 2 for p in trained)
     if train.optimizer == "adamw":
         listed = [{"params": group.parameters, "weight_decay": group.weight_decay} for group in groups]
         return torch.optim.AdamW(listed, lr, train.betas, train.eps, amsgrad=train.amsgrad, fused=dense or None)
-    # where there is one operation for each tensor, there is nothing to fuse, and it is faster without
-    fused = dense and (train.momentum > 0 or train.weight_decay > 0)
+    # On CPUs torch's fused SGD leaves most numbers of 16 bits where they are. And where there is one operation for each
+    # tensor, there is nothing to fuse, and it is faster without.
+    fused = dense and wide and (train.momentum > 0 or train.weight_decay > 0)
     return SGD(groups, lr, train.momentum, train.dampening, train.nesterov, fused or None)
+
+
+def check_optimizer(model: nn.Module, train: TrainConfig) -> None:
+    """Refuse what torch's optimizers cannot do with a model's numbers."""
+    half = any(p.dtype == torch.float16 for p in model.parameters())
+    if half and train.optimizer == "adamw" and not torch.tensor(train.eps, dtype=torch.float16):
+        raise FedhmError(
+            f"train.eps = {train.eps:g} is 0 in the model's float16, and AdamW divides by it: set it to 1e-4"
+        )
 
 
 def _has_sparse_gradients(network: nn.Module) -> bool:

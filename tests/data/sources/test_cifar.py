@@ -1,4 +1,7 @@
+import bz2
+import gzip
 import io
+import lzma
 import random
 import tarfile
 from collections.abc import Callable
@@ -132,3 +135,36 @@ def test_a_damaged_archive_is_named(tmp_path: Path, damage: str) -> None:
     )
     with pytest.raises(FedhmError, match=r"cifar-10-binary\.tar\.gz (cannot be read|lacks)"):
         read_cifar10(tmp_path)
+
+
+def member(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+NOISE = member("data_batch_1.bin", 1 << 16) + random.Random(0).randbytes(1 << 16)
+XZ, BZ2 = lzma.compress(NOISE), bz2.compress(NOISE)
+BOMB = gzip.compress(member("data_batch_1.bin", 1 << 34) + bytes(1 << 16))
+PAX_BOMB = gzip.compress(member("x", 1 << 34, tarfile.XHDTYPE) + bytes(1 << 16))
+ODD_PAX = member("x", 20, tarfile.XHDTYPE) + b"x" * 20 + bytes(492) + bytes(1024)
+ODD_SIZE = member("x", 16, tarfile.XHDTYPE) + b"16 size=many\xff\xff\xff\n" + bytes(496) + member("y", 0) + bytes(1024)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        pytest.param(XZ[:40_000] + b"????" + XZ[40_004:], "cannot be read", id="damaged xz"),
+        pytest.param(XZ[:40_000], "cannot be read", id="truncated xz"),
+        pytest.param(BZ2[:40_000], "cannot be read", id="truncated bz2"),
+        pytest.param(BOMB, "is not the official archive: it unpacks to more than 1024 MB", id="a file too large"),
+        pytest.param(PAX_BOMB, "cannot be read: .*a header of 17179869184 bytes", id="a header too large"),
+        pytest.param(ODD_PAX, "cannot be read|lacks", id="a header that is none"),
+        pytest.param(ODD_SIZE, "cannot be read|lacks", id="a header with an odd size"),
+    ],
+)
+def test_damaged_and_hostile_archives_are_one_sentence(content: bytes, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / CIFAR10.archive).write_bytes(content)
+    with pytest.raises(FedhmError, match=sentence) as error:
+        read_cifar10(tmp_path)
+    assert "\n" not in str(error.value)

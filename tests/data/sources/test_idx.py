@@ -106,3 +106,14 @@ def test_the_real_fashion_mnist() -> None:
     # the mean and deviation that are published for this set
     assert source.mean == pytest.approx([0.2860], abs=1e-4)
     assert source.std == pytest.approx([0.3530], abs=1e-4)
+
+
+def test_a_file_that_unpacks_to_more_than_any_of_them_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_all(tmp_path)
+    compress(tmp_path / "train-images-idx3-ubyte")
+    read_fashion_mnist(tmp_path)
+    monkeypatch.setattr("fedhm.data.sources.idx.MOST", 30)  # of 40 bytes; the real limit takes seconds to unpack
+    with pytest.raises(FedhmError, match="is not one of the official files: it has more than"):
+        read_fashion_mnist(tmp_path)

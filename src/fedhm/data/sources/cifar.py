@@ -3,6 +3,7 @@
 A file is rows of one or two label bytes and 3 × 32 × 32 pixels, red plane first.
 """
 
+import lzma
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from fedhm.errors import FedhmError
 
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
+MOST = 1 << 30  # bytes of an unpacked archive; the official ones have a sixth of that
+MOST_DESCRIPTION = 1 << 20  # bytes of a member that describes another one
 
 
 @dataclass(frozen=True)
@@ -108,13 +111,26 @@ def _contents(found: Path, layout: Layout) -> Iterator[tuple[str, bytes]]:
                 if (found / name).is_file():
                     yield name, (found / name).read_bytes()
             return
-        with tarfile.open(found) as archive:
+        with tarfile.open(found, tarinfo=_Member) as archive:
             for member in archive:
                 name = PurePosixPath(member.name).name
+                if member.offset_data + member.size > MOST:
+                    raise FedhmError(f"{found} is not the official archive: it unpacks to more than {MOST >> 20} MB")
                 if member.isfile() and name in layout.files and (file := archive.extractfile(member)):
                     yield name, file.read()
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise FedhmError(f"{found} cannot be read: {error}") from error
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
+        reason = " ".join(str(error).split())  # tarfile tells of each compression, in a line of its own
+        raise FedhmError(f"{found} cannot be read: {reason}") from error
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive. One that describes the next, with a long name or such, is read whole: must be small."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if not self.isreg() and self.size > MOST_DESCRIPTION:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        found: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
+        return found
 
 
 def _rows(path: Path, content: bytes, layout: Layout) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:

@@ -19,6 +19,7 @@ from fedhm.errors import FedhmError
 
 CLASSES = 10
 UNSIGNED_BYTE = 0x08
+MOST = 1 << 28  # bytes of an unpacked file; the largest official one has a fifth of that
 PARTS = ("train", "t10k")
 
 
@@ -90,9 +91,10 @@ def _read_idx(path: Path, dimensions: int) -> Tensor:
 
 def _content(path: Path) -> bytes:
     try:
-        if path.suffix != ".gz":
-            return path.read_bytes()
-        with gzip.open(path) as file:
-            return file.read()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(MOST + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise FedhmError(f"{path} cannot be read: {error}") from error
+    if len(content) > MOST:
+        raise FedhmError(f"{path} is not one of the official files: it has more than {MOST >> 20} MB")
+    return content

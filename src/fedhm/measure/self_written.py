@@ -1,0 +1,51 @@
+"""What a network writes into its own tensors while it runs in training: averages of the data, clipped weights."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fedhm.errors import FedhmError
+from fedhm.machine.device import seeded
+from fedhm.measure.watching import Watch
+from fedhm.networks.structure import copied
+
+
+def self_written(network: nn.Module, sample: Tensor) -> frozenset[str]:
+    """Return the names of the tensors that a pass in training writes to, also where that changes nothing this time.
+
+    `sample` is a batch of one input. Raises whatever the network raises, which may need other batches to train.
+    """
+    network = copied(network).train()
+    own = {name: t for name, t in network.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    before = {name: tensor.detach().clone() for name, tensor in own.items()}
+    with torch.no_grad(), seeded(0), _Writes() as watch:
+        output = network(torch.cat([sample, sample]))  # one sample alone may have no variance
+    if not isinstance(output, Tensor):
+        raise FedhmError(f"in training, the model must give a tensor of scores, not a {type(output).__name__}")
+    after = network.state_dict(keep_vars=True)
+    return frozenset(
+        name
+        for name, tensor in own.items()
+        if after.get(name) is not tensor
+        or tensor.untyped_storage()._cdata in watch.memory
+        or not torch.equal(tensor, before[name])  # torch does not say of every operation that it writes
+    )
+
+
+class _Writes(Watch):
+    """Remembers the memory that operations write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                leaves = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+                self.memory.update(leaf.untyped_storage()._cdata for leaf in leaves)
+        return func(*args, **kwargs)

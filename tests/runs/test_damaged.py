@@ -1,0 +1,176 @@
+"""Files of a run's folder that are damaged, foreign or cannot be read are told apart, each in a sentence."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fedhm
+from fedhm.errors import FedhmError
+from fedhm.machine.files import read_tensors, write_tensors
+from fedhm.methods.method import ModelState
+from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
+from fedhm.runs.folder import read_costs, read_data_facts
+from fedhm.runs.history import read_runs
+from fedhm.runs.records import read_records
+from fedhm.runs.tier_files import load_tier, save_tier
+from fedhm.server.record import Record, Traffic
+from fedhm.widths.ensemble import Ensemble
+from fedhm.work.messages import Participant
+
+RECORD = Record(1, [Participant(0, "full")], traffic={"full": Traffic(1, 1, 40, 40, 7, 0.5)})
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text(RECORD.to_json() + "\n" + RECORD.to_json()[:50])
+    assert read_records(tmp_path / "records.jsonl") == [RECORD]  # the second was not finished
+    nan = Record(2, diagnostics={"kappa": float("inf")}, traffic={"full": Traffic(loss=float("nan"))})
+    again = Record.from_json(nan.to_json())
+    assert again.to_json() == nan.to_json()
+
+
+def test_every_flipped_bit_in_a_record_leaves_one_or_is_a_sentence(tmp_path: Path) -> None:
+    file, content = tmp_path / "records.jsonl", (RECORD.to_json() + "\n").encode()
+    refused = 0
+    for position in range(len(content)):
+        for bit in (0, 2, 7):
+            damaged = bytearray(content)
+            damaged[position] ^= 1 << bit
+            file.write_bytes(damaged)
+            try:
+                read_records(file)
+            except FedhmError:  # anything else fails the test
+                refused += 1
+    assert refused > len(content)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [DEEP, "[]", "null", "{}", '{"round": "x"}', RECORD.to_json().replace("40", '"forty"'), "\udcff", "1" * 5000],
+    ids=range(8),
+)
+def test_lines_that_are_no_records_are_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_bytes(os.fsencode(line) + b"\n")
+    with pytest.raises(FedhmError, match=r"^line 1 of .* is not a round's record: .{,200}$"):
+        read_records(tmp_path / "records.jsonl")
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", "3", DEEP, '{"full": 3}', '{"full": {"parameters": "many"}}', "\udcff", ""], ids=range(8)
+)
+def test_costs_and_facts_that_are_none_are_refused(content: str, tmp_path: Path) -> None:
+    for name, read in (("tiers.json", read_costs), ("data.json", read_data_facts)):
+        (tmp_path / name).write_bytes(os.fsencode(content))
+        with pytest.raises(FedhmError, match=rf"{name}.{{,200}}$"):
+            read(tmp_path)
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_tiers_of_another_run_are_noticed(tmp_path: Path) -> None:
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    settings = {"train": {"rounds": 1}, "engine": {"threads": 1}, "method": "fedavg"}
+    fedhm.run(nn.Linear(4, 3), [(x, y)], (x, y), settings, out=tmp_path)
+    costs = json.loads((tmp_path / "tiers.json").read_text())
+    (tmp_path / "tiers.json").write_text(json.dumps({"1/8": costs["full"]}))
+    with pytest.raises(FedhmError, match=r"tiers.json and round 1 of .* name other tiers: 1/8"):
+        read_runs([tmp_path])
+
+
+def dangle(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "device-that-is-gone")
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("spoil", [dangle, replace_by_folder, link_to_itself])
+def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, Checkpoint(1, ModelState({"a": torch.ones(1)})), "run")
+    spoil(next(tmp_path.iterdir()))
+    with pytest.raises(FedhmError, match=r"cannot be read \(.+\); it need not be damaged") as error:
+        newest_checkpoint(tmp_path, "run", ModelState)
+    assert "remove" not in str(error.value)
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, Checkpoint(1, ModelState({"a": torch.ones(1)})), "run")
+
+    def forbidden(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", forbidden)  # whoever runs the tests may be allowed to read everything
+    with pytest.raises(FedhmError, match=r"cannot be read \(Permission denied\); it need not be damaged"):
+        newest_checkpoint(tmp_path, "run", ModelState)
+
+
+def test_a_checkpoint_in_a_place_whose_name_is_no_text_is_not_called_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"bad\xff")
+    save_checkpoint(folder, Checkpoint(1, ModelState({"a": torch.ones(1)})), "run")
+    with pytest.raises(FedhmError, match=r"the name .*bad\\xff/round-000001.safetensors is not in UTF-8: rename it"):
+        newest_checkpoint(folder, "run", ModelState)
+
+
+@pytest.mark.parametrize(
+    "header", [[], "text", 3, None, {"format": []}, json.loads("[" * 900 + "]" * 900)], ids=range(6)
+)
+def test_headers_that_are_no_mapping_of_ours_are_refused(header: Any, tmp_path: Path) -> None:
+    path = tmp_path / "round-000001.safetensors"
+    write_tensors(path, {"a": torch.ones(1)}, header)
+    with pytest.raises(FedhmError, match=r"is damaged|is not a checkpoint"):
+        newest_checkpoint(tmp_path, "run", ModelState)
+    with pytest.raises(FedhmError, match=r"cannot read|is not a tier's model"):
+        load_tier(path, nn.Linear(4, 3))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ranks": None},
+        {"ranks": [1]},
+        {"ranks": {"0": 10**9}},
+        {"ranks": {"9": 1}},
+        {"ranks": {"0": 1}, "form": "round"},
+        {"sizes": []},
+        {"sizes": {"0": 3}},
+        {"sizes": {"0": [10**12, 10**12]}},
+        {"sizes": {"0": [-1, 4]}},
+        {"sizes": {"0": ["8", 4]}},
+        {"members": 10**9},
+        {"members": "2"},
+        {"members": -1},
+        {"hadamard": 3},
+        {"hadamard": {"0": "x"}},
+    ],
+    ids=str,
+)
+def test_headers_of_tiers_that_describe_no_network_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    save_tier(tmp_path / "tier", model(), "full")
+    tensors, header = read_tensors(tmp_path / "tier")
+    write_tensors(tmp_path / "tier", tensors, {**header, **changes})
+    with pytest.raises(FedhmError, match=r"^.{,400}$"):
+        load_tier(tmp_path / "tier", model())
+
+
+def test_an_ensemble_is_still_read(tmp_path: Path) -> None:
+    save_tier(tmp_path / "tier", Ensemble(model() for _ in range(2)), "2x1")
+    assert isinstance(load_tier(tmp_path / "tier", model()), Ensemble)
