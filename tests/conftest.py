@@ -15,6 +15,7 @@ from fedhm.config import plugins
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config
 from fedhm.data.federation import Federation, gathered
+from fedhm.work.work import Example
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of runs and of the processes that tests start; workers only where a test asks
@@ -74,6 +75,12 @@ def small_model(seed: int = 0) -> nn.Module:
             nn.ReLU(),
             nn.Linear(24, 4),
         )
+
+
+def example(inputs: torch.Tensor, public: int = 0) -> Example:
+    """A batch of one input, of the first class."""
+    first = torch.zeros(len(inputs), dtype=torch.int64)
+    return Example(inputs, first, plugins.make("objectives", "classification"), public)
 
 
 @pytest.fixture

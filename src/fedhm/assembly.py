@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.dealt import partitioned
 from fedhm.data.downscale import downscaled_shape
-from fedhm.data.federation import Federation, partitioned
+from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import SHAPES
 from fedhm.engines.engine import Elsewhere, Engine
@@ -111,8 +112,8 @@ def assemble(
     check_optimizer(model, settings.train)
     federation.check_targets(settings.objective)
     public, preprocessing = federation.public_feed(), federation.preprocessing
-    sample, _ = next(Feed(federation.test, preprocessing).ordered(1))
-    method = design(settings, model, sample, federation.classes, public).method
+    sample = next(Feed(federation.test, preprocessing).ordered(1))
+    method = design(settings, model, sample[0], federation.classes, public).method
     check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_minimum(settings.federation, federation.size)
     check_partition(settings, method.levels)
@@ -126,6 +127,7 @@ def assemble(
         engine or _own_engine(settings, federation, Networks(method.network, device, settings.engine.compile), public),
         costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers,
         bool(federation.remote),
+        federation.tests.holders([federation.samples_of(client) for client in range(federation.size)]),
     )  # fmt: skip
 
 
@@ -134,16 +136,24 @@ def _own_engine(config: ResolvedConfig, federation: Federation, networks: Networ
         raise FedhmError("the clients' samples lie elsewhere: an experiment must be given an engine to reach them")
     if config.engine.name != "local":
         return Elsewhere()
-    clients = [make_client(s, federation.preprocessing, networks, config, public) for s in federation.clients]
+    clients = [
+        make_client(samples, federation.preprocessing, networks, config, public, federation.tests.of(number))
+        for number, samples in enumerate(federation.clients)
+    ]
     workers = workers_for(config.engine, config.federation.per_round(federation.size))
     return LocalEngine(clients, workers, config.engine.threads)
 
 
 def make_client(
-    samples: Samples, preprocessing: Preprocessing, networks: Networks, config: Config, public: Feed | None
+    samples: Samples,
+    preprocessing: Preprocessing,
+    networks: Networks,
+    config: Config,
+    public: Feed | None,
+    tests: Samples | None = None,
 ) -> Client:
     """Put a client together, in whichever process it does its tasks."""
-    return Client(samples, preprocessing, networks, config.train, config.seed, public, config.objective)
+    return Client(samples, preprocessing, networks, config.train, config.seed, public, config.objective, tests)
 
 
 def read_federation(config: Config) -> Federation:

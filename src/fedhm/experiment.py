@@ -18,16 +18,18 @@ from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmWarning
 from fedhm.measure.cost import Cost
 from fedhm.methods.method import AnyMethod
-from fedhm.networks.exchange import Tensors, load, travels_as
+from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
+from fedhm.server.client_evaluation import evaluate_at_clients
+from fedhm.server.client_metrics import ClientMetrics
 from fedhm.server.flatten import check_state
 from fedhm.server.gather import gather_statistics
 from fedhm.server.intake import Intake, TooFewUpdatesError
 from fedhm.server.optimizer import Moments, ServerOptimizer
 from fedhm.server.record import Record, Watcher
-from fedhm.server.sampling import drawings, with_a_network
+from fedhm.server.sampling import drawings, evaluators, with_a_network
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Participant
 
@@ -42,6 +44,11 @@ class Result:
     def metrics(self) -> dict[str, Metrics]:
         """Return the metrics of every tier's final model."""
         return self.records[-1].metrics
+
+    @property
+    def clients(self) -> dict[str, ClientMetrics]:
+        """Return how every tier's final model does at the clients; empty where they have no test samples."""
+        return self.records[-1].clients
 
     @property
     def scores(self) -> dict[str, Metrics]:
@@ -66,6 +73,7 @@ class Experiment:
     data: DataFacts
     watchers: Sequence[Watcher] = ()
     remote: bool = False  # the clients' samples lie elsewhere
+    holders: Sequence[int] = ()  # the clients that have test samples
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Run the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
@@ -89,15 +97,17 @@ class Experiment:
                 check_state(state, self.method.state_type)  # parts that were empty at the start are there now
             record.diagnostics = state.diagnostics
             if number % every == 0 or number == rounds:
-                networks = self._tier_networks(state, record)
+                weights = self._tier_weights(state, record)
+                networks = self._tier_networks(weights)
                 record.metrics = self._metrics(networks, record)
+                record.clients = self._at_clients(weights, record)
             records.append(record)
             if folder:
                 folder.commit(record, Checkpoint(number, state, moments), run, self.config.checkpoints.keep)
             for watcher in self.watchers:
                 watcher.round_done(record)
         # A run that was complete already is asked for its models once more.
-        networks = networks or self._tier_networks(state, deepcopy(records[-1]))
+        networks = networks or self._tier_networks(self._tier_weights(state, deepcopy(records[-1])))
         if folder:
             folder.save_models(networks)
         return Result(records, networks, self.costs)
@@ -136,19 +146,29 @@ class Experiment:
         record.seconds["merge"] -= record.seconds.get("train", 0.0)  # merging waits for training
         return merged, moments
 
-    def _tier_networks(self, state: Any, record: Record) -> dict[str, nn.Module]:
-        """Return the model of every tier, its BatchNorm statistics gathered at the round's participants."""
+    def _tier_weights(self, state: Any, record: Record) -> dict[str, Tensors]:
+        """Return every tier's weights, its BatchNorm statistics gathered at the round's participants."""
         weights = {tier: self.method.weights(state, tier) for tier in self.method.tiers}
-        networks = {tier: load(self.method.network(tier), weights[tier]) for tier in weights}
         if self.intake.static(record.round) and any(self.intake.running_names(tier) for tier in weights):
             others = islice(self._drawings(record.round), record.attempts, None)
             able = with_a_network(chain([record.participants], others), self.method.tiers, self.clients)
             attempts = islice(able, self.config.federation.attempts)
             with record.phase("statistics"):
                 for tier, found in gather_statistics(self.intake, self.engine.run, weights, attempts, record):
-                    load(networks[tier], found)
+                    weights[tier] = {**weights[tier], **as_types_of(weights[tier], found)}
+        return weights
+
+    def _tier_networks(self, weights: Mapping[str, Tensors]) -> dict[str, nn.Module]:
+        networks = {tier: load(self.method.network(tier), weights[tier]) for tier in weights}
         # from here on they are networks like any others
         return {tier: travels_as(network, None) for tier, network in networks.items()}
+
+    def _at_clients(self, weights: Mapping[str, Tensors], record: Record) -> dict[str, ClientMetrics]:
+        if not self.holders:
+            return {}
+        chosen = evaluators(self.config, self.holders, self.clients, self.method.levels, record.round)
+        with record.phase("evaluate"):
+            return evaluate_at_clients(self.intake, self.engine.run, weights, chosen, record, self.config)
 
     def _drawings(self, round_number: int) -> Iterator[list[Participant]]:
         return drawings(self.config.federation, self.clients, self.method.levels, self.config.seed, round_number)

@@ -35,6 +35,7 @@ def run(
     crop: int = 0,
     flip: bool = False,
     public: PublicLike | None = None,
+    client_test: float | Sequence[DataLike | None] = 0.0,
     watchers: Sequence[Watcher] = (),
 ) -> Result:
     """Train `model` in a federation of `clients`, each of which holds its own samples.
@@ -45,6 +46,8 @@ def run(
     objective      likewise: "classification" or "regression", or an object
     crop, flip     augment images: random window after padding by `crop` pixels, random mirror image
     public         inputs that everybody has, for methods that distil: an array, or as above; labels are not used
+    client_test    evaluate at the clients, too: the share of its samples that each holds out of its training, or a list
+                   with a test set for each client (None: it has none); `Result.clients` tells how they do
     out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
     """
     if not isinstance(model, nn.Module):
@@ -63,7 +66,9 @@ def run(
         raise FedhmError(Elsewhere.SENTENCE)
     path = None if out is None else Path(out)
     resolved = as_begun(settings, path).resolved()
-    federation = gathered(clients, test, crop, flip, dtype_of(model), public, settings.objective)
+    federation = gathered(
+        clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed
+    )
     experiment = assemble(model, federation, resolved, watchers=watchers)
     if path is None:
         return experiment.run()

@@ -11,7 +11,8 @@ import torch
 import fedhm
 from conftest import small_config, small_model
 from fedhm.config.settings import DataConfig
-from fedhm.data.federation import Federation, gathered, partitioned
+from fedhm.data.dealt import partitioned
+from fedhm.data.federation import Federation, gathered
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import SOURCES, read_source
 from fedhm.errors import FedhmError

@@ -7,7 +7,7 @@ import torch
 
 import fedhm
 from fedhm.config.settings import DataConfig
-from fedhm.data.federation import partitioned
+from fedhm.data.dealt import partitioned
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import read_source
 from fedhm.data.validation import hold_out

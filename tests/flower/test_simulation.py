@@ -36,7 +36,7 @@ METHODS = {
     "fedavg": ["method.name=fedavg"],
     "fedmedian": ["method.name=fedmedian", "method.strength=0.9"],  # of a package of a user's
     "heterofl": ["method.name=heterofl"],
-    "splitmix": ["method.name=splitmix"],
+    "splitmix": ["method.name=splitmix", "data.client_test=0.2"],
     "fedmd": ["method.name=fedmd", "data.public=held-out", "data.public_samples=40"],
     "fedhm-dynamic": [
         "federation.heterogeneity=dynamic",
@@ -120,6 +120,9 @@ def test_every_kind_of_method_ends_as_with_the_local_engine(tmp_path: Path, monk
         run_locally(config, tmp_path / "local" / name)
         if name != "fp16":
             assert_same_models(tmp_path / "flower" / name, tmp_path / "local" / name)
+    there, here = (read_records(tmp_path / where / "splitmix" / "records.jsonl") for where in ("flower", "local"))
+    assert [record.clients for record in there] == [record.clients for record in here]
+    assert here[-1].clients.keys() == here[-1].metrics.keys()
     halved, whole = (read_records(tmp_path / where / "fp16" / "records.jsonl") for where in ("flower", "local"))
     for ours, theirs in zip(halved, whole, strict=True):
         for tier, traffic in ours.traffic.items():

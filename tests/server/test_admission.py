@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import example
 from fedhm.server.admission import objection
 from fedhm.work.bounds import Expected
 from fedhm.work.messages import Task, Update
@@ -236,7 +237,7 @@ def test_logits_are_bounded(value: float, reason: str | None) -> None:
 )
 def test_statistics_are_checked_as_well(changes: dict[str, torch.Tensor], reason: str | None) -> None:
     network = nn.Sequential(OrderedDict(bn=nn.BatchNorm2d(2)))
-    expected = Statistics().blank(network, torch.zeros(1, 2, 3, 3), 0)  # nine values of one sample
+    expected = Statistics().blank(network, example(torch.zeros(1, 2, 3, 3)))  # nine values of one sample
     good = gather(network, [torch.randn(7, 2, 3, 3), torch.randn(3, 2, 3, 3)])
     assert good["bn/values"] == 90
     task = replace(TASK, kind="statistics")

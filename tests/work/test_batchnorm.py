@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from conftest import example
 from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import load
 from fedhm.work.statistics import Statistics, gather, pool
@@ -59,6 +60,6 @@ def test_a_layer_that_never_runs_is_not_expected() -> None:
             return y
 
     network = Forgetful()
-    expected = Statistics().blank(network, torch.zeros(1, 3), 0)
+    expected = Statistics().blank(network, example(torch.zeros(1, 3)))
     sent = gather(network, [torch.randn(5, 3)])
     assert {n: (t.shape, t.dtype) for n, t in sent.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}

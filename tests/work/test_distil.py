@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from conftest import small_model
+from conftest import example, small_model
 from fedhm.config.plugins import known
 from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
@@ -82,7 +82,7 @@ def test_scores_are_logits_by_batch_in_the_order_of_the_samples() -> None:
     plain = network().train()
     torch.testing.assert_close(found, torch.cat([plain(part) for part in inputs().split(8)]).detach())
     assert not found.requires_grad
-    blank = Distil().blank(model, inputs()[:1], COUNT)["logits"]
+    blank = Distil().blank(model, example(inputs()[:1], COUNT))["logits"]
     assert (blank.shape, blank.dtype) == (found.shape, found.dtype)
 
 
@@ -137,4 +137,4 @@ def test_following_scores_brings_a_network_to_them() -> None:
 
 
 def test_every_kind_of_task_has_a_short_name_for_the_bar() -> None:
-    assert {work_of(kind).short for kind in known("work")} == {"train", "BN", "distil"}
+    assert {work_of(kind).short for kind in known("work")} == {"train", "BN", "distil", "eval"}

@@ -5,9 +5,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from pydantic import GetCoreSchemaHandler
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 from torch import Tensor
 
 from fedhm.config.section import Section
@@ -21,6 +23,11 @@ class Metrics(dict[str, float]):
             return self[name]
         except KeyError:
             raise AttributeError(f"there is no metric '{name}', known are {', '.join(self)}") from None
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let records that hold metrics be read by their types."""
+        return no_info_after_validator_function(cls, handler(dict[str, float]))
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,8 @@ class Objective(Section, ABC):
     name: str
     metrics: ClassVar[tuple[Metric, ...]]  # the headline first
     has_labels: ClassVar[bool] = False  # a client holds some labels and lacks others
+    sum_bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}  # the least and the most that one sample can add to a
+    # sum, where that is known: so much can a client lie that evaluates
 
     @property
     def headline(self) -> Metric:

@@ -31,6 +31,8 @@ class DataConfig(Section):
     train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # evaluate on this share, held out of each client's samples,
     # in place of the test set; 0: on the test set
+    client_test: Annotated[float, Field(ge=0, lt=1)] = 0.0  # every client holds this share out of its training, and
+    # every tier's model is evaluated there, too; 0: no client evaluates
     public: str = ""  # unlabelled samples that everybody has, for distillation: a source, or "held-out" from this one
     public_samples: Positive = 1000
 
@@ -63,6 +65,7 @@ class EvaluationConfig(Section):
     static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0  # after this round, BatchNorm statistics are
     # gathered at the clients; up to it, their running averages are used
     batch: Positive = 128
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the clients with test samples that evaluate
 
 
 MOST_PROCESSES = 1024  # of workers, or threads; OpenMP dies of many more

@@ -1,7 +1,7 @@
 """A federation's data: one set of samples per client, a test set at the server, and perhaps public samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,9 @@ from torch.utils.data import Dataset
 
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
-from fedhm.config.settings import DataConfig
 from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.downscale import downscaled_source
-from fedhm.data.partition import PARTITIONS
-from fedhm.data.public import set_aside
+from fedhm.data.client_tests import ClientTests, brought
 from fedhm.data.samples import Samples, channel_statistics, concatenate
-from fedhm.data.sources.catalogue import read_source
-from fedhm.data.validation import hold_out
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
@@ -37,6 +32,7 @@ class Federation:
     public: Samples | None = None  # everybody has them; their labels are never used
     # in place of `clients`, where samples lie elsewhere: how many each says it has; 0: it has not yet
     remote: tuple[int, ...] = ()
+    tests: ClientTests = field(default_factory=ClientTests)  # of the clients' own
 
     def __post_init__(self) -> None:
         if not self.clients and not self.remote:
@@ -57,6 +53,7 @@ class Federation:
         for name, samples in [
             ("the test set", self.test),
             *((f"client {i}", s) for i, s in enumerate(self.clients)),
+            *self.tests.named(),
         ]:
             whole = not samples.labels.is_floating_point()
             if whole and (samples.labels.min() < 0 or samples.labels.max() >= self.classes):
@@ -75,6 +72,8 @@ class Federation:
         objective.check(self.test.labels, self.classes, "the test set")
         for number, samples in enumerate(self.clients):
             objective.check(samples.labels, self.classes, f"client {number}")
+        for name, samples in self.tests.named():
+            objective.check(samples.labels, self.classes, name)
 
     def _check_kind(self, name: str, samples: Samples) -> None:
         if _kind(samples) != _kind(self.test):
@@ -106,39 +105,6 @@ def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
     return Feed(numbered, replace(preprocessing, crop=0, flip=False))
 
 
-def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
-    """Read the data set that `config` names and deal it out to clients."""
-    source = downscaled_source(read_source(config.source, config.folder), config.downscale)
-    left, public = set_aside(source.train, config, seed)
-    train = _chosen(left, config.train_samples, config.source, seed)
-    if clients > len(train):
-        raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
-    if train.labels.is_floating_point() and config.partition != "iid":
-        raise FedhmError(f"data.partition = '{config.partition}' deals out labels, of which {config.source} has none")
-    labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
-    rng = numpy_generator(seed, "partition")
-    parts = PARTITIONS[config.partition](labels, clients, config, rng)
-    own, test = [train.subset(torch.from_numpy(part)) for part in parts], source.test
-    if config.validation:
-        own, test = hold_out(own, config.validation, seed)
-    return Federation(
-        own,
-        test,
-        source.classes,
-        Preprocessing(source.mean, source.std, config.crop, config.flip),
-        public,
-    )
-
-
-def _chosen(samples: Samples, count: int, source: str, seed: int) -> Samples:
-    if count > len(samples):
-        raise FedhmError(f"data.train_samples = {count}, but {source} has {len(samples)} to train on")
-    if not count:
-        return samples
-    chosen = numpy_generator(seed, "train samples").choice(len(samples), count, replace=False)
-    return samples.subset(torch.from_numpy(np.sort(chosen)))
-
-
 def _kind(samples: Samples) -> str:
     return f"shape {tuple(samples.inputs.shape[1:])} and type {str(samples.inputs.dtype).removeprefix('torch.')}"
 
@@ -151,21 +117,28 @@ def gathered(
     dtype: torch.dtype = torch.float32,
     public: PublicLike | None = None,
     objective: Objective | None = None,
+    client_test: float | Sequence[DataLike | None] = 0.0,
+    seed: int = 0,
 ) -> Federation:
     """Make a federation of a user's own data sets; without an objective, labels are class numbers.
 
     Images in uint8 (N, C, H, W) are normalised; other floating-point input is brought to `dtype` and left as it is.
     """
     learned: Objective = objective or make("objectives", "classification")
-    own = [own_samples(data, f"client {number}", dtype, learned) for number, data in enumerate(clients)]
-    own_test = own_samples(test, "the test set", dtype, learned)
-    classes = learned.outputs([samples.labels for samples in (*own, own_test)])
+
+    def read(data: DataLike, whose: str) -> Samples:
+        return own_samples(data, whose, dtype, learned)
+
+    given = [read(data, f"client {number}") for number, data in enumerate(clients)]
+    own, tests = brought(given, client_test, seed, read)
+    own_test = read(test, "the test set")
+    classes = learned.outputs([samples.labels for samples in (*own, *tests.samples, own_test)])
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
         mean, std = channel_statistics(concatenate(own).inputs)
     everybodys = None if public is None else own_public(public, dtype)
-    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys)
+    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys, tests=tests)
 
 
 def own_samples(data: DataLike, whose: str, dtype: torch.dtype, objective: Objective) -> Samples:

@@ -30,8 +30,8 @@ def make_client_app(make_client: MakeClient) -> ClientApp:
         try:
             if type(memory) is not int or memory < 0:
                 raise FedhmError(f"the node config's memory must be a whole number of MiB, not {memory!r}")
-            samples = len(make_client(context, terms).samples)
-            node = Node(number, samples, tier, memory << 20)
+            client = make_client(context, terms)
+            node = Node(number, len(client.samples), tier, memory << 20, tests=len(client.tests or ()))
         except Exception as error:  # of a user's model and data: the server shall know whose they are
             node = Node(number, 0, problem=f"{type(error).__name__}: {error}".splitlines()[0])
         return Message(node.introduction(), reply_to=message)

@@ -9,6 +9,7 @@ from torch import nn
 from fedhm.assembly import design, make_client, read_federation
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.client_tests import split_off
 from fedhm.data.federation import DataLike, Federation, PublicLike, own_public, own_samples, public_feed
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
@@ -24,6 +25,7 @@ def client_app(
     model: Callable[[], nn.Module],
     data: Callable[[Context], DataLike],
     *,
+    test: Callable[[Context], DataLike] | None = None,
     public: Callable[[], PublicLike] | None = None,
 ) -> ClientApp:
     """Return a Flower ClientApp that trains whichever network its server sends.
@@ -31,6 +33,8 @@ def client_app(
     model   makes the full model, from which the method derives its networks
     data    this node's samples: a pair (inputs, labels) of arrays, or a dataset of such pairs; `context.node_config`
             has what the SuperNode was started with. It is asked with every message: cache what takes long
+    test    this node's own test samples, on which it evaluates every tier's model; without, it holds some of its data
+            out if the server asks for that
     public  inputs that everybody has, for methods that distil
 
     A node config says which client this is (`partition-id=0`), and may say which tier it can afford (`tier="1/4"`) or
@@ -42,10 +46,16 @@ def client_app(
         own = OwnModel(model, config.seed)
         dtype = weights_dtype(own)
         everybodys = public_feed(own_public(public(), dtype), terms.preprocessing) if public else None
-        samples = own_samples(data(context), f"client {client_number(context)}", dtype, config.objective)
-        config.objective.check(samples.labels, terms.classes, f"client {client_number(context)}")
+        number, tests = client_number(context), None
+        samples = own_samples(data(context), f"client {number}", dtype, config.objective)
+        if test:
+            tests = own_samples(test(context), f"the test set of client {number}", dtype, config.objective)
+            config.objective.check(tests.labels, terms.classes, f"the test set of client {number}")
+        elif terms.client_test:
+            samples, tests = split_off(samples, terms.client_test, config.seed, number)
+        config.objective.check(samples.labels, terms.classes, f"client {number}")
         networks = _networks(own, terms, _device(context, config), *_format(samples, terms.preprocessing))
-        return make_client(samples, terms.preprocessing, networks, config, everybodys)
+        return make_client(samples, terms.preprocessing, networks, config, everybodys, tests)
 
     return make_client_app(make_one)
 
@@ -62,7 +72,7 @@ def named_client_app() -> ClientApp:
         input_format = _format(federation.test, federation.preprocessing)
         networks = _networks(named, terms, _device(context, config), *input_format)
         samples, public = federation.clients[number], federation.public_feed()
-        return make_client(samples, federation.preprocessing, networks, config, public)
+        return make_client(samples, federation.preprocessing, networks, config, public, federation.tests.of(number))
 
     return make_client_app(make_one)
 

@@ -13,6 +13,7 @@ from fedhm.flower.mail import UnreadableError, describe, pull, push
 from fedhm.flower.nodes import Roster
 from fedhm.flower.wire import Outbox, Terms, read_replies, travelled, unreadable
 from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.work import work_of
 
 PAUSES = 0.1, 1.0  # seconds between two looks at what has come: at first, and when nothing comes for long
 AT_A_TIME = 8  # messages that are pushed at once
@@ -111,8 +112,10 @@ class FlowerEngine:
                 return list(parcel.failed(describe(message)))
             up = travelled(message.content, len(parcel.tasks))
             replies = [
-                self._held_to_its_word(reply, parcel.client)
-                for reply in read_replies(message.content, parcel.tasks, self._fp16)
+                self._held_to_its_word(reply, task)
+                for reply, task in zip(
+                    read_replies(message.content, parcel.tasks, self._fp16), parcel.tasks, strict=True
+                )
             ]
         except Exception as error:
             return list(parcel.failed(unreadable(error)))
@@ -121,15 +124,18 @@ class FlowerEngine:
             for reply, position, sent, received in zip(replies, parcel.positions, parcel.down, up, strict=True)
         ]
 
-    def _held_to_its_word(self, reply: Reply, client: int) -> Reply:
+    def _held_to_its_word(self, reply: Reply, task: Task) -> Reply:
         """Return the reply, or a failure where it does not claim the samples that its client had before it saw a task.
 
-        They are the client's weight in the mean.
+        They are the client's weight in the mean, or in pooled metrics.
         """
-        node = self._roster.introduced().get(client) if isinstance(reply, Update) else None
-        if node is None or not isinstance(reply, Update) or reply.samples == node.samples:
+        node = self._roster.introduced().get(task.client) if isinstance(reply, Update) else None
+        if node is None or not isinstance(reply, Update):
             return reply
-        return Failure(client, f"it claims {reprlib.repr(reply.samples)} samples, but said that it has {node.samples}")
+        said, what = (node.tests, "test samples") if work_of(task.kind).tests else (node.samples, "samples")
+        if reply.samples == said:
+            return reply
+        return Failure(task.client, f"it claims {reprlib.repr(reply.samples)} {what}, but said that it has {said}")
 
 
 def _by_client(tasks: Iterable[Task]) -> dict[int, list[tuple[int, Task]]]:

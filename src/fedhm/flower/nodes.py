@@ -27,6 +27,7 @@ class Node:
     tier: str = ""  # the tier that it can afford,
     memory: int = 0  # or the bytes that it can spare for training; with neither, the server chooses
     problem: str = ""  # why it cannot take part
+    tests: int = 0  # how many test samples it has beside the others
 
     def introduction(self) -> RecordDict:
         return RecordDict({NOTE: ConfigRecord({**vars(self)})})
@@ -36,13 +37,15 @@ class Node:
         """Read what a node says of itself; raise if it is not of this form."""
         note: dict[str, Any] = dict(content.config_records[NOTE])
         node = cls(**note)
-        numbers = (node.client, node.samples, node.memory)
+        numbers = (node.client, node.samples, node.memory, node.tests)
         if not all(type(number) is int for number in numbers) or not all(
             isinstance(text, str) for text in (node.tier, node.problem)
         ):
             raise ValueError("its answer holds values of wrong types")
-        if node.samples < (0 if node.problem else 1) or node.memory < 0:
-            raise ValueError(f"it claims {node.samples} samples and {node.memory} bytes of memory")
+        if node.samples < (0 if node.problem else 1) or node.memory < 0 or node.tests < 0:
+            raise ValueError(
+                f"it claims {node.samples} samples, {node.tests} test samples and {node.memory} bytes of memory"
+            )
         return node
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from fedhm.assembly import assemble, design, read_federation
 from fedhm.config.reading import parse_flat, parse_resolved
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.client_tests import ClientTests, check_share
 from fedhm.data.federation import DataLike, Federation, PublicLike, remote_federation
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
@@ -42,6 +44,7 @@ def server_app(
     crop: int = 0,
     flip: bool = False,
     public: Callable[[], PublicLike] | None = None,
+    client_test: float = 0.0,
 ) -> ServerApp:
     """Return a Flower ServerApp that trains `model` on the nodes that are connected.
 
@@ -50,6 +53,8 @@ def server_app(
     mean, std   of each channel, where inputs are uint8 images: these are divided by 255 and normalised
     crop, flip  clients augment images: random window after padding by `crop` pixels, random mirror image
     public      inputs that everybody has, for methods that distil
+    client_test the share of its samples that each client holds out of its training, to evaluate every tier's model
+                there, too; clients that bring test samples of their own evaluate on these
 
     Settings are the app's run config, by dotted keys: `train.rounds = 20`. With `out`, the path of a folder, the run
     leaves there what `fedhm run` leaves, and resumes an unfinished run that it finds there.
@@ -63,7 +68,8 @@ def server_app(
         def federation(sizes: tuple[int, ...]) -> Federation:
             everybodys = public() if public else None
             dtype = weights_dtype(own)
-            return remote_federation(test(), classes, sizes, preprocessing, everybodys, dtype, config.objective)
+            there = remote_federation(test(), classes, sizes, preprocessing, everybodys, dtype, config.objective)
+            return replace(there, tests=ClientTests(share=check_share(client_test)))
 
         out = str(context.run_config.get("out", ""))
         with progress(Console(), config.objective.headline) as bar:
@@ -137,6 +143,9 @@ def run_on(
             folder = stack.enter_context(RunFolder.create(out, settings)) if out else None
         known = roster.introduced()
         federation = make_federation(tuple(known[c].samples if c in known else 0 for c in range(clients)))
+        if federation.remote:
+            tests = tuple(known[c].tests if c in known else 0 for c in range(clients))
+            federation = replace(federation, tests=replace(federation.tests, remote=tests))
         place = settings.engine
         engine = FlowerEngine(grid, roster, _terms(settings, federation), place.deadline, place.fp16)
         try:
@@ -150,4 +159,4 @@ def run_on(
 
 
 def _terms(config: ResolvedConfig, federation: Federation) -> Terms:
-    return Terms(config, federation.classes, federation.preprocessing)
+    return Terms(config, federation.classes, federation.preprocessing, federation.tests.share)

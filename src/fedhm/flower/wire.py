@@ -41,9 +41,12 @@ class Terms:
     config: ResolvedConfig
     classes: int
     preprocessing: Preprocessing
+    client_test: float = 0.0  # the share of its samples that a client holds out, if it brings no test samples
 
     def note(self) -> dict[str, str]:
         said = {"config": self.config.to_toml(), "classes": self.classes, "preprocessing": asdict(self.preprocessing)}
+        if self.client_test:
+            said["client_test"] = self.client_test
         return {"terms": json.dumps(said)}
 
     @classmethod
@@ -57,7 +60,7 @@ def _terms(text: str) -> Terms:
     pixels = values["preprocessing"]
     pixels |= {"mean": tuple(pixels["mean"]), "std": tuple(pixels["std"])}
     config = parse_resolved(values["config"], "the server's config")
-    return Terms(config, values["classes"], Preprocessing(**pixels))
+    return Terms(config, values["classes"], Preprocessing(**pixels), values.get("client_test", 0.0))
 
 
 def greeting(terms: Terms) -> RecordDict:

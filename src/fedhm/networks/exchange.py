@@ -76,6 +76,11 @@ def averages(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def as_types_of(held: Tensors, tensors: Tensors) -> Tensors:
+    """Return tensors in the types in which those of the same names are held."""
+    return {name: t.to(held[name].dtype) if name in held else t for name, t in tensors.items()}
+
+
 def _wire_form(network: nn.Module) -> WireForm | None:
     return vars(network).get("fedhm_wire_form")
 

@@ -17,6 +17,7 @@ from fedhm.errors import FedhmError
 class Regression(Objective):
     name: Literal["regression"] = "regression"
     metrics: ClassVar = (Metric("r2"), Metric("mse", more_is_better=False))
+    sum_bounds: ClassVar = {"errors": (0.0, 1e20), "targets": (-1e10, 1e10), "squares": (0.0, 1e20)}
 
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
         if given.is_complex():

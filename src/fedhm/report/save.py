@@ -10,12 +10,13 @@ from fedhm.runs.history import Run
 
 def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write table and plots, and return their paths."""
-    from fedhm.report.energy import save_collapse_plot  # matplotlib takes a second to import
+    from fedhm.report.client_plot import save_client_plots  # matplotlib takes a second to import
+    from fedhm.report.energy import save_collapse_plot
     from fedhm.report.plots import save_plots
 
     write_atomically(folder / "report.md", markdown(runs))
     write_atomically(folder / "report.csv", as_csv(runs))
-    plots = save_plots(runs, folder)
+    plots = [*save_plots(runs, folder), *save_client_plots(runs, folder)]
     if collapse := save_collapse_plot(runs, folder / "energy-beyond-rank.png"):
         plots.append(collapse)
     return [folder / "report.md", folder / "report.csv", *plots]

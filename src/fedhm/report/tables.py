@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from fedhm.report.client_table import client_sheet
 from fedhm.report.comparable import difference
 from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs, rich_table
 from fedhm.runs.history import Run
@@ -61,12 +62,18 @@ def caption(runs: Sequence[Run]) -> str:
 def rich_tables(runs: Sequence[Run], width: int) -> list[Table]:
     """Return one table for all runs where the terminal has the room, otherwise one for each."""
     together = [runs] if width >= WIDE else [[run] for run in runs]
-    return [rich_table(sheet(group), spacious=True) for group in together]
+    sheets = [*(sheet(group) for group in together), *_client_sheets(runs)]
+    return [rich_table(each, spacious=True) for each in sheets]
+
+
+def _client_sheets(runs: Sequence[Run]) -> list[Sheet]:
+    return [found for run in runs if (found := client_sheet(run))]
 
 
 def markdown(runs: Sequence[Run]) -> str:
     found = difference(runs)
-    return markdown_table(sheet(runs)) + (f"\nNot comparable: {found}.\n" if found else "")
+    tables = [markdown_table(each) for each in (sheet(runs), *_client_sheets(runs))]
+    return "\n".join(tables) + (f"\nNot comparable: {found}.\n" if found else "")
 
 
 def as_csv(runs: Sequence[Run]) -> str:

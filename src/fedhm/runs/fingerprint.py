@@ -48,9 +48,11 @@ def data_facts(federation: Federation) -> DataFacts:
 
 
 def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:
-    for samples in [*federation.clients, federation.test]:
+    for samples in [*federation.clients, federation.test, *federation.tests.samples]:
         _add(digest, "inputs", samples.inputs)
         _add(digest, "labels", samples.labels)
+    if federation.tests.share:
+        digest.update(f"client_test {federation.tests.share}".encode())
     if federation.public is not None:
         _add(digest, "public", federation.public.inputs)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.config.settings import ResolvedConfig
+from fedhm.data.batches import Batch
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
@@ -20,7 +21,7 @@ from fedhm.server.admission import objection
 from fedhm.server.record import Record, Watcher
 from fedhm.work.bounds import LARGEST_LOGIT, LARGEST_MEAN, Expected
 from fedhm.work.messages import Failure, Reply, Task, Update
-from fedhm.work.work import work_of
+from fedhm.work.work import Example, work_of
 
 Run = Callable[[Sequence[Task]], Iterator[Reply]]  # an engine's
 
@@ -30,23 +31,24 @@ class TooFewUpdatesError(FedhmError):
 
 
 class Intake:
-    """Lets updates in and records them; `network` makes a network by its name, `sample` is a batch of one input."""
+    """Lets updates in and records them; `network` makes a network by its name, `sample` is a batch of one."""
 
     def __init__(
         self,
         network: Callable[[str], nn.Module],
         federation: Federation,
         config: ResolvedConfig,
-        sample: Tensor,
+        sample: Batch,
         watchers: Sequence[Watcher],
     ) -> None:
         self._federation, self._config, self._watchers = federation, config, watchers
         self._public = len(federation.public or ())
-        self.cost = cache(lambda name: measure(network(name), federation.input_shape, sample.dtype))
+        example = Example(*sample, config.objective, self._public)
+        self.cost = cache(lambda name: measure(network(name), federation.input_shape, example.inputs.dtype))
         self.running_names = cache(lambda name: frozenset(running_names(network(name))))
         self.untrained_names = cache(lambda name: untrained(network(name)))
-        self._fixed_and_moving = cache(lambda name: _fixed_and_moving(network(name), sample))
-        self._blank = cache(lambda kind, name: work_of(kind).blank(network(name), sample, self._public))
+        self._fixed_and_moving = cache(lambda name: _fixed_and_moving(network(name), example.inputs))
+        self._blank = cache(lambda kind, name: work_of(kind).blank(network(name), example))
 
     def updates(self, run: Run, tasks: Iterable[Task], record: Record, least: int = 0) -> Iterator[Update]:
         """Send tasks to the engine and let their updates in, in the order of the tasks.
@@ -54,7 +56,7 @@ class Intake:
         Raises in the end if there were fewer than `least`, or than tasks where these are fewer still, so that whoever
         merges them gets no result.
         """
-        sent = [self._without_running(task) if self.static(task.round) else task for task in tasks]
+        sent = [self._as_it_travels(task) for task in tasks]
         admitted, before = 0, len(record.dropped)
         torch.set_num_threads(1)  # updates are folded by one thread, beside workers that keep the cores busy
         try:
@@ -82,8 +84,10 @@ class Intake:
         start = self._config.evaluation.static_from
         return start != "never" and round_number > start
 
-    def _without_running(self, task: Task) -> Task:
-        """Leave running averages out, which under static batch normalisation do not travel."""
+    def _as_it_travels(self, task: Task) -> Task:
+        """Leave running averages out, which under static batch normalisation travel only to be evaluated with."""
+        if not self.static(task.round) or work_of(task.kind).tests:
+            return task
         names = self.running_names(task.network)
         return replace(task, tensors={name: t for name, t in task.tensors.items() if name not in names})
 
@@ -114,7 +118,7 @@ class Intake:
         return Expected(
             work.loaded(task) if work.returns_network else self._blank(task.kind, task.network),
             # What a remote client says of itself may change; its engine holds it to what it said last.
-            0 if self._federation.remote else self._federation.samples_of(task.client),
+            0 if self._federation.remote else self._samples(task),
             self._federation.classes,
             work.trains and config.train.masked_loss and config.objective.has_labels,
             self.running_names(task.network) | moving,
@@ -122,7 +126,13 @@ class Intake:
             self._halved,
             LARGEST_LOGIT if config.objective.has_labels else LARGEST_MEAN,
             config.train.max_change,
+            config.objective,
         )
+
+    def _samples(self, task: Task) -> int:
+        """Return how many samples a task's client has for this kind of work."""
+        tests, client = work_of(task.kind).tests, task.client
+        return self._federation.tests.count(client) if tests else self._federation.samples_of(client)
 
     def _refuse(self, task: Task, failure: Failure, record: Record) -> None:
         reason = printable(failure.reason)  # a client may have written it
@@ -137,9 +147,8 @@ class Intake:
 
     def _macs(self, task: Task) -> int:
         """Return the MACs that a task spends, as the paper counts them: those of the samples' forward passes."""
-        samples, train = self._federation.samples_of(task.client), self._config.train
         macs: int = self.cost(task.network).macs
-        return macs * work_of(task.kind).passes(task, samples, self._public, train)
+        return macs * work_of(task.kind).passes(task, self._samples(task), self._public, self._config.train)
 
 
 def _fixed_and_moving(network: nn.Module, sample: Tensor) -> tuple[frozenset[str], frozenset[str]]:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fedhm.config.objective import Metrics
 from fedhm.networks.exchange import size_in_bytes
+from fedhm.server.client_metrics import ClientMetrics
 from fedhm.work.messages import Participant, Reply, Task, Update
 from fedhm.work.work import work_of
 
@@ -40,6 +41,9 @@ class Record:
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
+    # Of clients that evaluate; both are left out of files where none did
+    clients: dict[str, ClientMetrics] = field(default_factory=dict)  # by tier of the network
+    evaluation: Traffic = field(default_factory=Traffic)
 
     @property
     def scores(self) -> dict[str, Metrics]:
@@ -48,8 +52,7 @@ class Record:
 
     def count(self, task: Task, reply: Reply, macs: int) -> None:
         """Count one task and what came of it: an update that may be used, or in its place a failure."""
-        trains = work_of(task.kind).trains
-        traffic = self.traffic.setdefault(task.tier, Traffic()) if trains else self.statistics
+        traffic = self._traffic_of(task)
         traffic.clients += 1
         traffic.down += size_in_bytes(task.tensors) if reply.down is None else reply.down
         traffic.up += reply.up or 0
@@ -58,6 +61,12 @@ class Record:
             traffic.up += size_in_bytes(reply.tensors) if reply.up is None else 0
             traffic.answers += 1
             traffic.loss += (reply.loss - traffic.loss) / traffic.answers
+
+    def _traffic_of(self, task: Task) -> Traffic:
+        work = work_of(task.kind)
+        if work.trains:
+            return self.traffic.setdefault(task.tier, Traffic())
+        return self.evaluation if work.tests else self.statistics
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -80,6 +89,8 @@ class Record:
     def to_json(self) -> str:
         table = asdict(self)
         table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
+        if not self.evaluation.clients:
+            del table["clients"], table["evaluation"]
         # metrics are called scores on disk, as they were from the first version on
         return json.dumps({"scores" if name == "metrics" else name: value for name, value in table.items()})
 
@@ -105,6 +116,8 @@ class _Line(BaseModel):
     dropped: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
     attempts: int = 1
+    clients: dict[str, ClientMetrics] = {}
+    evaluation: Traffic = Traffic()
 
 
 class Watcher(Protocol):

@@ -50,6 +50,18 @@ def with_a_network(
             yield able or chosen
 
 
+def evaluators(
+    config: Config, holders: Sequence[int], clients: int, levels: Sequence[str], round_number: int
+) -> list[Participant]:
+    """Return which of the clients with test samples evaluate, in the order of their numbers, at any tier.
+
+    Also those whose tier has no network: a model that leaves clients out is to be judged by them, too.
+    """
+    number = max(1, round(config.evaluation.participation * len(holders)))
+    chosen = numpy_generator(config.seed, "evaluators", round_number).choice(holders, number, replace=False).tolist()
+    return _at_their_tiers(sorted(chosen), config.federation, clients, levels, config.seed, round_number)
+
+
 def _at_their_tiers(
     chosen: Sequence[int], config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> list[Participant]:

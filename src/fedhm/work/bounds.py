@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedhm.config.objective import Objective
 from fedhm.networks.exchange import Tensors
 
 LARGEST_LOGIT = 1e6
@@ -19,7 +20,7 @@ class Expected:
     """What the server knows of an answer before it comes."""
 
     tensors: Tensors  # of the answer's names, shapes and types; of statistics, `values` are those that one sample gives
-    samples: int  # of the client; 0: it has not said yet
+    samples: int  # of the client, or its test samples if the work runs on these; 0: it has not said yet
     classes: int
     labelled: bool = False  # it says which labels its client holds
     running: Set[str] = frozenset()  # the names of running averages, and of other buffers that follow the data
@@ -27,6 +28,7 @@ class Expected:
     halved: bool = False  # matrices travelled in half precision
     largest_output: float = LARGEST_LOGIT  # of a network
     max_change: float = 0.0  # norm of the change of all that is trained, in units of what was sent; 0 is no limit
+    objective: Objective | None = None
 
 
 def change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:

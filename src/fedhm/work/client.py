@@ -23,6 +23,7 @@ class Client:
     seed: int
     public: Feed | None = None  # samples that everybody has, numbered in place of labels
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
+    tests: Samples | None = None  # held out of its training; None, or of length 0: it has none
 
     @property
     def feed(self) -> Feed:
@@ -44,9 +45,12 @@ class Client:
     def run(self, task: Task, position: int = 0) -> Update:
         """Do a task by its kind of work."""
         work = find("work", task.kind)
+        used = (self.tests or ()) if work.tests else self.samples
+        if not len(used):
+            raise ValueError("it has no test samples")
         with self.networks.loaded(task.network, work.loaded(task)) as ready:
             answer = work.run(self, task, ready)
         return Update(
             task.kind, task.round, task.client, task.tier, task.network, answer.tensors,
-            len(self.samples), answer.labels, answer.loss, position, answer.kept,
+            len(used), answer.labels, answer.loss, position, answer.kept,
         )  # fmt: skip

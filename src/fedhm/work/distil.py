@@ -24,14 +24,14 @@ from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.reuse import Ready
 from fedhm.work.train import fit, task_seed
-from fedhm.work.work import Answer
+from fedhm.work.work import Answer, Example
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CONSENSUS, LOGITS = "consensus", "logits"  # the tensor of a task, if clients agreed on one yet; that of its answer
 
 
 class Distil:
-    trains, returns_network = True, False
+    trains, returns_network, tests = True, False, False
     past, short = "distilled", "distil"
 
     def loaded(self, task: Task) -> Tensors:
@@ -57,9 +57,9 @@ class Distil:
             follow(network, consensus, F.l1_loss, optimizer, public.shuffled(client.train.batch, generator))
 
     @torch.no_grad()
-    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
-        output: Tensor = network.eval()(sample)
-        return {LOGITS: output.new_zeros(public, *output.shape[1:])}
+    def blank(self, network: nn.Module, example: Example) -> Tensors:
+        output: Tensor = network.eval()(example.inputs)
+        return {LOGITS: output.new_zeros(example.public, *output.shape[1:])}
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
         for name, tensor in update.tensors.items():

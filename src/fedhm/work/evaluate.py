@@ -1,5 +1,9 @@
-"""The metrics of one network on a set of samples."""
+"""Evaluate the network on the client's test samples, and send the sums from which the objective's metrics follow.
 
+Sums and counts of several clients add up to those of their joint samples, so metrics pool exactly.
+"""
+
+import math
 from functools import reduce
 from operator import add
 
@@ -7,18 +11,75 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.config.objective import Metrics, Objective
+from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed
 from fedhm.machine.device import CPU
+from fedhm.networks.exchange import Tensors
+from fedhm.work.bounds import LARGEST_MEAN, Expected, outside
+from fedhm.work.client import Client
+from fedhm.work.messages import Task, Update
+from fedhm.work.reuse import Ready
+from fedhm.work.work import Answer, Example
+
+KIND = "evaluate"
+BATCH = "batch"  # the option of a task that says how many samples run at once
+OF_ONE_SAMPLE = -(LARGEST_MEAN**2), LARGEST_MEAN**2  # what it may add to a sum of which the objective says nothing
+
+
+class Evaluate:
+    trains = returns_network = False
+    tests = True
+    past, short = "evaluated", "eval"
+
+    def loaded(self, task: Task) -> Tensors:
+        return task.tensors
+
+    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+        assert client.tests is not None
+        feed = Feed(client.tests, client.preprocessing, client.networks.device)
+        return Answer(sums_over(ready.network, feed, int(task.options[BATCH]), client.objective))
+
+    @torch.no_grad()
+    def blank(self, network: nn.Module, example: Example) -> Tensors:
+        found = example.objective.sums(network.eval()(example.inputs), example.targets)
+        return {name: value.double() for name, value in found.items()}
+
+    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+        assert expected.objective is not None
+        for name, tensor in update.tensors.items():
+            lowest, highest = (
+                update.samples * bound for bound in expected.objective.sum_bounds.get(name, OF_ONE_SAMPLE)
+            )
+            if reason := outside(name, tensor, lowest, highest):
+                return reason
+        try:
+            metrics = expected.objective.results(update.tensors, update.samples)
+        except Exception as error:  # whatever an objective raises over sums that no samples have
+            return f"no metrics follow from its sums ({error!r})"
+        odd = [name for name, value in metrics.items() if not math.isfinite(value)]
+        return f"its {odd[0]} is {metrics[odd[0]]}" if odd else None
+
+    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        return samples
+
+
+def evaluate(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Metrics:
+    """Return what the objective measures over all samples of the feed."""
+    network.to(feed.device)
+    sums = sums_over(network, feed, batch, objective)
+    network.to(CPU)
+    return objective.results(sums, len(feed.samples))
 
 
 @torch.no_grad()
-def evaluate(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Metrics:
-    """Return what the objective measures over all samples of the feed."""
-    network.to(feed.device).eval()
+def sums_over(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Tensors:
+    """Return the objective's sums over all samples of the feed; the network is where these will be."""
+    network.eval()
     found: dict[str, list[Tensor]] = {}  # of each batch, summed at the end: none waits for its result
     for inputs, targets in feed.ordered(batch):
         for name, value in objective.sums(network(inputs), targets).items():
             found.setdefault(name, []).append(value)
-    network.to(CPU)
-    sums = {name: reduce(add, torch.stack(values).cpu().double()) for name, values in found.items()}
-    return objective.results(sums, len(feed.samples))
+    return {name: reduce(add, torch.stack(values).cpu().double()) for name, values in found.items()}
+
+
+ENTRY_POINT = Evaluate()

@@ -17,13 +17,14 @@ from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.reuse import Ready
 from fedhm.work.train import fit, task_seed
-from fedhm.work.work import Answer
+from fedhm.work.work import Answer, Example
 
 BASIS = "basis "  # before a layer: its leading directions, which come with a task and are not sent back
 
 
 class Nested:
     trains = returns_network = True
+    tests = False
     past, short = "trained", "train"
 
     def loaded(self, task: Task) -> Tensors:
@@ -53,7 +54,7 @@ class Nested:
             mean = fit(client, task, ready, held, beside if train.nested_form == "beside" else instead)
         return Answer(ready.hand_over(self.loaded(task)), mean, held)
 
-    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
+    def blank(self, network: nn.Module, example: Example) -> Tensors:
         raise AssertionError("an answer has the tensors that the network was loaded with")
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:

@@ -21,13 +21,13 @@ from fedhm.work.bounds import Expected, moments, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.reuse import Ready
-from fedhm.work.work import Answer
+from fedhm.work.work import Answer, Example
 
 KIND = "statistics"
 
 
 class Statistics:
-    trains = returns_network = False
+    trains = returns_network = tests = False
     past, short = "gathered statistics", "BN"
 
     def loaded(self, task: Task) -> Tensors:
@@ -38,12 +38,13 @@ class Statistics:
         batches = client.feed.ordered(4 * client.train.batch)
         return Answer(gather(ready.network, (inputs for inputs, _ in batches)))
 
-    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
+    def blank(self, network: nn.Module, example: Example) -> Tensors:
         """Return zero means and variances, and how many values each channel sees of one sample.
 
         A layer that never runs gives nothing.
         """
-        gathered = gather(network, [torch.cat([sample, sample])])  # one sample alone may have no variance
+        two = torch.cat([example.inputs, example.inputs])  # one sample alone may have no variance
+        gathered = gather(network, [two])
         return {name: t / 2 if name.endswith("/values") else torch.zeros_like(t) for name, t in gathered.items()}
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:

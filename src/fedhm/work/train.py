@@ -19,11 +19,12 @@ from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.reuse import Ready
-from fedhm.work.work import Answer
+from fedhm.work.work import Answer, Example
 
 
 class Train:
     trains = returns_network = True
+    tests = False
     past, short = "trained", "train"
 
     def loaded(self, task: Task) -> Tensors:
@@ -35,7 +36,7 @@ class Train:
             loss = fit(client, task, ready, held)
         return Answer(ready.hand_over(task.tensors), loss, held)
 
-    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
+    def blank(self, network: nn.Module, example: Example) -> Tensors:
         raise AssertionError("an answer has the tensors of its task")
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from fedhm.config.objective import Objective
 from fedhm.config.plugins import find
 from fedhm.config.training import TrainConfig
 from fedhm.networks.exchange import Tensors
@@ -28,9 +29,20 @@ class Answer:
     kept: Tensors = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Example:
+    """One sample, and what else a kind of work needs to know of a run to tell what its answers look like."""
+
+    inputs: Tensor  # a batch of one
+    targets: Tensor  # likewise
+    objective: Objective
+    public: int = 0  # how many public samples there are
+
+
 class Work(Protocol):
     trains: bool  # it is counted as training, tier by tier; all other work is counted apart
     returns_network: bool  # its answer has the very tensors that the network was loaded with
+    tests: bool  # it runs on the client's test samples in place of those that it trains on, and is counted apart
     past: str  # what a client did, in a sentence: it trained
     short: str  # for a progress bar, which must fit 80 columns
 
@@ -42,11 +54,8 @@ class Work(Protocol):
         """Do the task, on the client."""
         ...
 
-    def blank(self, network: nn.Module, sample: Tensor, public: int) -> Tensors:
-        """Return an answer's names, shapes and types, where it does not return the network.
-
-        `sample` is a batch of one input, `public` the number of public samples.
-        """
+    def blank(self, network: nn.Module, example: Example) -> Tensors:
+        """Return an answer's names, shapes and types, where it does not return the network."""
         ...
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
@@ -54,7 +63,10 @@ class Work(Protocol):
         ...
 
     def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
-        """Return how many samples go forward through the network, as the paper counts computation."""
+        """Return how many samples go forward through the network, as the paper counts computation.
+
+        `samples` are the client's, or its test samples if the work runs on these.
+        """
         ...
 
 

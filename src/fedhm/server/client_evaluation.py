@@ -1,0 +1,41 @@
+"""Every tier's model on the test samples of the clients, which the server never sees."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from fedhm.config.settings import Config
+from fedhm.errors import FedhmError
+from fedhm.networks.exchange import Tensors
+from fedhm.server.client_metrics import ClientMetrics, Tally
+from fedhm.server.intake import Intake, Run, last_reason
+from fedhm.server.record import Record
+from fedhm.work.evaluate import BATCH, KIND
+from fedhm.work.messages import Participant, Task
+
+
+def evaluate_at_clients(
+    intake: Intake,
+    run: Run,
+    weights: Mapping[str, Tensors],
+    chosen: Sequence[Participant],
+    record: Record,
+    config: Config,
+) -> dict[str, ClientMetrics]:
+    """Return by tier how its model does at the chosen clients; all tiers are one exchange.
+
+    weights  by tier, with the BatchNorm statistics that the model is evaluated with
+    """
+    options = {BATCH: float(config.evaluation.batch)}
+    asked = [(tier, p) for tier in weights for p in chosen]
+    tasks = [Task(KIND, record.round, p.client, p.tier, tier, weights[tier], options=options) for tier, p in asked]
+    tiers = list(dict.fromkeys([*weights, *(p.tier for p in chosen)]))
+    found: dict[str, ClientMetrics] = {}
+    for tier, updates in groupby(intake.updates(run, tasks, record), key=lambda update: update.network):
+        tally = Tally(config.objective)
+        for update in updates:
+            tally.add(update.client, update.tier, update.samples, update.tensors)
+        found[tier] = tally.result(tiers)
+    if missing := [tier for tier in weights if tier not in found]:
+        reason = last_reason([entry for entry in record.dropped if entry["kind"] == KIND])
+        raise FedhmError(f"no client could evaluate tier {missing[0]} in round {record.round}: {reason}")
+    return found
