@@ -161,7 +161,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused_at_once(federation: Feder
     for model, sentence in (
         (nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(128, 64), nn.Linear(64, 3)), "each of 4 classes"),
         (nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(128, 64), nn.Linear(64, 4)), "does not accept"),
-        (small_model().double(), "does not accept the test set's inputs"),
+        (small_model().double(), "does not accept the inputs, of shape"),
     ):
         with pytest.raises(FedhmError, match=sentence):
             assemble(model, federation, small_config())

@@ -174,7 +174,7 @@ class Pair(nn.Module):
     [
         (Pair(), "must give a tensor of scores, not a tuple"),
         (nn.Sequential(nn.LazyLinear(3)), "has lazy layers"),
-        (nn.Sequential(nn.Embedding(5, 3)), "does not accept the test set's inputs"),
+        (nn.Sequential(nn.Embedding(5, 3)), "does not accept the inputs, of shape"),
         (nn.Sequential(nn.Linear(8, 2)), r"a score for each of 3 classes, but its output is \(1, 2\)"),
     ],
 )

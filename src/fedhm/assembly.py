@@ -112,7 +112,7 @@ def assemble(
     check_optimizer(model, settings.train)
     federation.check_targets(settings.objective)
     public, preprocessing = federation.public_feed(), federation.preprocessing
-    sample = next(Feed(federation.test, preprocessing).ordered(1))
+    sample = next(Feed(federation.example, preprocessing).ordered(1))
     method = design(settings, model, sample[0], federation.classes, public).method
     check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_minimum(settings.federation, federation.size)
@@ -122,12 +122,18 @@ def assemble(
     optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, not_weights)
     costs = {tier: intake.cost(tier) for tier in method.tiers}
     initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
+    test = None if federation.test is None else Feed(federation.test, preprocessing, device)
+    holders = federation.tests.holders([federation.samples_of(client) for client in range(federation.size)])
+    if test is None and not holders:
+        raise FedhmError(
+            "there is nothing to evaluate on: give the server test samples, or let clients hold out a share of theirs "
+            "(data.client_test = 0.2 in a config, client_test=0.2 in Python)"
+        )
     return Experiment(
-        settings, method, initial, federation.size, Feed(federation.test, preprocessing, device), intake, optimizer,
+        settings, method, initial, federation.size, test, intake, optimizer,
         engine or _own_engine(settings, federation, Networks(method.network, device, settings.engine.compile), public),
         costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers,
-        bool(federation.remote),
-        federation.tests.holders([federation.samples_of(client) for client in range(federation.size)]),
+        bool(federation.remote), holders,
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class Experiment:
     method: AnyMethod
     initial: Tensors  # weights of the full model
     clients: int
-    test: Feed
+    test: Feed | None  # None: metrics are those of the clients
     intake: Intake
     optimizer: ServerOptimizer
     engine: Engine
@@ -99,8 +99,8 @@ class Experiment:
             if number % every == 0 or number == rounds:
                 weights = self._tier_weights(state, record)
                 networks = self._tier_networks(weights)
-                record.metrics = self._metrics(networks, record)
                 record.clients = self._at_clients(weights, record)
+                record.metrics = self._metrics(networks, record)
             records.append(record)
             if folder:
                 folder.commit(record, Checkpoint(number, state, moments), run, self.config.checkpoints.keep)
@@ -174,6 +174,8 @@ class Experiment:
         return drawings(self.config.federation, self.clients, self.method.levels, self.config.seed, round_number)
 
     def _metrics(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Metrics]:
+        if self.test is None:
+            return {tier: found.overall.pooled for tier, found in record.clients.items()}
         batch, objective = self.config.evaluation.batch, self.config.objective
         with record.phase("evaluate"):
             found = {tier: evaluate(network, self.test, batch, objective) for tier, network in networks.items()}

@@ -12,6 +12,7 @@ from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, provide
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig, FederationConfig
+from fedhm.data.client_tests import default_share
 from fedhm.data.federation import DataLike, PublicLike, gathered
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
@@ -26,7 +27,7 @@ from fedhm.server.record import Watcher
 def run(
     model: nn.Module,
     clients: Sequence[DataLike],
-    test: DataLike,
+    test: DataLike | None = None,
     config: Mapping[str, Any] | Config | None = None,
     out: str | Path | None = None,
     *,
@@ -35,7 +36,7 @@ def run(
     crop: int = 0,
     flip: bool = False,
     public: PublicLike | None = None,
-    client_test: float | Sequence[DataLike | None] = 0.0,
+    client_test: float | Sequence[DataLike | None] | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Result:
     """Train `model` in a federation of `clients`, each of which holds its own samples.
@@ -47,7 +48,8 @@ def run(
     crop, flip     augment images: random window after padding by `crop` pixels, random mirror image
     public         inputs that everybody has, for methods that distil: an array, or as above; labels are not used
     client_test    evaluate at the clients, too: the share of its samples that each holds out of its training, or a list
-                   with a test set for each client (None: it has none); `Result.clients` tells how they do
+                   with a test set for each client (None: it has none); `Result.clients` tells how they do. Without
+                   `test` it is 0.2 unless it is said, and metrics are those of all clients' test samples together
     out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
     """
     if not isinstance(model, nn.Module):
@@ -62,6 +64,7 @@ def run(
         raise FedhmError(f"config: federation: input should be a mapping (got {federation_table!r})")
     table["federation"] = {**federation_table, "clients": len(clients)}
     settings = parse(table, "config")
+    client_test = default_share(test is not None) if client_test is None else client_test
     if settings.engine.name == "flower":
         raise FedhmError(Elsewhere.SENTENCE)
     path = None if out is None else Path(out)

@@ -17,6 +17,8 @@ from fedhm.config.training import ServerConfig, TrainConfig
 from fedhm.machine.cores import usable_cores
 from fedhm.machine.device import find_device
 
+CLIENT_TEST = 0.2  # the share that clients hold out where there is nothing else to evaluate on
+
 
 class DataConfig(Section):
     source: str = "digits"  # diabetes, digits, fashion-mnist, cifar10, cifar100, tinyimagenet or hf:NAME
@@ -33,8 +35,21 @@ class DataConfig(Section):
     # in place of the test set; 0: on the test set
     client_test: Annotated[float, Field(ge=0, lt=1)] = 0.0  # every client holds this share out of its training, and
     # every tier's model is evaluated there, too; 0: no client evaluates
+    test: bool = True  # the server has the source's test set; without, client_test is 0.2 unless it is said
     public: str = ""  # unlabelled samples that everybody has, for distillation: a source, or "held-out" from this one
     public_samples: Positive = 1000
+
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluated_somewhere(cls, given: Any) -> Any:
+        alone = isinstance(given, dict) and given.get("test") is False
+        return {"client_test": CLIENT_TEST, **given} if alone else given
+
+    @model_validator(mode="after")
+    def _evaluated(self) -> "DataConfig":
+        if not (self.test or self.client_test or self.validation):
+            raise ValueError("test = false and client_test = 0 leave nothing to evaluate on: set one of them")
+        return self
 
 
 class ModelConfig(Section):

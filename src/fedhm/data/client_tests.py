@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fedhm.config.settings import CLIENT_TEST
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
@@ -78,6 +79,11 @@ def brought(
         for client, (samples, data) in enumerate(zip(clients, given, strict=True))
     ]
     return list(clients), ClientTests(tests if any(len(samples) for samples in tests) else ())
+
+
+def default_share(test: bool) -> float:
+    """Return the share that clients hold out if nothing is said of it; `test`: the server has a test set."""
+    return 0.0 if test else CLIENT_TEST
 
 
 def check_share(given: Any) -> float:

@@ -31,7 +31,7 @@ def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
     labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
     rng = numpy_generator(seed, "partition")
     parts = PARTITIONS[config.partition](labels, clients, config, rng)
-    dealt, test = [train.subset(torch.from_numpy(part)) for part in parts], source.test
+    dealt, test = [train.subset(torch.from_numpy(part)) for part in parts], source.test if config.test else None
     own, tests = held_out(dealt, config.client_test, seed)
     if config.validation:
         own, test = hold_out(own, config.validation, seed)

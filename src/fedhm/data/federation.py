@@ -1,4 +1,4 @@
-"""A federation's data: one set of samples per client, a test set at the server, and perhaps public samples."""
+"""A federation's data: one set of samples per client, perhaps a test set at the server, and public samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -26,13 +26,14 @@ PublicLike = DataLike | Tensor | np.ndarray[Any, Any]  # inputs may come without
 @dataclass(frozen=True)
 class Federation:
     clients: Sequence[Samples]
-    test: Samples
+    test: Samples | None  # the server's; None: models are evaluated at the clients alone
     classes: int  # or how many numbers are to be predicted
     preprocessing: Preprocessing
     public: Samples | None = None  # everybody has them; their labels are never used
     # in place of `clients`, where samples lie elsewhere: how many each says it has; 0: it has not yet
     remote: tuple[int, ...] = ()
     tests: ClientTests = field(default_factory=ClientTests)  # of the clients' own
+    form: Samples | None = None  # a made-up sample that is like all others, where the server has no other
 
     def __post_init__(self) -> None:
         if not self.clients and not self.remote:
@@ -42,7 +43,7 @@ class Federation:
         for number, count in enumerate(self.remote):
             if type(count) is not int or count < 0:
                 raise FedhmError(f"client {number} says that it has {count!r} samples: it needs at least one")
-        if not len(self.test):
+        if self.test is not None and not len(self.test):
             raise FedhmError("the test set is empty")
         for number, samples in enumerate(self.clients):
             if not len(samples):
@@ -50,16 +51,12 @@ class Federation:
                     f"client {number} has no samples: use fewer clients, a larger data.alpha, or "
                     "data.partition = 'dirichlet', which gives every client the same number"
                 )
-        for name, samples in [
-            ("the test set", self.test),
-            *((f"client {i}", s) for i, s in enumerate(self.clients)),
-            *self.tests.named(),
-        ]:
+        for name, samples in self._named():
             whole = not samples.labels.is_floating_point()
             if whole and (samples.labels.min() < 0 or samples.labels.max() >= self.classes):
                 raise FedhmError(f"{name} has labels outside 0…{self.classes - 1}")
             self._check_kind(name, samples)
-        side = min(self.input_shape[1:]) if self.test.are_images else 10**9
+        side = min(self.input_shape[1:]) if self.example.are_images else 10**9
         if not 0 <= self.preprocessing.crop <= side:
             raise FedhmError(f"crop = {self.preprocessing.crop}, but images of {side} pixels can be padded by 0…{side}")
         if self.public is not None:
@@ -69,15 +66,30 @@ class Federation:
 
     def check_targets(self, objective: Objective) -> None:
         """Refuse samples whose labels are not what the objective learns."""
-        objective.check(self.test.labels, self.classes, "the test set")
-        for number, samples in enumerate(self.clients):
-            objective.check(samples.labels, self.classes, f"client {number}")
-        for name, samples in self.tests.named():
+        for name, samples in self._named():
             objective.check(samples.labels, self.classes, name)
 
+    def _named(self) -> list[tuple[str, Samples]]:
+        """Return all samples that are here, each with what a sentence calls them."""
+        own = [(f"client {number}", samples) for number, samples in enumerate(self.clients)]
+        return [*([] if self.test is None else [("the test set", self.test)]), *own, *self.tests.named()]
+
+    @property
+    def example(self) -> Samples:
+        """Return samples of which the first tells the form of all."""
+        return self._first()[1]
+
+    def _first(self) -> tuple[str, Samples]:
+        if named := self._named():
+            return named[0]
+        if self.form is None:
+            raise FedhmError("a federation of remote clients needs a test set, or a sample that is like theirs")
+        return "the sample of the server", self.form
+
     def _check_kind(self, name: str, samples: Samples) -> None:
-        if _kind(samples) != _kind(self.test):
-            raise FedhmError(f"{name} has inputs of {_kind(samples)}, the test set of {_kind(self.test)}")
+        whose, first = self._first()
+        if _kind(samples) != _kind(first):
+            raise FedhmError(f"{name} has inputs of {_kind(samples)}, {whose} of {_kind(first)}")
 
     @property
     def size(self) -> int:
@@ -90,7 +102,7 @@ class Federation:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return tuple(self.test.inputs.shape[1:])
+        return tuple(self.example.inputs.shape[1:])
 
     def public_feed(self) -> Feed | None:
         return None if self.public is None else public_feed(self.public, self.preprocessing)
@@ -111,7 +123,7 @@ def _kind(samples: Samples) -> str:
 
 def gathered(
     clients: Sequence[DataLike],
-    test: DataLike,
+    test: DataLike | None,
     crop: int = 0,
     flip: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -131,8 +143,9 @@ def gathered(
 
     given = [read(data, f"client {number}") for number, data in enumerate(clients)]
     own, tests = brought(given, client_test, seed, read)
-    own_test = read(test, "the test set")
-    classes = learned.outputs([samples.labels for samples in (*own, *tests.samples, own_test)])
+    own_test = None if test is None else read(test, "the test set")
+    all_here = [*own, *(samples for _, samples in tests.named()), *([] if own_test is None else [own_test])]
+    classes = learned.outputs([samples.labels for samples in all_here])
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
@@ -159,24 +172,28 @@ def own_public(data: PublicLike, dtype: torch.dtype) -> Samples:
 
 
 def remote_federation(
-    test: DataLike,
+    test: DataLike | None,
     classes: int,
     sizes: Sequence[int],
     preprocessing: Preprocessing,
     public: PublicLike | None = None,
     dtype: torch.dtype = torch.float32,
     objective: Objective | None = None,
+    form: Samples | None = None,
 ) -> Federation:
     """Make a federation of clients whose samples the server never sees: `sizes` has how many each says it has.
 
-    So the server has to be told how many `classes` there are, and by which mean and deviation images are normalised.
+    So the server has to be told how many `classes` there are, and by which mean and deviation images are normalised;
+    without a test set, also what samples are like.
     """
-    own_test = own_samples(test, "the test set", dtype, objective or make("objectives", "classification"))
-    channels = own_test.inputs.shape[1] if own_test.are_images else 0
-    if own_test.are_images and not len(preprocessing.mean) == len(preprocessing.std) == channels:
+    learned: Objective = objective or make("objectives", "classification")
+    own_test = None if test is None else own_samples(test, "the test set", dtype, learned)
+    example = form if own_test is None else own_test
+    channels = example.inputs.shape[1] if example is not None and example.are_images else 0
+    if channels and not len(preprocessing.mean) == len(preprocessing.std) == channels:
         raise FedhmError(f"uint8 images are normalised: give mean and std of each channel, {channels} of both")
     everybodys = None if public is None else own_public(public, dtype)
-    return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes))
+    return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes), form=form)
 
 
 def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def named_client_app() -> ClientApp:
         if number >= len(federation.clients):
             raise FedhmError(f"this node has partition-id={number}, but the run has {len(federation.clients)} clients")
         named = NamedModel(config, federation.input_shape, federation.classes)
-        input_format = _format(federation.test, federation.preprocessing)
+        input_format = _format(federation.example, federation.preprocessing)
         networks = _networks(named, terms, _device(context, config), *input_format)
         samples, public = federation.clients[number], federation.public_feed()
         return make_client(samples, federation.preprocessing, networks, config, public, federation.tests.of(number))

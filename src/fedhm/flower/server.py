@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -14,8 +15,9 @@ from fedhm.assembly import assemble, design, read_federation
 from fedhm.config.reading import parse_flat, parse_resolved
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.client_tests import ClientTests, check_share
-from fedhm.data.federation import DataLike, Federation, PublicLike, remote_federation
+from fedhm.data.client_tests import ClientTests, check_share, default_share
+from fedhm.data.federation import DataLike, Federation, PublicLike, own_samples, remote_federation
+from fedhm.data.form import made_up
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
 from fedhm.flower.grid_engine import FlowerEngine
@@ -36,25 +38,30 @@ MakeFederation = Callable[[tuple[int, ...]], Federation]
 
 def server_app(
     model: Callable[[], nn.Module],
-    test: Callable[[], DataLike],
-    classes: int,
+    test: Callable[[], DataLike] | None = None,
+    classes: int = 0,
     *,
+    inputs: Any = None,
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
     crop: int = 0,
     flip: bool = False,
     public: Callable[[], PublicLike] | None = None,
-    client_test: float = 0.0,
+    client_test: float | None = None,
 ) -> ServerApp:
     """Return a Flower ServerApp that trains `model` on the nodes that are connected.
 
-    test        samples to evaluate every tier's model on, as `fedhm.run` takes them
-    classes     how many there are, or numbers to predict; the server does not see the clients' labels
+    test        samples to evaluate every tier's model on, as `fedhm.run` takes them; without, models are evaluated at
+                the clients, and `inputs` tells what goes into the model
+    classes     how many there are, or numbers to predict, which the server does not see; 0: as many as the model has
+                outputs
+    inputs      the shape of one input, (3, 32, 32); an array like one where that is neither of floats nor an image
     mean, std   of each channel, where inputs are uint8 images: these are divided by 255 and normalised
     crop, flip  clients augment images: random window after padding by `crop` pixels, random mirror image
     public      inputs that everybody has, for methods that distil
     client_test the share of its samples that each client holds out of its training, to evaluate every tier's model
-                there, too; clients that bring test samples of their own evaluate on these
+                there, too, 0.2 where there is no `test`; clients that bring test samples of their own evaluate on
+                these
 
     Settings are the app's run config, by dotted keys: `train.rounds = 20`. With `out`, the path of a folder, the run
     leaves there what `fedhm run` leaves, and resumes an unfinished run that it finds there.
@@ -63,13 +70,18 @@ def server_app(
     def serve(grid: Grid, context: Context) -> None:
         config = parse_flat(context.run_config, "the run config")
         own = OwnModel(model, config.seed)
-        preprocessing = Preprocessing(tuple(mean), tuple(std), crop, flip)
+        preprocessing, learned = Preprocessing(tuple(mean), tuple(std), crop, flip), config.objective
 
         def federation(sizes: tuple[int, ...]) -> Federation:
             everybodys = public() if public else None
             dtype = weights_dtype(own)
-            there = remote_federation(test(), classes, sizes, preprocessing, everybodys, dtype, config.objective)
-            return replace(there, tests=ClientTests(share=check_share(client_test)))
+            samples, outputs, form = (test() if test else None), classes, None
+            if samples is None or not outputs:
+                like = inputs if samples is None else own_samples(samples, "the test set", dtype, learned).inputs[0]
+                form, outputs = made_up(like, classes, own.build(), preprocessing, learned, dtype)
+            there = remote_federation(samples, outputs, sizes, preprocessing, everybodys, dtype, learned, form)
+            share = default_share(test is not None) if client_test is None else check_share(client_test)
+            return replace(there, tests=ClientTests(share=share))
 
         out = str(context.run_config.get("out", ""))
         with progress(Console(), config.objective.headline) as bar:
@@ -128,7 +140,7 @@ def run_on(
         folder = stack.enter_context(RunFolder.open(out)) if out and (out / "config.toml").exists() else None
         clients = settings.federation.clients
         bare = make_federation((0,) * clients)
-        batch, _ = next(Feed(bare.test, bare.preprocessing).ordered(1))
+        batch, _ = next(Feed(bare.example, bare.preprocessing).ordered(1))
         # what is wrong with the method or model is said before anyone waits
         method = design(settings, model.build(), batch, bare.classes, bare.public_feed()).method
         roster = Roster(grid, clients, greeting(_terms(settings, bare)), say)

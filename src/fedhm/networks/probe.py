@@ -28,7 +28,7 @@ def probe(model: nn.Module, batch: Tensor, check: Callable[[Tensor], None]) -> s
         with torch.no_grad():
             output = copied(batch)
     except Exception as error:  # whatever a foreign model raises
-        raise FedhmError(f"the model does not accept the test set's inputs: {error}") from error
+        raise FedhmError(f"the model does not accept the inputs, of shape {tuple(batch.shape[1:])}: {error}") from error
     if not isinstance(output, Tensor):
         raise FedhmError(f"the model must give a tensor of scores, not a {type(output).__name__}")
     check(output)

@@ -53,8 +53,11 @@ def caption(runs: Sequence[Run]) -> str:
     """Return a note on what the columns leave out."""
     text = "bytes/round: one client's training, down and up."
     for run in runs:
+        whose = f" of {run.name}" if len(runs) > 1 else ""
+        if run.evaluated_at_clients:
+            names = " and ".join(metric.name for metric in run.config.objective.metrics)
+            text += f" {names}{whose}: on the clients' own test samples, all together."
         if gathering := run.statistics_bytes():
-            whose = f" of {run.name}" if len(runs) > 1 else ""
             text += f" Gathering BatchNorm statistics{whose} adds {readable_bytes(gathering)} a client when evaluated."
     return text
 

@@ -48,7 +48,8 @@ def data_facts(federation: Federation) -> DataFacts:
 
 
 def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:
-    for samples in [*federation.clients, federation.test, *federation.tests.samples]:
+    test = [] if federation.test is None else [federation.test]
+    for samples in [*federation.clients, *test, *federation.tests.samples]:
         _add(digest, "inputs", samples.inputs)
         _add(digest, "labels", samples.labels)
     if federation.tests.share:

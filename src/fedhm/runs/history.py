@@ -30,6 +30,12 @@ class Run:
     def evaluated(self) -> list[Record]:
         return [record for record in self.records if record.metrics]
 
+    @property
+    def evaluated_at_clients(self) -> bool:
+        """Tell whether the server had no test set, so that metrics are those of the clients' test samples together."""
+        pooled = {tier: found.overall.pooled for tier, found in self.evaluated[-1].clients.items()}
+        return pooled == self.evaluated[-1].metrics
+
     def bytes_per_client(self, tier: str) -> float | None:
         """Return the measured bytes of training, both ways, per round and participant of a tier; None if none."""
         return self._per_client(tier, lambda traffic: traffic.down + traffic.up)

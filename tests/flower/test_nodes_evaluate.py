@@ -11,6 +11,7 @@ from torch import nn
 import fedhm
 from fedhm.config.reading import parse_flat
 from fedhm.data.batches import Preprocessing
+from fedhm.errors import FedhmError
 from fedhm.flower import client_app, server_app
 from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import OwnModel
@@ -106,3 +107,16 @@ def test_a_node_that_claims_what_cannot_be_is_not_used(tests: object) -> None:
     content.config_records["fedhm"]["tests"] = tests  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"wrong types|-1 test samples"):
         Node.read(content)
+
+
+def test_a_server_needs_no_test_samples(tmp_path: Path) -> None:
+    """All that it is told of the samples is the shape of an input; the model tells how many classes there are."""
+    app = server_app(build_model, inputs=(12,))
+    grid = grid_of(*[client_app(build_model, own)] * 3)
+    app(grid, Context(1, 1, {}, RecordDict(), {**SETTINGS, "out": str(tmp_path / "run")}))  # type: ignore[arg-type]
+    records = read_records(tmp_path / "run" / "records.jsonl")
+    model = OwnModel(build_model, 0).build()
+    here = fedhm.run(model, [samples(n) for n in range(3)], config=parse_flat(SETTINGS, "test"))
+    assert [record.metrics for record in records] == [record.metrics for record in here.records]
+    with pytest.raises(FedhmError, match=r"must be told the shape of an input: inputs=\(3, 32, 32\)"):
+        server_app(build_model)(grid, Context(1, 1, {}, RecordDict(), SETTINGS))  # type: ignore[arg-type]
