@@ -115,4 +115,4 @@ def test_the_number_of_workers_is_checked(tmp_path: Path, capsys: pytest.Capture
     assert "engine.workers: input should be greater than or equal to 1" in capsys.readouterr().err
     assert main(["run", "digits", "--set", "train.rounds=1", *SMALL, "--out", str(tmp_path / "run")]) == 0
     assert main(["resume", str(tmp_path / "run"), "--workers", "few"]) == 1
-    assert "--workers takes a whole number from 1 on, or auto, not 'few'" in capsys.readouterr().err
+    assert "--workers takes a whole number from 1 to 1024, or auto, not 'few'" in capsys.readouterr().err
