@@ -28,7 +28,7 @@ def admitted(mask: torch.Tensor, *, fp16: bool) -> Update:
     """Send one task, have it answered with this mask, and return what is let in."""
     engine = {"name": "flower", "fp16": fp16, "threads": 1}
     config = small_config(federation={"clients": 1}, engine=engine, train={"on_bad_update": "stop"}).resolved()
-    intake = Intake(lambda _: model(), gathered([(X, Y)], (X, Y)), config, X[:1], [])
+    intake = Intake(lambda _: model(), gathered([(X, Y)], (X, Y)), config, (X[:1], Y[:1]), [])
     task = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged(model()).items()})
 
     def run(tasks: Sequence[Task]) -> Iterator[Reply]:
