@@ -58,9 +58,12 @@ def test_told_to_end_it_ends_all() -> None:
 
 
 def test_what_a_command_leaves_behind_ends_with_it() -> None:
-    code = (
-        "import os, time\nif os.fork() == 0: os.setsid(); print(os.getpid(), flush=True); time.sleep(300)\nos._exit(3)"
-    )
+    code = """
+import os, time
+told, tell = os.pipe()  # the command must not end before its child has said who it is
+if os.fork() == 0: os.setsid(); print(os.getpid(), flush=True); os.write(tell, b"."); time.sleep(300)
+os.read(told, 1); os._exit(3)
+"""
     with supervised(code) as process:
         assert process.stdout
         orphan = int(process.stdout.readline())
