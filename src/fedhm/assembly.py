@@ -34,6 +34,7 @@ from fedhm.server.intake import Intake
 from fedhm.server.optimizer import ServerOptimizer
 from fedhm.server.record import Watcher
 from fedhm.server.sampling import check_assignment, check_minimum, check_partition
+from fedhm.server.stopping import Stopping
 from fedhm.work.client import Client
 from fedhm.work.reuse import Networks, check_compiler
 from fedhm.work.train import check_optimizer
@@ -133,7 +134,7 @@ def assemble(
         settings, method, initial, federation.size, test, intake, optimizer,
         engine or _own_engine(settings, federation, Networks(method.network, device, settings.engine.compile), public),
         costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers,
-        bool(federation.remote), holders,
+        bool(federation.remote), holders, Stopping(settings.stop, settings.objective.headline, method.tiers),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 from warnings import warn
@@ -19,6 +19,7 @@ from fedhm.errors import FedhmWarning
 from fedhm.measure.cost import Cost
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
+from fedhm.runs.best_models import keep_only, load_best, save_best
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
@@ -30,6 +31,7 @@ from fedhm.server.intake import Intake, TooFewUpdatesError
 from fedhm.server.optimizer import Moments, ServerOptimizer
 from fedhm.server.record import Record, Watcher
 from fedhm.server.sampling import drawings, evaluators, with_a_network
+from fedhm.server.stopping import Stopping
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Participant
 
@@ -39,6 +41,8 @@ class Result:
     records: list[Record]
     networks: dict[str, nn.Module]  # the final model of every tier
     costs: dict[str, Cost]
+    best_round: int = 0  # the best one of a run that could end early ([stop]), and every tier's model after it
+    best: dict[str, nn.Module] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, Metrics]:
@@ -74,6 +78,7 @@ class Experiment:
     watchers: Sequence[Watcher] = ()
     remote: bool = False  # the clients' samples lie elsewhere
     holders: Sequence[int] = ()  # the clients that have test samples
+    stopping: Stopping | None = None  # None: it never ends before its last round
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Run the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
@@ -90,7 +95,10 @@ class Experiment:
         run = self.fingerprint(folder.begun.stated) if folder else ""
         (state, moments), records = self._begin(folder, run)
         networks: dict[str, nn.Module] = {}
+        best: dict[str, nn.Module] = {}
         for number in range(len(records) + 1, rounds + 1):
+            if records and records[-1].stopped:
+                break
             record = Record(number)
             state, moments = self._next_state(state, moments, record)
             if number == 1:
@@ -102,15 +110,35 @@ class Experiment:
                 record.clients = self._at_clients(weights, record)
                 record.metrics = self._metrics(networks, record)
             records.append(record)
+            if self.stopping and number < rounds:
+                record.stopped = self.stopping.reason(records)
+            if self._best_round(records) == number:
+                best = networks
+                if folder:
+                    save_best(folder.models, number, networks)
             if folder:
                 folder.commit(record, Checkpoint(number, state, moments), run, self.config.checkpoints.keep)
+                self._forget_others(folder, records)
             for watcher in self.watchers:
                 watcher.round_done(record)
         # A run that was complete already is asked for its models once more.
         networks = networks or self._tier_networks(self._tier_weights(state, deepcopy(records[-1])))
         if folder:
             folder.save_models(networks)
-        return Result(records, networks, self.costs)
+        if folder:
+            self._forget_others(folder, records)
+        if folder and not best:  # it was found before this process resumed the run
+            blank = {tier: travels_as(self.method.network(tier), None) for tier in self.method.tiers}
+            best = load_best(folder.models, self._best_round(records), blank)
+        return Result(records, networks, self.costs, self._best_round(records) if best else 0, best)
+
+    def _forget_others(self, folder: RunFolder, records: Sequence[Record]) -> None:
+        """Remove the models of rounds that were the best once, now that a better one counts."""
+        if best := self._best_round(records):
+            keep_only(folder.models, best)
+
+    def _best_round(self, records: Sequence[Record]) -> int:
+        return self.stopping.best(records) if self.stopping else 0
 
     def _begin(self, folder: RunFolder | None, run: str) -> tuple[tuple[Any, Moments], list[Record]]:
         checkpoint, records = folder.restore(run, self.method.state_type) if folder else (None, [])

@@ -127,7 +127,7 @@ def difference_of_entries(entries: Sequence[Compared], tuned: Collection[str] = 
     """Return what keeps entries from being compared; their seeds must agree, too, and their runs must be finished."""
     runs = [run for entry in entries for run in entry.runs]
     for run in runs:
-        if len(run.records) < run.config.train.rounds:
+        if not run.complete:
             return f"{run.name} has done {len(run.records)} of its {run.config.train.rounds} rounds"
     if found := difference(runs, tuned):
         return found

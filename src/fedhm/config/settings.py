@@ -13,7 +13,7 @@ from fedhm.config.method_config import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, make
 from fedhm.config.section import Positive, Ratio, Section
-from fedhm.config.training import ServerConfig, TrainConfig
+from fedhm.config.training import ServerConfig, StopConfig, TrainConfig
 from fedhm.machine.cores import usable_cores
 from fedhm.machine.device import find_device
 
@@ -151,6 +151,7 @@ class Config(Section):
     )
     server: ServerConfig = ServerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    stop: StopConfig = StopConfig()
     engine: EngineConfig = EngineConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     compare: CompareConfig | None = None  # no part of a single run

@@ -65,3 +65,16 @@ class ServerConfig(Section):
     @property
     def learning_rate(self) -> float:
         return self.lr or (0.01 if self.optimizer == "adam" else 1.0)
+
+
+class StopConfig(Section):
+    """When a run ends before its last round: never, if neither a patience nor a target is set."""
+
+    patience: Annotated[int, Field(ge=0)] = 0  # so many evaluations without an improvement end it; 0: never
+    min_change: Annotated[float, Field(ge=0)] = 0.0  # of the headline metric: what is not more is no improvement
+    target: float | None = None  # the headline metric's value at which it ends, as records have it: 0.97
+    tier: str = ""  # whose model counts; empty: the largest tier's
+
+    @property
+    def active(self) -> bool:
+        return self.patience > 0 or self.target is not None

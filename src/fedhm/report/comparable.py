@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from fedhm.config.settings import DataConfig, ModelConfig
+from fedhm.config.training import StopConfig
 from fedhm.runs.history import Run
 
 MUST_AGREE = {
@@ -12,6 +13,7 @@ MUST_AGREE = {
     "federation": ("clients", "participation", "heterogeneity"),
     "train": ("rounds", "epochs", "batch", "lr", "milestones", "lr_decay"),
     "evaluation": ("static_from",),
+    "stop": tuple(StopConfig.model_fields),
 }
 
 

@@ -49,6 +49,8 @@ class LiveBar:
         if record.metrics:
             values = (metrics[self._headline.name] for metrics in record.metrics.values())
             self._progress.update(self._bar, metrics=self._headline.brief(*values))
+        if record.stopped:
+            self._progress.console.print(f"stopped: {record.stopped}", markup=False, highlight=False)
 
 
 class Lines:
@@ -80,6 +82,8 @@ class Lines:
         what = "  ".join(evaluated) if record.metrics else trained
         line = f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s"
         self._console.print(line, markup=False)
+        if record.stopped:
+            self._console.print(f"stopped: {record.stopped}", markup=False)
 
 
 def progress(console: Console, headline: Metric) -> LiveBar | Lines:

@@ -57,9 +57,18 @@ def caption(runs: Sequence[Run]) -> str:
         if run.evaluated_at_clients:
             names = " and ".join(metric.name for metric in run.config.objective.metrics)
             text += f" {names}{whose}: on the clients' own test samples, all together."
+        text += _ending(run)
         if gathering := run.statistics_bytes():
             text += f" Gathering BatchNorm statistics{whose} adds {readable_bytes(gathering)} a client when evaluated."
     return text
+
+
+def _ending(run: Run) -> str:
+    """Return why a run ended before its last round, and where the models of its best one are, if that is so."""
+    last = run.records[-1]
+    stopped = f" {run.name} stopped after round {last.round}: {last.stopped}." if last.stopped else ""
+    best = f" The best round of {run.name} was {run.best}: models/best-round-{run.best}." if run.best else ""
+    return stopped + best
 
 
 def rich_tables(runs: Sequence[Run], width: int) -> list[Table]:

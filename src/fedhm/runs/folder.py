@@ -26,7 +26,7 @@ from fedhm.runs.checkpoint import (
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.records import append_record, in_brief, read_records, write_records
 from fedhm.runs.taken_back import set_aside
-from fedhm.runs.tier_files import save_tier
+from fedhm.runs.tier_files import save_tier, tier_file
 from fedhm.server.record import Record
 
 LOCK = ".lock"  # stays in the folder, and means nothing unless a process holds it
@@ -73,6 +73,10 @@ class RunFolder:
         folder = cls(path)
         folder.begun = begun
         return folder
+
+    @property
+    def models(self) -> Path:
+        return self.path / "models"
 
     @property
     def config(self) -> ResolvedConfig:
@@ -144,11 +148,7 @@ class RunFolder:
 
     def save_models(self, networks: dict[str, nn.Module]) -> None:
         for tier, network in networks.items():
-            save_tier(_model_file(self.path, tier), network, tier)
-
-
-def _model_file(path: Path, tier: str) -> Path:
-    return path / "models" / f"{tier.replace('/', '-')}.safetensors"
+            save_tier(tier_file(self.models, tier), network, tier)
 
 
 def how_to_resume(path: Path) -> str:
@@ -163,10 +163,16 @@ def rounds_done(path: Path) -> int:
 
 
 def is_complete(path: Path, config: Config) -> bool:
-    """Say whether all rounds are done, and every tier's model and the report are on disk."""
-    if rounds_done(path) < config.train.rounds or not (path / "report.md").exists():
+    """Say whether all rounds are done that are to be, and every tier's model and the report are on disk."""
+    done = rounds_done(path) >= config.train.rounds or (config.stop.active and _stopped(path))
+    if not done or not (path / "report.md").exists():
         return False
-    return all(_model_file(path, tier).exists() for tier in read_costs(path))
+    return all(tier_file(path / "models", tier).exists() for tier in read_costs(path))
+
+
+def _stopped(path: Path) -> bool:
+    records = read_records(path / "records.jsonl")
+    return bool(records) and bool(records[-1].stopped)
 
 
 def read_config(path: Path) -> ResolvedConfig:

@@ -8,6 +8,7 @@ from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_name
 from fedhm.measure.cost import Cost
+from fedhm.runs.best_models import kept_best
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
 from fedhm.runs.records import read_records
@@ -21,6 +22,7 @@ class Run:
     records: list[Record]
     costs: dict[str, Cost]
     data: DataFacts | None = None  # None for a run from before they were written
+    best: int = 0  # the round whose models are kept as the best; 0: none
 
     @property
     def tiers(self) -> list[str]:
@@ -29,6 +31,11 @@ class Run:
     @property
     def evaluated(self) -> list[Record]:
         return [record for record in self.records if record.metrics]
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether all rounds are done that are to be."""
+        return len(self.records) >= self.config.train.rounds or bool(self.records and self.records[-1].stopped)
 
     @property
     def evaluated_at_clients(self) -> bool:
@@ -74,13 +81,9 @@ def _read(path: Path) -> Run:
     check_name(path.resolve())
     if not path.is_dir():
         raise FedhmError(f"there is no folder {path}")
-    run = Run(
-        path.resolve().name,
-        read_config(path),
-        read_records(path / "records.jsonl"),
-        read_costs(path),
-        read_data_facts(path),
-    )
+    records = read_records(path / "records.jsonl")
+    config, costs, facts = read_config(path), read_costs(path), read_data_facts(path)
+    run = Run(path.resolve().name, config, records, costs, facts, kept_best(path / "models", len(records)))
     for record in run.evaluated:
         if odd := record.metrics.keys() ^ run.costs.keys():
             raise FedhmError(

@@ -18,6 +18,11 @@ from fedhm.widths.resize import resize, sizes_of
 FORMAT = "fedhm-tier-1"
 
 
+def tier_file(folder: Path, tier: str) -> Path:
+    """Return where the model of a tier lies in a folder of models."""
+    return folder / f"{tier.replace('/', '-')}.safetensors"
+
+
 def save_tier(path: Path, network: nn.Module, tier: str) -> None:
     write_tensors(path, exchanged(network), {"format": FORMAT, "tier": tier, **_description(network)})
 

@@ -41,6 +41,7 @@ class Record:
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
+    stopped: str = ""  # why the run ended with this round, before its last one
     # Of clients that evaluate; both are left out of files where none did
     clients: dict[str, ClientMetrics] = field(default_factory=dict)  # by tier of the network
     evaluation: Traffic = field(default_factory=Traffic)
@@ -89,6 +90,8 @@ class Record:
     def to_json(self) -> str:
         table = asdict(self)
         table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
+        if not self.stopped:
+            del table["stopped"]
         if not self.evaluation.clients:
             del table["clients"], table["evaluation"]
         # metrics are called scores on disk, as they were from the first version on
@@ -116,6 +119,7 @@ class _Line(BaseModel):
     dropped: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
     attempts: int = 1
+    stopped: str = ""
     clients: dict[str, ClientMetrics] = {}
     evaluation: Traffic = Traffic()
 
