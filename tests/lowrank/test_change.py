@@ -1,0 +1,94 @@
+"""The recovered change of a network, by way of its factors: its norm, and shorter changes."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedhm.lowrank.change import change, inner
+from fedhm.lowrank.unroll import join
+
+
+def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    """A factorized convolution and Linear layer, a dense weight, and a counter."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return scale * torch.randn(*shape, generator=generator)
+
+    return {
+        "conv.u": draw(3, 4, 3, 1),
+        "conv.v": draw(6, 3, 1, 3),
+        "line.u": draw(2, 5),
+        "line.v": draw(7, 2),
+        "line.bias": draw(7),
+        "norm.weight": draw(6),
+        "norm.num_batches_tracked": torch.tensor(seed),
+    }
+
+
+def recovered(network: dict[str, Tensor]) -> Tensor:
+    """All weights of the network as one vector, formed densely."""
+    products = [torch.mm(*(m.double() for m in join(network[f"{n}.u"], network[f"{n}.v"]))) for n in ("conv", "line")]
+    dense = [network[name].double() for name in ("line.bias", "norm.weight")]
+    return torch.cat([tensor.flatten() for tensor in products + dense])
+
+
+LAYERS = ("conv", "line")
+
+
+@given(st.integers(0, 10_000), st.floats(1e-3, 30))
+def test_the_norm_is_that_of_the_recovered_change(seed: int, scale: float) -> None:
+    sent, returned = tensors(seed), tensors(seed + 1, scale)
+    expected = (recovered(returned) - recovered(sent)).norm().item()
+    assert change(returned, sent, LAYERS).norm == pytest.approx(expected, rel=1e-6)
+
+
+@given(st.integers(0, 10_000), st.floats(1e-3, 0.999))
+def test_a_shorter_change_is_as_long_as_it_may_be(seed: int, share: float) -> None:
+    sent, returned = tensors(seed), tensors(seed + 1)
+    whole = change(returned, sent, LAYERS)
+    length = share * whole.norm
+    cut = whole.at_most(length)
+    assert (recovered(cut) - recovered(sent)).norm().item() == pytest.approx(length, rel=1e-5)
+    assert cut["norm.num_batches_tracked"] == returned["norm.num_batches_tracked"]
+    assert {name: t.shape for name, t in cut.items()} == {name: t.shape for name, t in sent.items()}
+
+
+def test_what_is_short_enough_stays_as_it_was() -> None:
+    sent, returned = tensors(0), tensors(1)
+    whole = change(returned, sent, LAYERS)
+    kept = whole.at_most(whole.norm)
+    assert all(torch.equal(kept[name], returned[name]) for name in returned)
+
+
+def test_nothing_is_left_of_a_change_that_may_have_no_length() -> None:
+    sent = tensors(0)
+    kept = change(tensors(1), sent, LAYERS).at_most(0.0)
+    assert torch.allclose(recovered(kept), recovered(sent), rtol=0, atol=1e-6)
+
+
+def test_dense_changes_are_scaled() -> None:
+    sent, returned = {"w": torch.zeros(4)}, {"w": torch.full((4,), 5.0)}
+    assert change(returned, sent, ()).at_most(1.0)["w"].tolist() == pytest.approx([0.5] * 4)
+
+
+def test_what_is_left_out_counts_as_unchanged() -> None:
+    sent, returned = tensors(0), tensors(1)
+    only = {name: sent[name] if name in ("line.bias", "norm.weight") else t for name, t in returned.items()}
+    left_out = change(returned, sent, LAYERS, {"line.bias", "norm.weight"})
+    assert left_out.norm == pytest.approx((recovered(only) - recovered(sent)).norm().item())
+
+
+def test_numbers_of_16_bits_and_complex_ones() -> None:
+    sent, returned = {"w": torch.zeros(70_000).half()}, {"w": torch.ones(70_000).half()}
+    assert change(returned, sent, ()).norm == pytest.approx(70_000**0.5)
+    assert change({"w": torch.tensor([3 + 4j])}, {"w": torch.tensor([0j])}, ()).norm == pytest.approx(5)
+
+
+@given(st.integers(0, 10_000))
+def test_inner_products_need_nothing_dense(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    a, b, c, d = (torch.randn(*s, generator=generator).double() for s in ((6, 2), (2, 5), (6, 3), (3, 5)))
+    assert inner((a, b), (c, d)) == pytest.approx(((a @ b) * (c @ d)).sum().item(), abs=1e-9)
