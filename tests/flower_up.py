@@ -72,8 +72,11 @@ class Up:
 def is_run_by(pid: int, command: str) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return False  # ended meanwhile
+    if name in ("fedhm-forks", "flwr-clientapp", "flwr-serverapp"):  # forks, whose command line is not their own
+        return name == command
     script, *arguments = command.split()  # behind its interpreter, and perhaps what guards it
     return any(word.endswith(script) for word in words[1:5]) and all(word in words for word in arguments)
 

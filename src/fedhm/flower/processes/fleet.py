@@ -14,6 +14,7 @@ from fedhm.flower.processes.superlink import (
     EXECUTOR,
     GOODBYES,
     guarded,
+    have_ready_executors,
     superexec_command,
     superlink_command,
     supernode_command,
@@ -41,6 +42,7 @@ class Fleet:
         self._used_before = folder.database.exists()
         secrets = Secrets(folder.connection.home)
         secrets.make(self.address)
+        have_ready_executors(folder.connection.home)
         command = superlink_command(port, certificates, ["--database", str(folder.database)])
         self.commands.append(command)  # by itself it starts an executor, and takes runs from everybody
         self.superlink = self._process("the SuperLink", guarded(command, secrets), "superlink")

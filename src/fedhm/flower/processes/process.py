@@ -41,11 +41,19 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_HOME": str(home.absolute()),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # seconds; every message would wait for up to one
         "RAY_USAGE_STATS_ENABLED": "0",
         "no_proxy": direct,
         "NO_PROXY": direct,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join(
+            [str(own_commands(home)), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+        ),
     }
+
+
+def own_commands(home: Path) -> Path:
+    """Return the folder of the commands that are run in place of Flower's own, by us and by Flower."""
+    return home.absolute() / "bin"
 
 
 def executable(name: str, home: Path) -> str:

@@ -1,5 +1,6 @@
 """Flower's processes as this library starts them: a SuperLink for simulations, or one with SuperNodes of its own."""
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +10,10 @@ from tempfile import TemporaryDirectory
 
 from fedhm.flower.processes.connection import Connection, write_connection
 from fedhm.flower.processes.private import Secrets, private_files
-from fedhm.flower.processes.process import HOST, Process, check_installed, ended_afterwards, free_ports
+from fedhm.flower.processes.process import HOST, Process, check_installed, ended_afterwards, free_ports, own_commands
 
 GUARD = Path(__file__).with_name("guarded_superlink.py")
+READY = Path(__file__).with_name("ready_executor.py")
 EXECUTOR = "the SuperLink's executor"
 GOODBYES = 3.0  # seconds that SuperNodes have to disconnect from a SuperLink whose parent has vanished
 
@@ -33,6 +35,7 @@ def simulation_superlink(folder: Path) -> Iterator[Connection]:
         write_connection(connection, port, certificates / "ca.crt")
     home, secrets = connection.home, Secrets(connection.home)
     secrets.make(f"{HOST}:{port}")
+    have_ready_executors(home)
     command = guarded(superlink_command(port, certificates, ["--simulation"]), secrets)
     executor = superexec_command(port, certificates, secrets)
     with (
@@ -43,6 +46,16 @@ def simulation_superlink(folder: Path) -> Iterator[Connection]:
         started = Process(EXECUTOR, executor, home, folder / "executor.log", settings=settings)
         with ended_afterwards(started):
             yield replace(connection, processes=(superlink, started))
+
+
+def have_ready_executors(home: Path) -> None:
+    """Have the processes of this home, SuperNodes among them, find an executor whose processes begin at once."""
+    command = own_commands(home) / "flower-superexec"
+    words = shlex.join([sys.executable, "-P", str(READY), command.name])
+    with private_files():
+        command.parent.mkdir(parents=True, exist_ok=True)
+        command.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    command.chmod(0o700)
 
 
 @contextmanager
