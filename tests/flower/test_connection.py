@@ -9,7 +9,7 @@ import pytest
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.connection import Connection, ask, flwr, write_connection
 from fedhm.flower.processes.fleet_folder import FleetFolder, connection_of
-from fedhm.flower.processes.process import Process, check_port, environment, free_ports
+from fedhm.flower.processes.process import Process, check_port, environment, free_ports, own_commands
 
 
 def test_importing_the_library_imports_no_flower() -> None:
@@ -78,6 +78,6 @@ def test_a_process_that_fails_to_start_is_quoted(tmp_path: Path) -> None:
 
 def test_commands_run_offline_and_are_found_beside_this_python(tmp_path: Path) -> None:
     given = environment(tmp_path)
-    assert given["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert given["PATH"].split(os.pathsep)[:2] == [str(own_commands(tmp_path)), str(Path(sys.executable).parent)]
     assert (given["FLWR_TELEMETRY_ENABLED"], given["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
     assert (given["RAY_USAGE_STATS_ENABLED"], given["FLWR_HOME"]) == ("0", str(tmp_path))

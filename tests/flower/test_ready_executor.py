@@ -1,0 +1,51 @@
+"""Processes that are forked in place of started: they run, are told apart, and end with whoever asked for them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedhm.flower.processes import ready_executor
+from fedhm.flower.processes.process import executable, own_commands
+from fedhm.flower.processes.superlink import have_ready_executors
+from flower_up import wait_until
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked")
+
+ASKING = """
+import runpy, subprocess, sys, time
+forks = runpy.run_path(sys.argv[1])["Forks"]()
+forks.start(["sh", "-c", "echo loud; echo $PPID > forked"])
+forks.start(["sh", "-c", "echo silent; touch second"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+sys.stdin.read()
+"""
+
+
+def test_commands_run_below_one_process_that_ends_with_the_one_that_asked(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ASKING, ready_executor.__file__]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
+        wait_until(lambda: (tmp_path / "second").exists() and (tmp_path / "forked").read_text().strip(), 60)
+        forks = Path(f"/proc/{(tmp_path / 'forked').read_text().strip()}")
+        if sys.platform == "linux":
+            assert (forks / "comm").read_text() == "fedhm-forks\n"
+            assert f"\nPPid:\t{asking.pid}\n" in (forks / "status").read_text()
+        said, _ = asking.communicate(timeout=60)
+    assert said == "loud\n"
+    wait_until(lambda: not forks.exists(), 60)
+
+
+def test_the_apps_commands_are_imported_and_others_are_left_to_themselves() -> None:
+    assert all(callable(ready_executor._imported(name)) for name in ready_executor.NEEDED)
+    assert ready_executor._imported("flwr-simulation") is None
+    assert ready_executor._imported("no-such-command") is None
+
+
+def test_flower_finds_this_executor_in_place_of_its_own(tmp_path: Path) -> None:
+    own = Path(executable("flower-superexec", tmp_path))
+    have_ready_executors(tmp_path)
+    assert Path(executable("flower-superexec", tmp_path)) == own_commands(tmp_path) / "flower-superexec" != own
+    assert (own_commands(tmp_path) / "flower-superexec").stat().st_mode & 0o777 == 0o700
+    said = subprocess.check_output([executable("flower-superexec", tmp_path), "--version"], text=True)
+    assert said.startswith("Flower version: 1.41")
