@@ -22,6 +22,7 @@ from fedhm.runs.folder import read_config
 from fedhm.runs.records import read_records
 from flower_loopback import Loopback, LoopbackNode
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 SETTINGS = {
     "federation.clients": 3,
     "federation.participation": 1.0,
