@@ -37,6 +37,7 @@ from fedhm.server.sampling import check_assignment, check_minimum, check_partiti
 from fedhm.server.stopping import Stopping
 from fedhm.work.client import Client
 from fedhm.work.reuse import Networks, check_compiler
+from fedhm.work.savings import check_memory_savings
 from fedhm.work.train import check_optimizer
 
 
@@ -111,6 +112,7 @@ def assemble(
             "set data.public to a source or to 'held-out', or give fedhm.run some with public="
         )
     check_optimizer(model, settings.train)
+    check_memory_savings(model, settings)
     federation.check_targets(settings.objective)
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample = next(Feed(federation.example, preprocessing).ordered(1))

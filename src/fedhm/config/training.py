@@ -15,6 +15,13 @@ class TrainConfig(Section):
     rounds: Positive = 20
     epochs: Positive = 1
     batch: Positive = 64
+    micro_batch: Annotated[int, Field(ge=0)] = (
+        0  # a batch goes through the network in parts of so many samples, for one
+    )
+    # step: less memory; 0: all at once
+    checkpointing: bool | tuple[str, ...] = False  # blocks of the network, found or named, run again in the backward
+    # pass: less memory for a third more computation, and the same weights
+    frozen_statistics: bool = False  # BatchNorm layers normalise by the statistics that the model came with
     lr: Annotated[float, Field(gt=0)] = 0.1
     milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1

@@ -53,12 +53,12 @@ class Feed:
     def shuffled(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
         """Yield the batches of one epoch, in random order and augmented."""
         order = torch.randperm(len(self.samples), generator=generator)
-        for indices in _split(order, size):
+        for indices in split(order, size):
             yield self._augmented(indices, generator), self._labels(indices)
 
     def ordered(self, size: int) -> Iterator[Batch]:
         """Yield every sample once in batches, in order and not augmented."""
-        for indices in _split(torch.arange(len(self.samples)), size):
+        for indices in split(torch.arange(len(self.samples)), size):
             yield self._plain(indices), self._labels(indices)
 
     def _labels(self, indices: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Feed:
         return self.preprocessing.normalise(window.to(self.device))
 
 
-def _split(order: Tensor, size: int) -> list[Tensor]:
+def split(order: Tensor, size: int) -> list[Tensor]:
     """Split into batches; a single last sample joins the batch before: BatchNorm has no variance of a single value."""
     parts = list(order.split(size))
     if len(parts) > 1 and len(parts[-1]) == 1:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fedhm.config.settings import Config, fixed_level
 from fedhm.flower.nodes import Node
 from fedhm.machine.printable import printable
-from fedhm.measure.cost import training_memory
+from fedhm.measure.training import memory_of_training
 from fedhm.methods.method import AnyMethod
 
 
@@ -26,10 +26,9 @@ def chosen_tiers(config: Config, method: AnyMethod, batch: Tensor, nodes: Mappin
         return Tiers(config.federation.assignment, {})
     memory: dict[str, int] = {}
     if any(not node.tier for node in asking.values()):
-        shape, train = tuple(batch.shape[1:]), config.train
+        shape = tuple(batch.shape[1:])
         memory = {
-            tier: training_memory(method.network(tier), shape, train.batch, batch.dtype, optimizer=train.optimizer)
-            for tier in method.tiers
+            tier: memory_of_training(method.network(tier), shape, config.train, batch.dtype) for tier in method.tiers
         }
     assignment: list[str] = []
     refused: dict[int, str] = {}

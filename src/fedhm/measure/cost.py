@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedhm.errors import FedhmError
 from fedhm.measure.watching import Watch, flop_counter
+from fedhm.networks.checkpointing import checkpoint_blocks
 from fedhm.networks.exchange import exchanged, size_in_bytes
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import heaviest_in_training, run_in_training
@@ -80,14 +81,19 @@ def training_memory(
     dtype: torch.dtype | None = None,
     *,
     optimizer: str = "sgd",
+    micro_batch: int = 0,
+    checkpointing: bool | Sequence[str] = False,
 ) -> int:
     """Measure the most bytes of tensors alive at once in one step of an optimizer on `batch` samples.
 
-    `optimizer` is "sgd", with momentum, or "adamw". Weights, gradients, the optimizer's averages, activations and
-    whatever the step makes on its way count; the model that was handed in is changed by the step.
+    `optimizer` is "sgd", with momentum, or "adamw"; `micro_batch` and `checkpointing` are those of `[train]`. Weights,
+    gradients, the optimizer's averages, activations and whatever the step makes on its way count; the model that was
+    handed in is changed by the step.
     """
     model = heaviest_in_training(model)
     watch = _AliveBytes()
+    parts = -(-batch // micro_batch) if 0 < micro_batch < batch else 1
+    checkpoint_blocks([each for each, _ in run_in_training(model)], checkpointing)
     try:
         inputs = _sample(model, batch, input_shape, dtype)
         stepping = _optimizer(optimizer, model.train().parameters())
@@ -96,8 +102,9 @@ def training_memory(
         with watch:
             for _ in range(2):  # an optimizer's averages exist from the second step on
                 stepping.zero_grad()
-                output = model(inputs)
-                output.logsumexp(-1).sum().backward()
+                for part in inputs.split(micro_batch) if parts > 1 else [inputs]:
+                    output = model(part)
+                    output.logsumexp(-1).sum().backward()
                 stepping.step()
     except Exception as error:
         shape = (batch, *input_shape)

@@ -7,7 +7,8 @@ from rich.table import Table
 from torch import nn
 
 from fedhm.config.settings import Config
-from fedhm.measure.cost import measure, training_memory
+from fedhm.measure.cost import measure
+from fedhm.measure.training import memory_of_training
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import Tensors, exchanged, size_in_bytes
@@ -27,7 +28,7 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
     for tier in method.tiers:
         cost = measure(method.network(tier), shape)
         tasks = list(method.tasks(state, [Participant(0, tier)], config.train.rounds))  # after a warm-up
-        down, up = _bytes(method, tasks, config.evaluation.static_from == 0)
+        down, up = _bytes(method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics)
         rows.append(
             {
                 TIER: tier,
@@ -61,8 +62,7 @@ def _without_twins(rows: Sequence[dict[str, str]], title: str) -> Sheet:
 def _memory(method: AnyMethod, tasks: Sequence[Task], config: Config, shape: tuple[int, ...]) -> int:
     """Return the most memory that any of a client's networks takes in training."""
     networks = {task.network for task in tasks}
-    batch, optimizer = config.train.batch, config.train.optimizer
-    return max(training_memory(method.network(each), shape, batch, optimizer=optimizer) for each in networks)
+    return max(memory_of_training(method.network(each), shape, config.train) for each in networks)
 
 
 def _bytes(method: AnyMethod, tasks: Sequence[Task], static: bool) -> tuple[int | None, int | None]:

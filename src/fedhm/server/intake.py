@@ -82,7 +82,7 @@ class Intake:
 
     def static(self, round_number: int) -> bool:
         start = self._config.evaluation.static_from
-        return start != "never" and round_number > start
+        return start != "never" and round_number > start and not self._config.train.frozen_statistics
 
     def _as_it_travels(self, task: Task) -> Task:
         """Leave running averages out, which under static batch normalisation travel only to be evaluated with."""

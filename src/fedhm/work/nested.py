@@ -6,6 +6,8 @@ For every batch one of the smaller tiers is drawn at random. With w = `train.nes
     instead   with probability w the batch trains the smaller tier alone, which costs nothing more
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from fedhm.config.training import TrainConfig
@@ -15,6 +17,7 @@ from fedhm.seeds import numpy_generator
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
+from fedhm.work.parts import Loss
 from fedhm.work.reuse import Ready
 from fedhm.work.train import fit, task_seed
 from fedhm.work.work import Answer, Example
@@ -39,16 +42,23 @@ class Nested:
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
             return client.objective.loss(logits, targets, held)
 
-        def beside(inputs: Tensor, targets: Tensor) -> Tensor:
-            own = loss_of(ready.forward(inputs), targets) / (1 + train.nested)
-            own.backward()  # at once, so that one network's activations are in memory at a time
-            return own.detach() + loss_of(drawn(inputs), targets) * train.nested / (1 + train.nested)
+        def beside() -> Loss:
+            smaller = drawn()  # one for all parts of a batch
 
-        def instead(inputs: Tensor, targets: Tensor) -> Tensor:
-            return loss_of(drawn(inputs) if draw.random() < train.nested else ready.forward(inputs), targets)
+            def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+                own = loss_of(ready.forward(inputs), targets) / (1 + train.nested)
+                own.backward()  # at once, so that one network's activations are in memory at a time
+                return own.detach() + loss_of(smaller(inputs), targets) * train.nested / (1 + train.nested)
 
-        def drawn(inputs: Tensor) -> Tensor:
-            return inside.forward(int(draw.integers(len(inside.networks))), network, bases, inputs)
+            return loss
+
+        def instead() -> Loss:
+            forward = drawn() if draw.random() < train.nested else ready.forward
+            return lambda inputs, targets: loss_of(forward(inputs), targets)
+
+        def drawn() -> Callable[[Tensor], Tensor]:
+            number = int(draw.integers(len(inside.networks)))
+            return lambda inputs: inside.forward(number, network, bases, inputs)
 
         with task_seed(client, task):
             mean = fit(client, task, ready, held, beside if train.nested_form == "beside" else instead)

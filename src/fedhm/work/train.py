@@ -11,13 +11,17 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
 from fedhm.machine.device import seeded
+from fedhm.networks.batchnorm import freeze_statistics
+from fedhm.networks.checkpointing import checkpoint_blocks
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.precision import precise
 from fedhm.networks.sgd import SGD, Group, Steps
+from fedhm.networks.structure import run_in_training
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
+from fedhm.work.parts import Loss, backward
 from fedhm.work.reuse import Ready
 from fedhm.work.work import Answer, Example
 
@@ -56,32 +60,45 @@ def fit(
     task: Task,
     ready: Ready,
     held: tuple[int, ...] | None,
-    batch_loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    next_loss: Callable[[], Loss] | None = None,
 ) -> float:
     """Make the local steps of one round; return the mean loss of the last epoch.
 
-    `batch_loss` says what is minimised on a batch's inputs and targets; without it, the objective's loss.
+    `next_loss` says what is minimised on the next batch's inputs and targets; without it, the objective's loss.
     """
     train, feed = client.train, client.feed
-    loss_of = batch_loss or (lambda inputs, targets: client.objective.loss(forward(inputs), targets, held))
     generator = torch_generator(client.seed, "batches", task.round, task.client, task.network)
     network, forward = ready.network, ready.forward
     layers = factorized_layers(network) if train.frobenius_decay else []
     optimizer = local_optimizer(network, train, train.learning_rate(task.round))
-    network.train()
+    trained = [p for p in network.parameters() if p.requires_grad]
+    prepare(network, train)
+
+    def own_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return client.objective.loss(forward(inputs), targets, held)
+
     total = torch.zeros(())
     for _ in range(train.epochs):
         total = torch.zeros((), device=feed.device)  # summed as a tensor: no step waits for its loss
         for inputs, targets in feed.shuffled(train.batch, generator):
             optimizer.zero_grad()
-            loss = loss_of(inputs, targets)
-            loss.backward()
+            loss = backward(next_loss() if next_loss else own_loss, inputs, targets, train.micro_batch, trained)
             add_decay(layers, train.frobenius_decay)
             if train.clip_norm:
                 nn.utils.clip_grad_norm_(network.parameters(), train.clip_norm)
             optimizer.step()
-            total += precise(loss.detach()) * len(targets)
+            total += precise(loss) * len(targets)
     return total.item() / len(client.samples)
+
+
+def prepare(network: nn.Module, train: TrainConfig) -> None:
+    """Set a network, and those inside it, up for training; it is to be thrown away afterwards."""
+    network.train()
+    running = [each for each, _ in run_in_training(network)]
+    if train.frozen_statistics:
+        for each in {network, *running}:
+            freeze_statistics(each)
+    checkpoint_blocks(running, train.checkpointing)
 
 
 def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Steps:

@@ -1,0 +1,109 @@
+"""Activation checkpointing: blocks of a network keep their inputs only, and run again when their gradients are needed.
+
+It is torch's own, with what it leaves to its users: the second run has the very weights of the first, also where a
+smaller network runs with parts of a larger one's; it does not count for running averages; and what draws from Python's
+or NumPy's generators draws the same numbers, as torch's own generators do.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fedhm.errors import FedhmError
+
+
+def find_blocks(network: nn.Module) -> list[str]:
+    """Return the names of a network's blocks: what is listed in a Sequential or ModuleList and has layers inside.
+
+    Of blocks inside one another the outermost.
+    """
+    found: list[str] = []
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Sequential | nn.ModuleList) and not _inside(name, found):
+            children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+            found += [path for path, child in children if _is_block(child)]
+    return found
+
+
+def check_blocks(network: nn.Module, asked: bool | Sequence[str]) -> None:
+    """Refuse blocks that a network does not have."""
+    known = dict(network.named_modules())
+    if asked is True and not find_blocks(network):
+        raise FedhmError(
+            "train.checkpointing = true, but the model has no blocks, modules with layers inside that a Sequential or "
+            "ModuleList lists: name some of its modules, such as "
+            f"train.checkpointing = {[name for name in known if name][:2]}"
+        )
+    if isinstance(asked, bool):
+        return
+    if unknown := [name for name in asked if not name or name not in known]:
+        raise FedhmError(f"train.checkpointing: the model has no module '{unknown[0]}'")
+    if within := [name for name in asked if _inside(name, [other for other in asked if other != name])]:
+        raise FedhmError(f"train.checkpointing: '{within[0]}' lies inside another module of the list")
+
+
+def checkpoint_blocks(networks: Iterable[nn.Module], asked: bool | Sequence[str]) -> None:
+    """Have blocks of networks, which are to be thrown away after training, run again in the backward pass."""
+    for network in networks:
+        if not asked:
+            continue
+        names = find_blocks(network) if asked is True else asked
+        for name in names:
+            _recompute(network.get_submodule(name))
+
+
+def _is_block(module: nn.Module) -> bool:
+    listing = isinstance(module, nn.Sequential | nn.ModuleList) and any(map(_is_block, module.children()))
+    return not listing and any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _inside(name: str, others: Iterable[str]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in others)
+
+
+def _recompute(block: nn.Module) -> None:
+    plain = block.forward
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*arguments, **named)
+        # those of this very run, which may be parts of another network's
+        weights = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+        runs = count()
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            again = next(runs) > 0
+            used = {name: t.clone() for name, t in block.named_buffers()} if again else {}  # whose averages are made
+            vars(block)["forward"] = plain
+            try:
+                return torch.func.functional_call(block, weights | used, arguments, named)
+            finally:
+                vars(block)["forward"] = forward
+
+        return checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts, **named)
+
+    vars(block)["forward"] = forward
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _drawing_again(random.getstate(), np.random.get_state())
+
+
+@contextmanager
+def _drawing_again(python: Any, numpy: Any) -> Iterator[None]:
+    """Let a block draw the numbers that it drew before; afterwards others are drawn as if it had not."""
+    after = random.getstate(), np.random.get_state()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    try:
+        yield
+    finally:
+        random.setstate(after[0])
+        np.random.set_state(after[1])

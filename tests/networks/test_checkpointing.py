@@ -1,0 +1,104 @@
+"""Blocks that run again in the backward pass: the same weights to the last bit, and less memory."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedhm.errors import FedhmError
+from fedhm.measure.cost import training_memory
+from fedhm.models import resnet18
+from fedhm.networks.checkpointing import check_blocks, checkpoint_blocks, find_blocks
+
+
+class Drawing(nn.Module):
+    """Draws from generators that torch knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * random.random() * float(np.random.rand())
+
+
+def plain() -> nn.Module:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5))
+
+    return nn.Sequential(nn.Linear(6, 6), block(), block(), nn.Sequential(Drawing(), nn.Tanh()), nn.Linear(6, 3))
+
+
+def trained(build: Callable[[], nn.Module], shape: tuple[int, ...], asked: bool | list[str]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    network = build().train()
+    checkpoint_blocks([network], asked)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        network(torch.randn(8, *shape)).logsumexp(-1).sum().backward()
+        optimizer.step()
+    return network.state_dict()
+
+
+@pytest.mark.parametrize("asked", [True, ["1", "3"]])
+def test_weights_and_running_averages_are_the_same(asked: bool | list[str]) -> None:
+    ours, theirs = trained(plain, (6,), asked), trained(plain, (6,), False)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert ours["1.1.num_batches_tracked"] == 3
+
+
+def test_a_resnet_is_the_same_and_takes_less_memory() -> None:
+    def build() -> nn.Module:
+        return resnet18(4, width=0.125)
+
+    ours, theirs = trained(build, (3, 16, 16), True), trained(build, (3, 16, 16), False)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    memory = [training_memory(build(), (3, 16, 16), 32, checkpointing=asked) for asked in (False, True)]
+    assert memory[1] < 0.8 * memory[0]
+
+
+def test_a_block_runs_again_with_the_weights_that_it_had() -> None:
+    """Those of another network, which are lent to it for one pass."""
+    torch.manual_seed(0)
+    inner, x = plain().eval(), torch.randn(4, 6)
+    lent = {name: torch.randn_like(p, requires_grad=True) for name, p in inner.named_parameters()}
+
+    def gradients() -> list[Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        output = torch.func.functional_call(inner, lent, (x,))
+        return list(torch.autograd.grad(output.square().sum(), list(lent.values())))
+
+    expected = gradients()
+    checkpoint_blocks([inner], True)
+    assert all(torch.equal(one, other) for one, other in zip(gradients(), expected, strict=True))
+
+
+def test_blocks_are_found_from_the_structure() -> None:
+    assert find_blocks(plain()) == ["1", "2", "3.0"]
+    assert find_blocks(resnet18(4, width=0.125))[:2] == ["layer1.0", "layer1.1"]
+    encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    assert find_blocks(nn.TransformerEncoder(encoder, 2)) == ["layers.0", "layers.1"]
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (True, r"^train.checkpointing = true, but the model has no blocks, .* name some of its modules, such as .*'0'"),
+        (["9"], r"^train.checkpointing: the model has no module '9'$"),
+        (["1", "1.0"], r"^train.checkpointing: '1.0' lies inside another module of the list$"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(asked: bool | list[str], sentence: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU()) if asked is True else plain()
+    with pytest.raises(FedhmError, match=sentence):
+        check_blocks(model, asked)
+    check_blocks(plain(), True)
+    check_blocks(plain(), ["1", "2"])
