@@ -28,14 +28,17 @@ from fedhm.methods.method import AnyMethod, Setup
 from fedhm.models import MODELS
 from fedhm.networks.exchange import exchanged, size_in_bytes, untrained
 from fedhm.networks.probe import probe
+from fedhm.privacy.check import check_privacy
+from fedhm.privacy.mechanism import Mechanism
 from fedhm.runs.fingerprint import data_facts, fingerprint
-from fedhm.seeds import derive
+from fedhm.seeds import Secret, derive
 from fedhm.server.intake import Intake
 from fedhm.server.optimizer import ServerOptimizer
 from fedhm.server.record import Watcher
 from fedhm.server.sampling import check_assignment, check_minimum, check_partition
 from fedhm.server.stopping import Stopping
 from fedhm.work.client import Client
+from fedhm.work.local_noise import LocalNoise
 from fedhm.work.reuse import Networks, check_compiler
 from fedhm.work.savings import check_memory_savings
 from fedhm.work.train import check_optimizer
@@ -63,7 +66,7 @@ def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, publi
         fixed=config.federation.heterogeneity == "fixed",
         objective=config.objective,
         nested=config.train.nested_shares,
-        optimizer_follows=config.server.optimizer != "none",
+        optimizer_follows=config.server.optimizer != "none" or config.privacy.at_server,
     )
     method = config.method.build(model, setup)
     _check_training(model, method, sample)
@@ -132,21 +135,37 @@ def assemble(
             "there is nothing to evaluate on: give the server test samples, or let clients hold out a share of theirs "
             "(data.client_test = 0.2 in a config, client_test=0.2 in Python)"
         )
+    secret = Secret()
+    networks = Networks(method.network, device, settings.engine.compile)
     return Experiment(
         settings, method, initial, federation.size, test, intake, optimizer,
-        engine or _own_engine(settings, federation, Networks(method.network, device, settings.engine.compile), public),
+        engine or _own_engine(settings, federation, networks, public, secret),
         costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers,
         bool(federation.remote), holders, Stopping(settings.stop, settings.objective.headline, method.tiers),
+        _privacy(settings, federation, method, intake, bool(holders), secret),
     )  # fmt: skip
 
 
-def _own_engine(config: ResolvedConfig, federation: Federation, networks: Networks, public: Feed | None) -> Engine:
+def _privacy(
+    config: ResolvedConfig, federation: Federation, method: AnyMethod, intake: Intake, tests: bool, secret: Secret
+) -> Mechanism | None:
+    if not config.privacy.active:
+        return None
+    normalised = any(intake.running_names(tier) for tier in method.tiers)
+    check_privacy(config, federation, normalised=normalised, tests=tests)
+    fixed = frozenset[str]().union(*(intake.fixed_names(tier) for tier in method.tiers))
+    return Mechanism(config, method, federation.size, fixed, secret)
+
+
+def _own_engine(
+    config: ResolvedConfig, federation: Federation, networks: Networks, public: Feed | None, secret: Secret
+) -> Engine:
     if federation.remote:
         raise FedhmError("the clients' samples lie elsewhere: an experiment must be given an engine to reach them")
     if config.engine.name != "local":
         return Elsewhere()
     clients = [
-        make_client(samples, federation.preprocessing, networks, config, public, federation.tests.of(number))
+        make_client(samples, federation.preprocessing, networks, config, public, federation.tests.of(number), secret)
         for number, samples in enumerate(federation.clients)
     ]
     workers = workers_for(config.engine, config.federation.per_round(federation.size))
@@ -160,9 +179,11 @@ def make_client(
     config: Config,
     public: Feed | None,
     tests: Samples | None = None,
+    secret: Secret | None = None,
 ) -> Client:
-    """Put a client together, in whichever process it does its tasks."""
-    return Client(samples, preprocessing, networks, config.train, config.seed, public, config.objective, tests)
+    """Put a client together, in whichever process it does its tasks; `secret` is where noise of its own comes from."""
+    noise = LocalNoise(config.privacy, secret or Secret()) if config.privacy.at_clients else None
+    return Client(samples, preprocessing, networks, config.train, config.seed, public, config.objective, tests, noise)
 
 
 def read_federation(config: Config) -> Federation:

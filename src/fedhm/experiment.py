@@ -19,10 +19,12 @@ from fedhm.errors import FedhmWarning
 from fedhm.measure.cost import Cost
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
+from fedhm.privacy.mechanism import Mechanism
 from fedhm.runs.best_models import keep_only, load_best, save_best
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.secret import new_secret
 from fedhm.server.client_evaluation import evaluate_at_clients
 from fedhm.server.client_metrics import ClientMetrics
 from fedhm.server.flatten import check_state
@@ -33,7 +35,7 @@ from fedhm.server.record import Record, Watcher
 from fedhm.server.sampling import drawings, evaluators, with_a_network
 from fedhm.server.stopping import Stopping
 from fedhm.work.evaluate import evaluate
-from fedhm.work.messages import Participant
+from fedhm.work.messages import Participant, Task, Update
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Experiment:
     remote: bool = False  # the clients' samples lie elsewhere
     holders: Sequence[int] = ()  # the clients that have test samples
     stopping: Stopping | None = None  # None: it never ends before its last round
+    privacy: Mechanism | None = None  # None: nothing is hidden
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Run the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
@@ -110,6 +113,7 @@ class Experiment:
                 record.clients = self._at_clients(weights, record)
                 record.metrics = self._metrics(networks, record)
             records.append(record)
+            record.epsilon = self.privacy.epsilon(records) if self.privacy else None
             if self.stopping and number < rounds:
                 record.stopped = self.stopping.reason(records)
             if self._best_round(records) == number:
@@ -142,6 +146,8 @@ class Experiment:
 
     def _begin(self, folder: RunFolder | None, run: str) -> tuple[tuple[Any, Moments], list[Record]]:
         checkpoint, records = folder.restore(run, self.method.state_type) if folder else (None, [])
+        if self.privacy:
+            self.privacy.secret.value = folder.secret(begun=bool(records)) if folder else new_secret()
         if folder:
             folder.save_costs(self.costs)
             if not (checkpoint and self.remote):  # of remote clients, some may be missing by now
@@ -157,15 +163,17 @@ class Experiment:
     def _next_state(self, state: Any, moments: Moments, record: Record) -> tuple[Any, Moments]:
         """Return the state after a round, which is tried again with other clients if too few updates can be used."""
         federation = self.config.federation
+        least = 0 if self.privacy else federation.min_updates  # a private round counts, whoever took part
         for attempt, chosen in enumerate(self._drawings(record.round), start=1):
             record.attempts, record.participants = attempt, chosen
-            tasks = self.method.tasks(state, chosen, record.round)
-            updates = self.intake.updates(self.engine.run, tasks, record, least=federation.min_updates)
             try:
                 with record.phase("merge"):
-                    merged = self.method.merge(state, record.timed("train", updates), record.round)
-                    if self.optimizer.steps and record.traffic:  # without, nobody was asked to train
+                    tasks = list(self.method.tasks(state, chosen, record.round))
+                    updates = self.intake.updates(self.engine.run, tasks, record, least=least)
+                    merged, changed = self._merged(state, record.timed("train", updates), tasks, record)
+                    if self.optimizer.steps and changed:
                         merged, moments = self.optimizer.step(state, merged, moments)
+                    if changed and (self.optimizer.steps or (self.privacy and self.privacy.at_server)):
                         merged = self.method.settle(merged, state)
                 break
             except TooFewUpdatesError:
@@ -173,6 +181,19 @@ class Experiment:
                     raise
         record.seconds["merge"] -= record.seconds.get("train", 0.0)  # merging waits for training
         return merged, moments
+
+    def _merged(self, state: Any, updates: Iterator[Update], tasks: Sequence[Task], record: Record) -> tuple[Any, bool]:
+        """Return what a round's updates come to, and whether that is anything new: not if nobody was asked to train.
+
+        If the server hides its clients by noise, there always is some: that nobody was asked must not be seen either.
+        """
+        if self.privacy:
+            self.privacy.check(tasks)
+        if not (self.privacy and self.privacy.at_server):
+            return self.method.merge(state, updates, record.round), bool(record.traffic)
+        bounded = self.privacy.bounded(updates, tasks)
+        merged = self.method.merge(state, bounded, record.round)
+        return self.privacy.released(state, merged, bounded.count, record.round), True
 
     def _tier_weights(self, state: Any, record: Record) -> dict[str, Tensors]:
         """Return every tier's weights, its BatchNorm statistics gathered at the round's participants."""
@@ -199,6 +220,8 @@ class Experiment:
             return evaluate_at_clients(self.intake, self.engine.run, weights, chosen, record, self.config)
 
     def _drawings(self, round_number: int) -> Iterator[list[Participant]]:
+        if self.privacy and self.privacy.at_server:
+            return iter([self.privacy.participants(round_number)])
         return drawings(self.config.federation, self.clients, self.method.levels, self.config.seed, round_number)
 
     def _metrics(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Metrics]:

@@ -35,6 +35,10 @@ def recovered(network: dict[str, Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in products + dense])
 
 
+def doubles(network: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in network.items()}
+
+
 LAYERS = ("conv", "line")
 
 
@@ -47,11 +51,11 @@ def test_the_norm_is_that_of_the_recovered_change(seed: int, scale: float) -> No
 
 @given(st.integers(0, 10_000), st.floats(1e-3, 0.999))
 def test_a_shorter_change_is_as_long_as_it_may_be(seed: int, share: float) -> None:
-    sent, returned = tensors(seed), tensors(seed + 1)
+    sent, returned = doubles(tensors(seed)), doubles(tensors(seed + 1))  # float32 rounds short ways
     whole = change(returned, sent, LAYERS)
     length = share * whole.norm
     cut = whole.at_most(length)
-    assert (recovered(cut) - recovered(sent)).norm().item() == pytest.approx(length, rel=1e-5)
+    assert (recovered(cut) - recovered(sent)).norm().item() == pytest.approx(length, rel=1e-9)
     assert cut["norm.num_batches_tracked"] == returned["norm.num_batches_tracked"]
     assert {name: t.shape for name, t in cut.items()} == {name: t.shape for name, t in sent.items()}
 
@@ -92,3 +96,10 @@ def test_inner_products_need_nothing_dense(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     a, b, c, d = (torch.randn(*s, generator=generator).double() for s in ((6, 2), (2, 5), (6, 3), (3, 5)))
     assert inner((a, b), (c, d)) == pytest.approx(((a @ b) * (c @ d)).sum().item(), abs=1e-9)
+
+
+def test_a_change_too_long_to_be_computed_is_not_a_short_one() -> None:
+    sent = doubles(tensors(0))
+    whole = change({name: tensor * 1e200 for name, tensor in sent.items()}, sent, LAYERS)
+    assert not whole.norm <= 1e300
+    assert whole.share(1.0) == 0

@@ -77,6 +77,15 @@ class MethodConfig(Section, ABC):
     def build(self, model: nn.Module, setup: Any) -> Any:
         """Return the running method, a `fedhm.Method`, for a model; `setup` is a `fedhm.methods.method.Setup`."""
 
+    @property
+    def unbounded(self) -> str:
+        """Return why one client's change of the merged model has no bound, and what to set; empty if it has one.
+
+        It has if the model moves by the mean of its clients' changes, in which every one counts the same: only then
+        the server can hide one of them by noise (`[privacy]`).
+        """
+        return f"method.name = '{self.name}' does not move its model by a plain mean of changes: choose fedhm or fedavg"
+
     # What reports and comparisons ask
 
     @classmethod
@@ -128,3 +137,8 @@ def replace_largest(levels: Sequence[Number], count: int, name: str) -> list[Num
     if len(levels) <= count:
         raise FedhmError(f"{name} needs at least {count + 1} tiers, but there are {len(levels)}")
     return [levels[count]] * (count + 1) + list(levels[count + 1 :])
+
+
+def only_uniform(weighting: str) -> str:
+    """Return why a mean with this weighting has no bound for one client's change; empty if it has one."""
+    return "" if weighting == "uniform" else f"method.weighting = '{weighting}' counts some clients more: set 'uniform'"

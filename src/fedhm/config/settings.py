@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from fedhm.config.method_config import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, make
+from fedhm.config.privacy import PrivacyConfig
 from fedhm.config.section import Positive, Ratio, Section
 from fedhm.config.training import ServerConfig, StopConfig, TrainConfig
 from fedhm.machine.cores import usable_cores
@@ -150,6 +151,7 @@ class Config(Section):
         default_factory=partial(make, "objectives", "classification")
     )
     server: ServerConfig = ServerConfig()
+    privacy: PrivacyConfig = PrivacyConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     stop: StopConfig = StopConfig()
     engine: EngineConfig = EngineConfig()
@@ -180,7 +182,8 @@ class Config(Section):
         changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update=engine)}
         changes["compare"] = None
         if self.train.on_bad_update == "auto":
-            reaction = "stop" if self.engine.name == "local" else "drop"
+            # under privacy, whether a run goes on must not depend on what one client sent
+            reaction = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
             changes["train"] = self.train.model_copy(update={"on_bad_update": reaction})
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})

@@ -59,7 +59,7 @@ class Change:
 
     def _norm_at(self, t: float) -> float:
         squared = t * t * (self.linear + t * (2 * self.mixed + t * self.square))
-        return math.sqrt(max(0.0, squared))  # rounding may leave less than 0 of it
+        return math.sqrt(max(squared, 0.0))  # rounding may leave less than 0 of it; NaN, of an overflow, stays NaN
 
 
 def change(returned: Tensors, sent: Tensors, factorized: Collection[str], left_out: Collection[str] = ()) -> Change:
@@ -80,6 +80,19 @@ def change(returned: Tensors, sent: Tensors, factorized: Collection[str], left_o
     return Change(sent, returned, linear, mixed, square)
 
 
+def within(returned: Tensors, sent: Tensors, factorized: Collection[str], length: float) -> Tensors:
+    """Return what is left of `returned` if its change may be no longer than `length`, as it is after rounding.
+
+    Nothing but what was sent, if numbers so large came back that there is no way towards them.
+    """
+    whole = change(returned, sent, factorized)
+    for share in (1.0, 1 - 1e-6, 1 - 1e-3, 1 / 2):  # of which the later ones are for numbers of 16 bits
+        cut = whole.at_most(share * length)
+        if change(cut, sent, factorized).norm <= length:
+            return cut
+    return {name: sent[name] for name in returned}
+
+
 def inner(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
     """Return the inner product of two products of factors, (M, r)(r, N) and (M, s)(s, N), by way of r × s matrices."""
     return ((one[0].T @ other[0]) * (one[1] @ other[1].T)).sum().item()
@@ -94,9 +107,7 @@ def _matrices(tensors: Tensors, u: str, v: str) -> tuple[Tensor, Tensor]:
 def _distance(tensor: Tensor, sent: Tensor) -> float:
     if tensor.is_complex():
         tensor, sent = torch.view_as_real(tensor), torch.view_as_real(sent)
-    if tensor.element_size() == 2:  # of which sums have too few digits
-        tensor, sent = tensor.float(), sent.float()
-    return torch.dist(tensor, sent).item()
+    return torch.dist(tensor.double(), sent.double()).item()  # a bound on it must hold to more digits than float32 has
 
 
 def _between(sent: Tensor, returned: Tensor, along: float) -> Tensor:

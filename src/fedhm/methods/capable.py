@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 from torch import nn
 
-from fedhm.config.method_config import Family, MethodConfig, NamedEntry
+from fedhm.config.method_config import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.config.section import Ratios, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.methods.homogeneous import Homogeneous
@@ -35,6 +35,10 @@ class CapableConfig(MethodConfig):
 
     def build(self, model: nn.Module, setup: Setup) -> "Capable":
         return Capable(model, self, setup)
+
+    @property
+    def unbounded(self) -> str:
+        return only_uniform(self.weighting)
 
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:

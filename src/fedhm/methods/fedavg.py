@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method_config import MethodConfig
+from fedhm.config.method_config import MethodConfig, only_uniform
 from fedhm.config.section import Ratio, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.methods.homogeneous import Homogeneous
@@ -28,6 +28,10 @@ class FedAvgConfig(MethodConfig):
 
     def build(self, model: nn.Module, setup: Setup) -> "FedAvg":
         return FedAvg(model, self, setup)
+
+    @property
+    def unbounded(self) -> str:
+        return only_uniform(self.weighting)
 
     @property
     def is_full_model(self) -> bool:

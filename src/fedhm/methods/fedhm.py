@@ -39,7 +39,7 @@ from fedhm.lowrank.unroll import roll, split, unroll
 from fedhm.lowrank.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.method import Method, Setup, State
-from fedhm.methods.recovered import Aggregate, RecoveredMean
+from fedhm.methods.recovered import Aggregate, RecoveredMean, unbounded
 from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
@@ -58,14 +58,16 @@ class FedHMConfig(MethodConfig):
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
     aggregate: Aggregate = "bands"  # the paper: models
-    start: Literal["whole", "smallest"] = (
-        "smallest"  # of the factorized layers: at the smallest tier's rank; the paper: whole
-    )
+    start: Literal["whole", "smallest"] = "smallest"  # factorized layers: at the smallest tier's rank; the paper: whole
     form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
     def build(self, model: nn.Module, setup: Setup) -> "FedHM":
         return FedHM(model, self, setup)
+
+    @property
+    def unbounded(self) -> str:
+        return unbounded(self.aggregate, self.weighting)
 
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:
@@ -121,6 +123,7 @@ class FedHMState(State):
 
 class FedHM(Method[FedHMState]):
     state_type = FedHMState
+    recovers = True
 
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config, self._setup = config, setup
@@ -128,7 +131,7 @@ class FedHM(Method[FedHMState]):
         self.tiers = tuple(dict.fromkeys(self.levels))
         # by network; the full one is there for the warm-up, whatever the tiers
         self.ratios = {FULL: 1.0} | {tier_name(ratio): ratio for ratio in config.tiers}
-        settled = (config.keep, setup.classifier, config.form)
+        settled = config.keep, setup.classifier, config.form
         self.plans = {name: tier_plan(model, ratio, *settled) for name, ratio in self.ratios.items()}
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
@@ -171,9 +174,8 @@ class FedHM(Method[FedHMState]):
         return [self.plans[name] for name in self.tiers[self.tiers.index(tier) + 1 :]]
 
     def merge(self, state: FedHMState, updates: Iterable[Update], round_number: int) -> FedHMState:
-        mean = RecoveredMean(
-            state.weights, state.factors, self.config.aggregate, self.config.form, self._setup.classifier
-        )
+        how = self.config.aggregate, self.config.form, self._setup.classifier
+        mean = RecoveredMean(state.weights, state.factors, *how)
         samples: list[int] = []
         for update in updates:
             tier = update.network.removeprefix(NESTED)
@@ -198,8 +200,7 @@ class FedHM(Method[FedHMState]):
         factors, exact = self._factorized(weights, unrolled, before.factors)
         shares = tier_energies(weights, factors, {tier: self.plans[tier] for tier in self.tiers if tier != FULL})
         energies = {f"energy_beyond/{tier}": share for tier, share in shares.items()}
-        found = {**diagnostics, "exact_decompositions": exact, **energies}
-        return FedHMState(weights, factors, diagnostics=found)
+        return FedHMState(weights, factors, diagnostics={**diagnostics, "exact_decompositions": exact, **energies})
 
     def network(self, name: str) -> nn.Module:
         tier = name.removeprefix(NESTED)

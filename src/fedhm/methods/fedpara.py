@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from torch import nn
 
-from fedhm.config.method_config import Family, MethodConfig, NamedEntry
+from fedhm.config.method_config import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.config.section import as_ratio
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import plan_hadamard
@@ -33,6 +33,10 @@ class FedParaConfig(MethodConfig):
 
     def build(self, model: nn.Module, setup: Setup) -> "FedPara":
         return FedPara(model, self, setup)
+
+    @property
+    def unbounded(self) -> str:
+        return only_uniform(self.weighting)
 
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:

@@ -66,7 +66,7 @@ class Setup:
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
     nested: tuple[float, float] | None = None  # the shares of a client's batches that train its own network and one of
     # the smaller tiers inside it; None: no method is to train these
-    optimizer_follows: bool = False  # the server makes a step after each merge: `settle` is called then
+    optimizer_follows: bool = False  # the server changes what each merge gives: `settle` is called then
 
 
 S = TypeVar("S", bound=State)
@@ -79,6 +79,7 @@ class Method(Protocol[S]):
     levels: tuple[str, ...]  # the tier of each capability level, strongest first; one with two shares comes twice.
     # A level that is none of the tiers has no network: its clients are sampled like the others, and left out
     state_type: type[Any] = ModelState  # what `start` and `merge` return
+    recovers: bool = False  # it averages products of factors, where a network has factorized layers, and not these
 
     def start(self, weights: Tensors) -> S:
         """Return the state before the first round, from the initial weights of the full model."""

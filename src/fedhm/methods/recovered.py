@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from fedhm.config.method_config import only_uniform
 from fedhm.lowrank.bands import Level, directions, faster
 from fedhm.lowrank.diagnostics import largest_norm
 from fedhm.lowrank.layers import largest_rank
@@ -19,6 +20,15 @@ from fedhm.networks.precision import precise
 from fedhm.work.messages import Update
 
 Aggregate = Literal["models", "updates", "bands"]
+
+
+def unbounded(aggregate: Aggregate, weighting: str) -> str:
+    """Return why such a mean has no bound for one client's change, and what to set; empty if it has one."""
+    if aggregate == "updates":
+        return only_uniform(weighting)
+    models = "counts as a client's change what truncation took from its model"
+    why = models if aggregate == "models" else "averages a band over the few clients whose rank reaches it"
+    return f"method.aggregate = '{aggregate}' {why}: set 'updates'"
 
 
 class RecoveredMean:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.method_config import Family, MethodConfig, NamedEntry
+from fedhm.config.method_config import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.config.section import Ratio, width_name
 from fedhm.methods.homogeneous import Homogeneous
 from fedhm.methods.mean import average
@@ -22,6 +22,10 @@ class SlimmedConfig(MethodConfig):
 
     def build(self, model: nn.Module, setup: Setup) -> "Slimmed":
         return Slimmed(model, self, setup)
+
+    @property
+    def unbounded(self) -> str:
+        return only_uniform(self.weighting)
 
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:

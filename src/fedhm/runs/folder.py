@@ -14,6 +14,7 @@ from fedhm.machine.files import check_name, write_atomically
 from fedhm.machine.locks import take_lock
 from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
+from fedhm.runs import secret
 from fedhm.runs.begun import Begun, note_resumed, read_begun, write_begun
 from fedhm.runs.checkpoint import (
     Checkpoint,
@@ -109,6 +110,7 @@ class RunFolder:
         if [record.round for record in records[:done]] != list(range(1, done + 1)):
             raise FedhmError(f"{file} does not hold the {done} rounds that the checkpoint has seen")
         if len(records) > done + 1:  # somebody has removed checkpoints; one record more is that of a killed round
+            self._check_repeatable()
             set_aside(self.path, done, records)
         write_records(file, records[:done])
         if not self._new:
@@ -117,6 +119,7 @@ class RunFolder:
 
     def take_back(self, last: int) -> None:
         """Make the run one that has done `last` rounds: what came of later ones is moved aside."""
+        self._check_repeatable()
         existing = [round_of(path) for path in existing_checkpoints(self.path / "checkpoints")]
         if last not in existing:
             there = f"only of {' and '.join(map(str, existing))}" if existing else "nor of any other"
@@ -124,6 +127,17 @@ class RunFolder:
                 f"{self.path} has no checkpoint of round {last}, {there}; a run keeps more with checkpoints.keep"
             )
         set_aside(self.path, last, read_records(self.path / "records.jsonl"))
+
+    def _check_repeatable(self) -> None:
+        if self.config.privacy.active:  # what came of a round could be told apart from what comes of it a second time
+            raise FedhmError(
+                f"{self.path} holds a private run, of which no round can be taken back: its ε counts each of them "
+                "once; start another run"
+            )
+
+    def secret(self, *, begun: bool) -> bytes:
+        """Return the secret that a private run's noise follows from; it is made before any round has `begun`."""
+        return secret.kept_secret(self.path, begun)
 
     def commit(self, record: Record, checkpoint: Checkpoint, run: str, keep: int | Literal["all"]) -> None:
         """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
@@ -133,7 +147,7 @@ class RunFolder:
     def remove_if_nothing_was_done(self) -> None:
         """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
-            for name in ("config.toml", "records.jsonl", "tiers.json", "data.json"):
+            for name in ("config.toml", "records.jsonl", "tiers.json", "data.json", secret.FILE):
                 (self.path / name).unlink(missing_ok=True)
             if [entry.name for entry in self.path.iterdir()] == [LOCK]:
                 with suppress(OSError):  # Windows removes no open file, and a folder that holds the lock alone is free

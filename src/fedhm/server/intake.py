@@ -80,6 +80,11 @@ class Intake:
             reason = last_reason(record.dropped[before:])
             raise TooFewUpdatesError(f"{usable} could be used in round {record.round}, {count} in {attempt}: {reason}")
 
+    def fixed_names(self, network: str) -> frozenset[str]:
+        """Return the names of the tensors that training leaves alone."""
+        fixed: frozenset[str] = self._fixed_and_moving(network)[0]
+        return fixed
+
     def static(self, round_number: int) -> bool:
         start = self._config.evaluation.static_from
         return start != "never" and round_number > start and not self._config.train.frozen_statistics

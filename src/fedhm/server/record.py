@@ -42,6 +42,7 @@ class Record:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
     stopped: str = ""  # why the run ended with this round, before its last one
+    epsilon: float | None = None  # of differential privacy, after this round; None, and left out of files: none
     # Of clients that evaluate; both are left out of files where none did
     clients: dict[str, ClientMetrics] = field(default_factory=dict)  # by tier of the network
     evaluation: Traffic = field(default_factory=Traffic)
@@ -92,6 +93,8 @@ class Record:
         table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
         if not self.stopped:
             del table["stopped"]
+        if self.epsilon is None:
+            del table["epsilon"]
         if not self.evaluation.clients:
             del table["clients"], table["evaluation"]
         # metrics are called scores on disk, as they were from the first version on
@@ -120,6 +123,7 @@ class _Line(BaseModel):
     seconds: dict[str, float] = {}
     attempts: int = 1
     stopped: str = ""
+    epsilon: float | None = None
     clients: dict[str, ClientMetrics] = {}
     evaluation: Traffic = Traffic()
 

@@ -5,7 +5,7 @@ from itertools import count
 
 from fedhm.config.settings import Config, FederationConfig, fixed_level
 from fedhm.errors import FedhmError
-from fedhm.seeds import numpy_generator
+from fedhm.seeds import numpy_generator, secret_uniforms
 from fedhm.work.messages import Participant
 
 
@@ -32,6 +32,29 @@ def participants(
 ) -> list[Participant]:
     """Return who takes part in a round's first attempt."""
     return next(drawings(config, clients, levels, seed, round_number))
+
+
+def independently(
+    config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int, secret: bytes
+) -> list[Participant]:
+    """Return who takes part if every client does so with the same probability, whoever else does: perhaps nobody.
+
+    So a private round samples (Poisson sampling). Who does not know the secret cannot tell who took part.
+    """
+    drawn = secret_uniforms(secret, clients, "participants", round_number)
+    chosen = (drawn < config.participation).nonzero()[0].tolist()
+    return _at_their_tiers(chosen, config, clients, levels, seed, round_number)
+
+
+def expected_to_train(config: FederationConfig, clients: int, levels: Sequence[str], tiers: Sequence[str]) -> float:
+    """Return how many clients with a network take part in a round of independent sampling, in the mean."""
+    if config.heterogeneity == "dynamic":
+        able = clients * sum(level in tiers for level in levels) / len(levels)
+    elif config.assignment:
+        able = sum(tier in tiers for tier in config.assignment)
+    else:
+        able = sum(levels[fixed_level(client, len(levels))] in tiers for client in range(clients))
+    return config.participation * able
 
 
 def with_a_network(

@@ -8,6 +8,9 @@ from fedhm.config.plugins import find, make
 from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
+from fedhm.networks.batchnorm import running_names
+from fedhm.networks.exchange import untrained
+from fedhm.work.local_noise import LocalNoise
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.reuse import Networks
 
@@ -24,6 +27,7 @@ class Client:
     public: Feed | None = None  # samples that everybody has, numbered in place of labels
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
     tests: Samples | None = None  # held out of its training; None, or of length 0: it has none
+    noise: LocalNoise | None = None  # that it adds to what it sends; None: it trusts its server
 
     @property
     def feed(self) -> Feed:
@@ -48,9 +52,13 @@ class Client:
         used = (self.tests or ()) if work.tests else self.samples
         if not len(used):
             raise ValueError("it has no test samples")
+        if self.noise and not work.returns_network:
+            raise ValueError("it sends only networks that it has added noise to (privacy.where = 'client')")
         with self.networks.loaded(task.network, work.loaded(task)) as ready:
+            alone = untrained(ready.network) - running_names(ready.network) if self.noise else frozenset()
             answer = work.run(self, task, ready)
-        return Update(
+        update = Update(
             task.kind, task.round, task.client, task.tier, task.network, answer.tensors,
             len(used), answer.labels, answer.loss, position, answer.kept,
         )  # fmt: skip
+        return self.noise.hidden(update, task, work.loaded(task), alone) if self.noise else update
