@@ -102,6 +102,7 @@ def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that leave their report without its figures, which take longer than a small run: for tests of many runs."""
     monkeypatch.setattr("fedhm.report.plots.save_plots", lambda *_: [])
     monkeypatch.setattr("fedhm.report.energy.save_collapse_plot", lambda *_: None)
+    monkeypatch.setattr("fedhm.report.epsilon.save_epsilon_plot", lambda *_: None)
     monkeypatch.setattr("fedhm.report.client_plot.save_client_plots", lambda *_: [])
 
 

@@ -17,6 +17,8 @@ SCRIPTS = sorted(
     p for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in p.read_text() and p.name not in NO_RATIOS
 )
 PROMISED = {
+    "privacy_audit.py": {"methods": {"fedavg", "fedhm"}},
+    "privacy.py": {"noise": {"0", "0.1"}},
     "engine.py": {
         "of_bare": {*(f"ResNet-18 {tier}" for tier in ("full", "1/2", "1/4", "1/8", "1/2, Frobenius decay")), "CNN"},
         "two_workers_against": {"fedhm, 1 worker", "fedhm, ProcessPoolExecutor"},

@@ -1,12 +1,15 @@
 """The client side of an app: from a node's model and data to a client that does tasks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
 
 from fedhm.assembly import design, make_client, read_federation
+from fedhm.config.privacy import PrivacyConfig
+from fedhm.config.reading import parse
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.client_tests import split_off
@@ -27,6 +30,7 @@ def client_app(
     *,
     test: Callable[[Context], DataLike] | None = None,
     public: Callable[[], PublicLike] | None = None,
+    privacy: Mapping[str, Any] | None = None,
 ) -> ClientApp:
     """Return a Flower ClientApp that trains whichever network its server sends.
 
@@ -36,13 +40,17 @@ def client_app(
     test    this node's own test samples, on which it evaluates every tier's model; without, it holds some of its data
             out if the server asks for that
     public  inputs that everybody has, for methods that distil
+    privacy the bound and noise for all that this node sends, {"clip": 1.0, "noise": 4.0}, whatever its server says;
+            without, they are the server's (`privacy.where = "client"`), which then has to be trusted with them
 
     A node config says which client this is (`partition-id=0`), and may say which tier it can afford (`tier="1/4"`) or
     how many MiB it can spare for training (`memory=512`), and where it computes (`device="cuda"`).
     """
 
+    pinned = None if privacy is None else _own_privacy(privacy)
+
     def make_one(context: Context, terms: Terms) -> Client:
-        config = terms.config
+        config = terms.config if pinned is None else terms.config.model_copy(update={"privacy": pinned})
         own = OwnModel(model, config.seed)
         dtype = weights_dtype(own)
         everybodys = public_feed(own_public(public(), dtype), terms.preprocessing) if public else None
@@ -75,6 +83,14 @@ def named_client_app() -> ClientApp:
         return make_client(samples, federation.preprocessing, networks, config, public, federation.tests.of(number))
 
     return make_client_app(make_one)
+
+
+def _own_privacy(given: Mapping[str, Any]) -> PrivacyConfig:
+    """Return the noise that a node adds whatever its server says, from settings as in a config."""
+    found = parse({"privacy": {**given, "where": "client"}}, "client_app").privacy
+    if not found.active or not found.noise:
+        raise FedhmError("client_app: privacy needs a clip and a noise larger than 0")
+    return found
 
 
 def _device(context: Context, config: ResolvedConfig) -> str:

@@ -48,7 +48,7 @@ class LiveBar:
         self._progress.update(self._bar, completed=record.round)
         if record.metrics:
             values = (metrics[self._headline.name] for metrics in record.metrics.values())
-            self._progress.update(self._bar, metrics=self._headline.brief(*values))
+            self._progress.update(self._bar, metrics=self._headline.brief(*values) + _epsilon(record))
         if record.stopped:
             self._progress.console.print(f"stopped: {record.stopped}", markup=False, highlight=False)
 
@@ -80,10 +80,15 @@ class Lines:
         losses = (f"{tier} {traffic.loss:.3f}" for tier, traffic in sorted(record.traffic.items()))
         trained = f"training loss {'  '.join(losses)}" if record.traffic else "nobody trained"
         what = "  ".join(evaluated) if record.metrics else trained
-        line = f"round {record.round}/{self._rounds}  {what}  {sum(record.seconds.values()):.1f} s"
+        took = f"{sum(record.seconds.values()):.1f} s"
+        line = f"round {record.round}/{self._rounds}  {what}{_epsilon(record)}  {took}"
         self._console.print(line, markup=False)
         if record.stopped:
             self._console.print(f"stopped: {record.stopped}", markup=False)
+
+
+def _epsilon(record: Record) -> str:
+    return "" if record.epsilon is None else f"  ε {record.epsilon:.3g}"
 
 
 def progress(console: Console, headline: Metric) -> LiveBar | Lines:

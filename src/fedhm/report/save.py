@@ -12,6 +12,7 @@ def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write table and plots, and return their paths."""
     from fedhm.report.client_plot import save_client_plots  # matplotlib takes a second to import
     from fedhm.report.energy import save_collapse_plot
+    from fedhm.report.epsilon import save_epsilon_plot
     from fedhm.report.plots import save_plots
 
     write_atomically(folder / "report.md", markdown(runs))
@@ -19,4 +20,6 @@ def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     plots = [*save_plots(runs, folder), *save_client_plots(runs, folder)]
     if collapse := save_collapse_plot(runs, folder / "energy-beyond-rank.png"):
         plots.append(collapse)
+    if promised := save_epsilon_plot(runs, folder / "epsilon-by-round.png"):
+        plots.append(promised)
     return [folder / "report.md", folder / "report.csv", *plots]

@@ -57,10 +57,23 @@ def caption(runs: Sequence[Run]) -> str:
         if run.evaluated_at_clients:
             names = " and ".join(metric.name for metric in run.config.objective.metrics)
             text += f" {names}{whose}: on the clients' own test samples, all together."
-        text += _ending(run)
+        text += _promise(run) + _ending(run)
         if gathering := run.statistics_bytes():
             text += f" Gathering BatchNorm statistics{whose} adds {readable_bytes(gathering)} a client when evaluated."
     return text
+
+
+def _promise(run: Run) -> str:
+    """Return what a private run promises its clients, if it is one: docs/privacy.md says what that means."""
+    privacy, epsilon = run.config.privacy, run.records[-1].epsilon
+    if not privacy.active:
+        return ""
+    if epsilon is None:
+        return f" {run.name}: changes are bounded by {privacy.clip:g}, without noise, so nothing is promised."
+    return (
+        f" {run.name}: every client has ε = {epsilon:.3g} at δ = {privacy.delta:g} of differential privacy, by noise "
+        f"{privacy.noise:g} × {privacy.clip:g} at the {privacy.where}."
+    )
 
 
 def _ending(run: Run) -> str:
@@ -93,7 +106,8 @@ def as_csv(runs: Sequence[Run]) -> str:
     metrics = metric_names(runs)
     out = io.StringIO()
     writer = csv.writer(out)
-    writer.writerow([*WHICH, "parameters", "macs", "client_bytes_so_far", *metrics])
+    private = any(record.epsilon is not None for run in runs for record in run.records)
+    writer.writerow([*WHICH, "parameters", "macs", "client_bytes_so_far", *metrics, *(["epsilon"] if private else [])])
     for run in runs:
         for record in run.evaluated:
             for tier, of_tier in record.metrics.items():
@@ -102,5 +116,6 @@ def as_csv(runs: Sequence[Run]) -> str:
                 sent = run.bytes_per_client(tier)
                 so_far = "" if sent is None else record.round * sent
                 values = (of_tier.get(name, "") for name in metrics)
-                writer.writerow([*which, cost.parameters, cost.macs, so_far, *values])
+                stated = ["" if record.epsilon is None else record.epsilon] if private else []
+                writer.writerow([*which, cost.parameters, cost.macs, so_far, *values, *stated])
     return out.getvalue()

@@ -66,7 +66,7 @@ class Run:
     def statistics_bytes(self) -> float:
         """Return the measured bytes of BatchNorm statistics, both ways, per participant of an evaluated round."""
         gathered = sum(record.statistics.down + record.statistics.up for record in self.records)
-        return gathered / sum(len(record.participants) for record in self.evaluated)
+        return gathered / max(1, sum(len(record.participants) for record in self.evaluated))  # perhaps nobody took part
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

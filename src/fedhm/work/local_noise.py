@@ -28,8 +28,9 @@ class LocalNoise:
 
     def hidden(self, update: Update, task: Task, sent: Tensors, untrained: Set[str]) -> Update:
         """Return the update as it may be sent; what is not trained goes back as it came, and no loss is told."""
-        if update.kept:
-            raise ValueError("it keeps tensors with its server, which privacy.where = 'client' does not cover")
+        if update.kept or update.labels is not None:
+            what = "tensors that it keeps" if update.kept else "the labels that it holds (train.masked_loss)"
+            raise ValueError(f"it would send {what} without noise (privacy.where = 'client')")
         held = {name: sent[name] if name in untrained else tensor for name, tensor in update.tensors.items()}
         cut = within(held, sent, (), self.privacy.clip)
         secret = self.secret.value or secrets.token_bytes(32)
