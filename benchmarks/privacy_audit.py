@@ -41,6 +41,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+Pair = tuple[Tensor, Tensor]  # without the canary, and with it
+
+
 class Unbounded(Mechanism):
     """A mechanism that forgets to bound what clients send."""
 
@@ -102,7 +105,7 @@ def trial(experiment: Experiment, rounds: int, secret: bytes) -> Tensor:
     return torch.cat([(state.weights[name] - start.weights[name]).double().flatten() for name in sorted(state.weights)])
 
 
-def scores(method: str, noise: float, participation: float, rounds: int, trials: int, broken: str) -> list[Tensor]:
+def scores(method: str, noise: float, participation: float, rounds: int, trials: int, broken: str) -> Pair:
     """Return how far the model moved towards the canary in runs without it and in runs with it."""
     experiment, answers = small_experiment(method, 0.0, 1.0, broken="")  # without noise, this is its direction
     answers.present = True
@@ -114,7 +117,7 @@ def scores(method: str, noise: float, participation: float, rounds: int, trials:
         answers.present = present
         secrets = (hashlib.sha256(f"{present} {number}".encode()).digest() for number in range(trials))
         found.append(torch.stack([trial(experiment, rounds, secret) @ towards for secret in secrets]))
-    return found
+    return found[0], found[1]
 
 
 def epsilon_at_least(without: Tensor, with_it: Tensor, delta: float) -> float:
