@@ -12,8 +12,10 @@ import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.config.reading import parse
+from fedhm.config.training import ServerConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
+from fedhm.privacy.check import check_privacy
 
 SERVER_ONLY = {"clip": 1.0, "noise": 1.0, "where": "server"}
 LOCAL = {"clip": 1.0, "noise": 1.0, "where": "client"}
@@ -55,6 +57,15 @@ def test_means_without_a_bound(method: dict[str, object], said: str) -> None:
 def test_settings_that_go_around_the_noise(sections: dict[str, Any], said: str) -> None:
     for privacy in (SERVER_ONLY, LOCAL):
         assert said in refusal(**sections, privacy=privacy)
+
+
+def test_rules_that_look_at_all_clients() -> None:
+    class Guarded(ServerConfig):
+        robust: str = "median"
+
+    config = private_config().resolved().model_copy(update={"server": Guarded()})
+    with pytest.raises(FedhmError, match=r"server\.robust = 'median' judges an update by those of other clients"):
+        check_privacy(config, normal_federation(), normalised=False, tests=False)
 
 
 def test_statistics_in_the_clear() -> None:

@@ -24,6 +24,9 @@ def _of_all(config: ResolvedConfig, federation: Federation, normalised: bool) ->
     train, stop = config.train, config.stop
     if config.privacy.at_server and config.method.unbounded:
         yield config.method.unbounded
+    robust = getattr(config.server, "robust", "none")
+    if config.privacy.at_server and robust != "none":  # so one client could change what becomes of all
+        yield f"server.robust = '{robust}' judges an update by those of other clients: set it to 'none'"
     if train.masked_loss and config.objective.has_labels:
         yield "train.masked_loss = true averages a label's row over the clients that hold the label: set it to false"
     if normalised and config.evaluation.static_from != "never":
