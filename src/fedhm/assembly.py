@@ -151,9 +151,10 @@ def _privacy(
 ) -> Mechanism | None:
     if not config.privacy.active:
         return None
-    normalised = any(intake.running_names(tier) for tier in method.tiers)
-    check_privacy(config, federation, normalised=normalised, tests=tests)
-    fixed = frozenset[str]().union(*(intake.fixed_names(tier) for tier in method.tiers))
+    running = frozenset[str]().union(*(intake.running_names(tier) for tier in method.tiers))
+    frozen = config.train.frozen_statistics
+    check_privacy(config, federation, normalised=bool(running) and not frozen, tests=tests)
+    fixed = (running if frozen else frozenset()).union(*(intake.fixed_names(tier) for tier in method.tiers))
     return Mechanism(config, method, federation.size, fixed, secret)
 
 

@@ -165,6 +165,21 @@ def test_running_variances_stay_such() -> None:
     assert (after.weights["1.running_mean"] != state.weights["1.running_mean"]).all()
 
 
+def test_statistics_that_stay_get_no_noise_and_cannot_be_changed() -> None:
+    train = {"masked_loss": False, "max_change": 0, "frozen_statistics": True}
+    config = private_config(method={"name": "fedavg"}, train=train)
+    answers = ByHand(lambda task: {name: tensor + 1 for name, tensor in task.tensors.items()})
+    experiment = assemble(small_model(), normal_federation(), config, answers)
+    assert experiment.privacy is not None
+    experiment.privacy.secret.value = b"s" * 32
+    state = experiment.method.start(experiment.initial)
+    record = Record(1)
+    after, _ = experiment._next_state(state, Moments(), record)
+    assert not record.dropped
+    for name, tensor in after.weights.items():
+        assert torch.equal(tensor, state.weights[name]) == ("running" in name)
+
+
 def test_secret_numbers_are_those_of_their_distributions() -> None:
     uniform = torch.from_numpy(secret_uniforms(b"x" * 32, 20_000, "test"))
     assert 0 <= uniform.min() < 0.001

@@ -70,6 +70,14 @@ def test_every_number_that_is_trained_gets_noise() -> None:
     assert noisy.tensors["1.running_var"].min() >= 0
 
 
+def test_statistics_that_stay_are_sent_back_as_they_came() -> None:
+    sent = task(network())
+    update = client(network(), 5.0, frozen_statistics=True).run(sent)
+    running = [name for name in sent.tensors if "running" in name]
+    assert running
+    assert all(torch.equal(update.tensors[name], sent.tensors[name]) for name in running)
+
+
 def test_the_loss_is_not_told() -> None:
     assert client(network(), 1.0).run(task(network())).loss == 0
 

@@ -11,7 +11,7 @@ from fedhm.privacy.accountant import check_accountant
 def check_privacy(config: ResolvedConfig, federation: Federation, *, normalised: bool, tests: bool) -> None:
     """Refuse settings under which a client's data goes a way around the noise.
 
-    normalised  some network stores BatchNorm statistics
+    normalised  some network stores BatchNorm statistics that follow the data
     tests       there are clients that evaluate models on samples of theirs
     """
     if problems := [*_of_all(config, federation, normalised), *_of_clients(config, tests)]:
@@ -32,7 +32,7 @@ def _of_all(config: ResolvedConfig, federation: Federation, normalised: bool) ->
     if normalised and config.evaluation.static_from != "never":
         yield (
             "BatchNorm statistics are gathered at clients without noise: set evaluation.static_from = 'never', so that "
-            "running averages are part of the bounded change, or use a model without BatchNorm"
+            "running averages are part of the bounded change, or train.frozen_statistics = true"
         )
     if train.on_bad_update == "stop":
         yield "train.on_bad_update = 'stop' lets one client's update decide whether the run goes on: set it to 'drop'"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from functools import partial
 
+from torch import nn
+
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import find, make
 from fedhm.config.training import TrainConfig
@@ -55,10 +57,14 @@ class Client:
         if self.noise and not work.returns_network:
             raise ValueError("it sends only networks that it has added noise to (privacy.where = 'client')")
         with self.networks.loaded(task.network, work.loaded(task)) as ready:
-            alone = untrained(ready.network) - running_names(ready.network) if self.noise else frozenset()
+            alone = self._left_alone(ready.network) if self.noise else frozenset()
             answer = work.run(self, task, ready)
         update = Update(
             task.kind, task.round, task.client, task.tier, task.network, answer.tensors,
             len(used), answer.labels, answer.loss, position, answer.kept,
         )  # fmt: skip
         return self.noise.hidden(update, task, work.loaded(task), alone) if self.noise else update
+
+    def _left_alone(self, network: nn.Module) -> frozenset[str]:
+        """Return what travels of a network, but follows neither from training nor from the client's samples."""
+        return untrained(network) - (set() if self.train.frozen_statistics else running_names(network))
