@@ -6,6 +6,7 @@ from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -19,6 +20,7 @@ class GarbledError(Exception):
 class LoopbackNode:
     app: ClientApp
     config: dict[str, bool | int | float | str]
+    key: bytes = b""  # its public key, as Flower's node authentication has it
     silent: bool = False  # it answers nothing any more, but Flower has not noticed yet
 
 
@@ -33,6 +35,9 @@ class Loopback(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [NodeInfo(node_id=node_id, public_key=node.key) for node_id, node in self.nodes.items()]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from faulty import task
 
 from fedhm.assembly import assemble
@@ -20,8 +21,9 @@ from fedhm.config.reading import load_config, parse, parse_flat
 from fedhm.data.federation import gathered
 from fedhm.engines.engine import Engine
 from fedhm.flower.models import OwnModel
+from fedhm.flower.nodes import fingerprint
 from fedhm.flower.processes.connection import ask, status, submit
-from fedhm.flower.processes.fleet_folder import connection_of
+from fedhm.flower.processes.fleet_folder import FleetFolder, connection_of
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records
@@ -64,6 +66,8 @@ def test_a_server_that_is_killed_resumes_on_the_same_supernodes(up: Up, tmp_path
     expected = f"fedhm: the run's server process died; 'fedhm resume {out}' resumes from the last complete round\n"
     assert said == expected
 
+    kept = json.loads((out / "nodes.json").read_text())
+    assert kept == {str(client): fingerprint(public_key(up, client)) for client in range(2)}
     nodes = supernodes(up)
     assert main(["resume", str(out)]) == 0
     assert supernodes(up) == nodes  # the same ones, still connected
@@ -137,6 +141,12 @@ class Failing:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def public_key(up: Up, client: int) -> bytes:
+    """As Flower hands it around."""
+    key = load_ssh_public_key(Path(f"{FleetFolder(up.folder).key(client)}.pub").read_bytes())
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def command_line(pid: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from flwr.app import Context, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 
 from fedhm.config.reading import load_config
 from fedhm.errors import FedhmError
@@ -58,7 +59,7 @@ def test_a_process_that_died_is_why_a_run_does_not_begin(tmp_path: Path) -> None
 class Unreachable(Loopback):
     """The grid of a SuperLink that was killed."""
 
-    def get_node_ids(self) -> list[int]:
+    def get_nodes(self) -> list[NodeInfo]:
         raise httpx.ConnectError("refused \x1b[2J")
 
 

@@ -30,11 +30,12 @@ def run_on_flower(config: Config, out: Path, watcher: Watcher, say: Callable[[st
     check_installed()
     with TemporaryDirectory(prefix="fedhm-") as scratch, _superlink(config, Path(scratch), say) as connection:
         news = Path(scratch) / "status.json"
-        settings = {
+        settings: dict[str, str | int | float | bool] = {
             "config": config.to_toml(),
             "out": str(out.absolute()),
             "status": str(news),
             "umask": oct(current_umask()),
+            "node-keys": connection.encrypted,
         }
         simulated = "" if config.engine.superlink else _simulation(config)
         say("submitting the run to Flower …")

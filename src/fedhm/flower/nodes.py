@@ -1,10 +1,14 @@
 """Which of Flower's nodes is which client. Their ids say nothing of it, so nodes are asked."""
 
+import hashlib
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
@@ -13,6 +17,7 @@ from fedhm.errors import FedhmError
 from fedhm.flower.mail import BY_THE_APP, UnreadableError, describe, pull, push
 from fedhm.flower.wire import NOTE
 from fedhm.machine.printable import printable
+from fedhm.runs.identities import Identities
 
 ANSWER_WITHIN = 120.0  # seconds that a node has to say who it is, before it is asked again
 PAUSE = 0.5  # seconds between two looks, while one waits for nodes
@@ -49,21 +54,43 @@ class Node:
         return node
 
 
+def fingerprint(public_key: bytes) -> str:
+    """Return the fingerprint of a node's key, as `ssh-keygen -l` shows it; empty for simulated nodes, which have none.
+
+    In place of a key they have random bytes.
+    """
+    try:
+        line = load_pem_public_key(public_key).public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    except (ValueError, UnsupportedAlgorithm):
+        return ""
+    return "SHA256:" + b64encode(hashlib.sha256(b64decode(line.split()[1])).digest()).decode().rstrip("=")
+
+
 class Roster:
     """Clients and the nodes behind them. Nobody waits for a node that does not answer, except at the start.
 
-    Of several nodes that call themselves the same client, the first counts for as long as it is connected: Flower takes
-    a SuperNode that was killed for connected for another minute, in which the one that was started in its place waits.
-    With the same key it would be refused, and exit.
+    A client's number belongs to the key of the node that was the first to claim it (`identities`); the SuperLink says
+    which key a node has, and has seen it sign. Where nodes have no keys that last, `identities` is None, and of several
+    that call themselves the same client the first counts for as long as it is connected: Flower takes a SuperNode that
+    was killed for connected for another minute, in which the one that was started in its place waits.
     """
 
-    def __init__(self, grid: Grid, clients: int, greeting: RecordDict, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        clients: int,
+        greeting: RecordDict,
+        say: Callable[[str], None],
+        identities: Identities | None = None,
+    ) -> None:
         self._grid, self._clients, self._greeting, self._say = grid, clients, greeting, say
+        self._identities, self._keys = identities, dict[int, str]()  # by node id
+        self._too_much: Callable[[Node], str] = lambda _: ""
         self._known: dict[int, Node | None] = {}  # by node id, in the order of their answers; None: of no use
         self._questions: dict[int, tuple[str, float]] = {}  # by node id: the message, and until when it counts
         self._ids: dict[int, int] = {}  # client → node id
         self._left_out: dict[int, str] = {}  # clients that take no part, and why
-        self._refused = ""  # why a node is of no use, the last time
+        self._refusals: list[str] = []  # why nodes are of no use; each is said once, however often a node comes back
 
     def __getitem__(self, client: int) -> int | None:
         """Return the node of a client, if it is connected and takes part."""
@@ -81,12 +108,17 @@ class Roster:
         for client, reason in clients.items():
             self._say(f"client {client} takes no part: {reason}")
 
+    def hold_to(self, too_much: Callable[[Node], str]) -> None:
+        """From now on leave out nodes that claim what `too_much` objects to."""
+        self._too_much = too_much
+
     def introduced(self) -> dict[int, Node]:
         return {client: node for client in self._ids if (node := self._known[self._ids[client]])}
 
     def refresh(self) -> None:
         """See which nodes are connected, ask the new ones who they are, and read the answers that have come so far."""
-        present = set(self._grid.get_node_ids())
+        self._keys = {info.node_id: fingerprint(info.public_key) for info in self._grid.get_nodes()}
+        present = set(self._keys)
         # Who comes back may have other data, or be another client: it is asked again.
         self._known = {node_id: node for node_id, node in self._known.items() if node_id in present}
         now = time.monotonic()
@@ -117,7 +149,7 @@ class Roster:
             listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
             raise FedhmError(
                 f"{len(missing)} of {self._clients} clients did not connect within {patience:g} s (engine.patience): "
-                f"no SuperNode has partition-id {listed}" + (f"; {self._refused}" if self._refused else "")
+                f"no SuperNode has partition-id {listed}" + (f"; {self._refusals[-1]}" if self._refusals else "")
             )
 
     def _ask(self, nodes: list[int]) -> None:
@@ -149,9 +181,14 @@ class Roster:
             node = Node.read(reply.content)
             if not 0 <= node.client < self._clients:
                 raise ValueError(f"it calls itself client {node.client}, but there are {self._clients}, from 0")
+            if self._identities is not None and (key := self._keys[node_id]):
+                self._identities.claim(node.client, key)
+        except OSError:  # of the run's folder
+            raise
         except Exception as error:  # whatever a node may have answered
             self._refuse(node_id, str(error))
             return None
+        node = replace(node, problem=node.problem or self._too_much(node))
         if node.problem:
             self._say(f"client {node.client} takes no part: {printable(node.problem)}")
         if any(other is not None and other.client == node.client for other in self._known.values()):
@@ -159,5 +196,7 @@ class Roster:
         return node
 
     def _refuse(self, node_id: int, reason: str) -> None:
-        self._refused = f"node {node_id} is not used: {printable(reason)}"
-        self._say(self._refused)
+        sentence = f"node {node_id} is not used: {printable(reason)}"
+        if sentence not in self._refusals:
+            self._refusals.append(sentence)
+            self._say(sentence)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import Model, NamedModel, OwnModel, weights_dtype
 from fedhm.flower.nodes import Roster
 from fedhm.flower.status import StatusFile
-from fedhm.flower.tiers import chosen_tiers
+from fedhm.flower.tiers import chosen_tiers, too_much
 from fedhm.flower.wire import Terms, greeting
 from fedhm.machine.printable import printable
 from fedhm.report.progress import progress
 from fedhm.run import as_begun, report_on
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.identities import Identities
 from fedhm.server.record import Watcher
+from fedhm.server.sampling import check_assignment
 
 # Makes the federation from the number of samples at each client
 MakeFederation = Callable[[tuple[int, ...]], Federation]
@@ -64,7 +67,8 @@ def server_app(
                 these
 
     Settings are the app's run config, by dotted keys: `train.rounds = 20`. With `out`, the path of a folder, the run
-    leaves there what `fedhm run` leaves, and resumes an unfinished run that it finds there.
+    leaves there what `fedhm run` leaves, and resumes an unfinished run that it finds there. A client's number belongs
+    to its SuperNode's key; `node-keys = false` is for SuperNodes that are started without one.
     """
 
     def serve(grid: Grid, context: Context) -> None:
@@ -83,9 +87,10 @@ def server_app(
             share = default_share(test is not None) if client_test is None else check_share(client_test)
             return replace(there, tests=ClientTests(share=share))
 
-        out = str(context.run_config.get("out", ""))
+        said = context.run_config
+        out, keys = str(said.get("out", "")), said.get("node-keys", True) is not False
         with progress(Console(), config.objective.headline) as bar:
-            run_on(grid, config, own, federation, Path(out) if out else None, [bar])
+            run_on(grid, config, own, federation, Path(out) if out else None, [bar], node_keys=keys)
 
     return make_server_app(serve)
 
@@ -101,7 +106,9 @@ def named_server_app() -> ServerApp:
         )  # Flower's files are their owner's only, but the run's are as a user wishes
         try:
             config = parse_resolved(str(said["config"]), "the run's config")
-            run_named(grid, config, Path(str(said["out"])), [status], status.said)
+            run_named(
+                grid, config, Path(str(said["out"])), [status], status.said, said.get("node-keys", True) is not False
+            )
         except FedhmError as error:
             status.ended(str(error))
             raise
@@ -117,11 +124,16 @@ def named_server_app() -> ServerApp:
 
 
 def run_named(
-    grid: Grid, config: ResolvedConfig, out: Path, watchers: Sequence[Watcher], say: Callable[[str], None] = print
+    grid: Grid,
+    config: ResolvedConfig,
+    out: Path,
+    watchers: Sequence[Watcher],
+    say: Callable[[str], None] = print,
+    node_keys: bool = True,
 ) -> None:
     federation = read_federation(config)
     named = NamedModel(config, federation.input_shape, federation.classes)
-    run_on(grid, config, named, lambda _: federation, out, watchers, say)
+    run_on(grid, config, named, lambda _: federation, out, watchers, say, node_keys)
 
 
 def run_on(
@@ -132,6 +144,7 @@ def run_on(
     out: Path | None,
     watchers: Sequence[Watcher],
     say: Callable[[str], None] = print,
+    node_keys: bool = True,
 ) -> None:
     """Wait for the clients, then run the rounds that are left."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"name": "flower"})})
@@ -143,7 +156,11 @@ def run_on(
         batch, _ = next(Feed(bare.example, bare.preprocessing).ordered(1))
         # what is wrong with the method or model is said before anyone waits
         method = design(settings, model.build(), batch, bare.classes, bare.public_feed()).method
-        roster = Roster(grid, clients, greeting(_terms(settings, bare)), say)
+        check_assignment(settings.federation, clients, method.tiers, method.levels)
+        identities = Identities.read(folder.path) if folder else Identities()
+        roster = Roster(grid, clients, greeting(_terms(settings, bare)), say, identities if node_keys else None)
+        if folder or settings.federation.assignment:
+            roster.hold_to(partial(too_much, settings, method))
         if folder:
             roster.wait(clients, settings.engine.patience)  # who is missing may come back later
         else:
@@ -152,7 +169,10 @@ def run_on(
             roster.leave_out(tiers.refused)
             changed = settings.federation.model_copy(update={"assignment": tiers.assignment})
             settings = settings.model_copy(update={"federation": changed})
-            folder = stack.enter_context(RunFolder.create(out, settings)) if out else None
+            roster.hold_to(partial(too_much, settings, method))
+            if out:
+                folder = stack.enter_context(RunFolder.create(out, settings))
+                identities.keep_in(out)
         known = roster.introduced()
         federation = make_federation(tuple(known[c].samples if c in known else 0 for c in range(clients)))
         if federation.remote:

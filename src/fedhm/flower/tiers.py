@@ -46,6 +46,24 @@ def chosen_tiers(config: Config, method: AnyMethod, batch: Tensor, nodes: Mappin
     return Tiers(tuple(assignment), refused)
 
 
+def too_much(config: Config, method: AnyMethod, node: Node) -> str:
+    """Return why a client may not have the tier that it names: it was given a smaller one. Empty if it may.
+
+    Given by the server's settings, by what it said when the run began, or by its number. What it can spare names no
+    tier: it was measured when the run began.
+    """
+    if not node.tier or config.federation.heterogeneity == "dynamic":
+        return ""
+    order = tuple(dict.fromkeys([*method.levels, *method.tiers]))  # largest first
+    if node.tier not in order:
+        return _why(node, method, {}, config.train.batch)
+    by_number = method.levels[fixed_level(node.client, len(method.levels))]
+    given = config.federation.assignment[node.client] if config.federation.assignment else by_number
+    if order.index(node.tier) >= order.index(given):
+        return ""
+    return f"it asks for tier {node.tier}, but was given {given}, which is smaller"
+
+
 def _why(node: Node, method: AnyMethod, memory: Mapping[str, int], batch: int) -> str:
     if node.tier:
         return f"it asks for tier '{printable(node.tier)}', known are {', '.join(method.tiers)}"

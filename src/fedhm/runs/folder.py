@@ -14,7 +14,7 @@ from fedhm.machine.files import check_name, write_atomically
 from fedhm.machine.locks import take_lock
 from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
-from fedhm.runs import secret
+from fedhm.runs import identities, secret
 from fedhm.runs.begun import Begun, note_resumed, read_begun, write_begun
 from fedhm.runs.checkpoint import (
     Checkpoint,
@@ -147,7 +147,7 @@ class RunFolder:
     def remove_if_nothing_was_done(self) -> None:
         """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
-            for name in ("config.toml", "records.jsonl", "tiers.json", "data.json", secret.FILE):
+            for name in ("config.toml", "records.jsonl", "tiers.json", "data.json", secret.FILE, identities.FILE):
                 (self.path / name).unlink(missing_ok=True)
             if [entry.name for entry in self.path.iterdir()] == [LOCK]:
                 with suppress(OSError):  # Windows removes no open file, and a folder that holds the lock alone is free

@@ -28,6 +28,15 @@ class Connection:
     name: str
     processes: tuple[Process, ...] = field(default=(), compare=False)  # of the SuperLink, where they are this process's
 
+    @property
+    def encrypted(self) -> bool:
+        """Tell whether it is by TLS. Without, Flower registers no keys: a SuperNode makes up one at each start."""
+        try:
+            table = tomllib.loads((self.home / "config.toml").read_text())
+            return not table["superlink"][self.name].get("insecure")
+        except (OSError, ValueError, KeyError, AttributeError):
+            return True  # Flower's own command will say what is wrong
+
     def check(self) -> None:
         """Raise if one of the SuperLink's processes ended: no run would start any more."""
         for process in self.processes:
