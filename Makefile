@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # many processes import the library: where this is set, each of them would compile it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick lint format peers clean
+.PHONY: demo test quick lint format peers nginx clean
 
 demo: .venv/demo-installed
 	$(BIN)/fedhm run digits
@@ -32,8 +32,11 @@ format: .venv/dev-installed
 # pfl-research and Flower, for benchmarks/engine.py only
 peers: .venv-peers/installed
 
+# the proxy of examples/flower-proxy is tested with Debian's nginx; it is only unpacked, so that no service is started
+nginx: .nginx/usr/sbin/nginx
+
 clean:
-	rm -rf .venv .venv-peers runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-peers .nginx runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -52,4 +55,10 @@ clean:
 .venv-peers/installed: benchmarks/peers/requirements.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+.nginx/usr/sbin/nginx:
+	mkdir -p .nginx
+	cd .nginx && { apt-get download --quiet nginx || { apt-get update --quiet && apt-get download --quiet nginx; }; }
+	dpkg-deb --extract .nginx/nginx_*.deb .nginx
 	@touch $@

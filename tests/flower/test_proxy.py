@@ -1,0 +1,139 @@
+"""The proxy of examples/flower-proxy, a real nginx before a real SuperLink: nodes get in, and get at nothing else."""
+
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copy, which
+
+import httpx
+import pytest
+from asking_app import an_app, answered
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+
+from fedhm.flower.processes.certificates import ensure_certificates, ensure_client_key
+from fedhm.flower.processes.connection import Connection, ask, submit, write_connection
+from fedhm.flower.processes.private import private_files
+from fedhm.flower.processes.process import Process, ended_afterwards, free_ports
+from fedhm.flower.processes.superlink import superlink_command, supernode_command
+from flower_up import wait_until
+
+ROOT = Path(__file__).parent.parent.parent
+NGINX = which("nginx") or which("nginx", path=f"/usr/sbin:{ROOT}/.nginx/usr/sbin")  # `make nginx` unpacks the latter
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(NGINX is None, reason="nginx is not installed; on Debian `make nginx` brings it for the tests"),
+]
+PROTOBUF = {"Content-Type": "application/protobuf"}
+
+
+@dataclass
+class Doors:
+    connection: Connection  # to the SuperLink itself
+    superlink: int  # ports
+    fleet: int
+    control: int
+    folder: Path
+
+    def post(self, port: int, path: str, content: bytes = b"", certificate: bool = False) -> httpx.Response:
+        trust = ssl.create_default_context(cafile=self.folder / "ca.crt")
+        if certificate:
+            trust.load_cert_chain(self.folder / "admin.pem", self.folder / "admin.key")
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trust, trust_env=False) as client:
+            # a raw path: httpx itself would take out what leads elsewhere
+            url = httpx.URL(f"https://127.0.0.1:{port}").copy_with(raw_path=path.encode())
+            return client.send(client.build_request("POST", url, headers=PROTOBUF, content=content))
+
+
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
+    folder = tmp_path_factory.mktemp("proxy")
+    fleet, control, superlink = ports = free_ports(3)
+    with private_files():
+        ensure_certificates(folder)
+    make_admin(folder)
+    text = (ROOT / "examples" / "flower-proxy" / "nginx.conf").read_text().replace("server.example", "localhost")
+    for shipped, free in zip(("listen 8000 ", "listen 8001 ", "127.0.0.1:9000"), ports, strict=True):
+        assert text.count(shipped) == 1
+        text = text.replace(shipped, f"127.0.0.1:{free}" if ":" in shipped else f"listen 127.0.0.1:{free} ")
+    (folder / "nginx.conf").write_text(text)
+    (folder / "temp").mkdir()
+    connection = Connection(folder / "flower", "ours")
+    write_connection(connection, superlink, folder / "ca.crt")
+    commands = {
+        "superlink": superlink_command(superlink, folder, ["--database", str(folder / "state.db")]),
+        "nginx": [str(NGINX), "-p", str(folder), "-c", str(folder / "nginx.conf"), "-g", "daemon off;"],
+    }
+    with ExitStack() as stack:
+        for (name, command), port in zip(commands.items(), (superlink, fleet), strict=True):
+            process = Process(name, command, connection.home, folder / f"{name}.log")
+            stack.enter_context(ended_afterwards(process)).wait_for_port(port)
+        yield Doors(connection, superlink, fleet, control, folder)
+
+
+def make_admin(folder: Path) -> None:
+    """An authority of certificates for administrators, and one of them."""
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-384", "-nodes", "-days", "1"]
+    ca = ["-x509", "-subj", "/CN=admins", "-keyout", "admins.key", "-out", "admins.crt"]
+    own = ["-subj", "/CN=admin", "-keyout", "admin.key", "-out", "admin.csr"]
+    sign = ["-req", "-in", "admin.csr", "-CA", "admins.crt", "-CAkey", "admins.key", "-CAcreateserial"]
+    for command in (["req", *curve, *ca], ["req", *curve, *own], ["x509", *sign, "-out", "admin.pem"]):
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/control/start-run",
+        "/v1/control/register-node",
+        "/v1/runtime/get-nodes",
+        "/v1/fleet/../control/start-run",
+        "/v1/fleet/%2e%2e/control/start-run",
+        "/v1/fleet/..%2fcontrol%2fstart-run",
+        "/v1/fleet/%252e%252e/control/start-run",
+        "//v1//control//start-run",
+        "/v1/fleet/",
+        "/openapi.json",
+        "/",
+    ],
+)
+def test_nodes_reach_the_fleet_api_only(doors: Doors, path: str) -> None:
+    assert doors.post(doors.fleet, path).status_code == 403
+
+
+def test_it_is_the_proxy_that_refuses(doors: Doors) -> None:
+    """The SuperLink itself takes a control request from whoever reaches it; and a signature is asked for by Flower."""
+    assert doors.post(doors.superlink, "/v1/control/list-nodes").status_code == 200
+    assert doors.post(doors.fleet, "/v1/fleet/pull-messages").status_code == 401
+
+
+def test_a_piece_of_a_large_object_fits(doors: Doors) -> None:
+    assert doors.post(doors.fleet, "/v1/fleet/push-object", bytes(FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)).status_code != 413
+    assert doors.post(doors.fleet, "/v1/fleet/push-object", bytes(9 << 20)).status_code == 413
+
+
+def test_the_control_api_asks_for_a_certificate(doors: Doors, tmp_path: Path) -> None:
+    assert doors.post(doors.control, "/v1/control/list-nodes", certificate=True).status_code == 200
+    assert doors.post(doors.control, "/v1/fleet/pull-messages", certificate=True).status_code == 403
+    assert doors.post(doors.control, "/v1/control/list-nodes").status_code == 400
+    make_admin(tmp_path)  # of another authority
+    copy(doors.folder / "ca.crt", tmp_path)
+    stranger = Doors(doors.connection, doors.superlink, doors.fleet, doors.control, tmp_path)
+    assert stranger.post(doors.control, "/v1/control/list-nodes", certificate=True).status_code == 400
+
+
+def test_a_supernode_behind_the_proxy_does_its_work(doors: Doors, tmp_path: Path) -> None:
+    key, (port,) = tmp_path / "client-0", free_ports(1)
+    ensure_client_key(key)
+    ask(doors.connection, "supernode", "register", f"{key}.pub")
+    command = supernode_command(f"127.0.0.1:{doors.fleet}", doors.folder / "ca.crt", key, port, "partition-id=0 x=3")
+    node = Process("SuperNode", command, tmp_path / "flower", tmp_path / "node.log")
+    with ended_afterwards(node):
+        given = {"nodes": 1, "answers": str(tmp_path / "answers.json")}
+        submit(doors.connection, an_app(tmp_path / "app"), given)
+        _, nodes = answered(tmp_path / "answers.json")
+        assert nodes == [{"partition-id": 0, "x": 3}]
+    wait_until(lambda: ask(doors.connection, "supernode", "list")["nodes"][0]["status"] == "offline", 60)
