@@ -181,12 +181,12 @@ class Roster:
             node = Node.read(reply.content)
             if not 0 <= node.client < self._clients:
                 raise ValueError(f"it calls itself client {node.client}, but there are {self._clients}, from 0")
-            if self._identities is not None and (key := self._keys[node_id]):
-                self._identities.claim(node.client, key)
-        except OSError:  # of the run's folder
-            raise
         except Exception as error:  # whatever a node may have answered
             self._refuse(node_id, str(error))
+            return None
+        key = self._keys[node_id]
+        if self._identities is not None and key and (objection := self._identities.claim(node.client, key)):
+            self._refuse(node_id, objection)
             return None
         node = replace(node, problem=node.problem or self._too_much(node))
         if node.problem:

@@ -48,19 +48,18 @@ class Identities:
         self._folder = folder
         self._write()
 
-    def claim(self, client: int, key: str) -> None:
-        """Give a client's number to a key, unless it has it already; raise ValueError if one of them is taken."""
+    def claim(self, client: int, key: str) -> str:
+        """Give a client's number to a key, unless it has it already; return why not, if one of them is taken."""
         owner = self._keys.get(client, key)
         if owner != key:
-            raise ValueError(
-                f"it calls itself client {client}, which is the one with the key {owner}; its own is {key}"
-            )
+            return f"it calls itself client {client}, which is the one with the key {owner}; its own is {key}"
         for other, taken in self._keys.items():
             if taken == key and other != client:
-                raise ValueError(f"it calls itself client {client}, but its key {key} is that of client {other}")
+                return f"it calls itself client {client}, but its key {key} is that of client {other}"
         if client not in self._keys:
             self._keys[client] = key
             self._write()
+        return ""
 
     def _write(self) -> None:
         if self._folder is not None and self._keys:
