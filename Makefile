@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # many processes import the library: where this is set, each of them would compile it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick lint format peers nginx clean
+.PHONY: demo test quick lint format torture peers nginx clean
 
 demo: .venv/demo-installed
 	$(BIN)/fedhm run digits
@@ -28,6 +28,12 @@ lint: .venv/dev-installed
 format: .venv/dev-installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# kills and damages real runs at random moments; make torture MINUTES=60 SEED=7 for more, and other ones
+MINUTES ?= 5
+SEED ?= 0
+torture: .venv/dev-installed
+	PYTHONPATH=tests $(BIN)/python -m torture --minutes $(MINUTES) --seed $(SEED)
 
 # pfl-research and Flower, for benchmarks/engine.py only
 peers: .venv-peers/installed

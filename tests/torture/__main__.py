@@ -1,0 +1,36 @@
+"""Runs are hit until the time is over; the table tells what was lost, and so does the exit code."""
+
+import argparse
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torture.deployment import torture_deployment
+from torture.locally import torture_local_runs
+from torture.tally import Tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="torture", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")
+    parser.add_argument("--minutes", type=float, default=5.0, help="about how long; each fault comes once at least")
+    parser.add_argument("--without-flower", action="store_true", help="local runs only")
+    options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # either way nothing is left running, also in a shell's background
+        signal.signal(number, signal.default_int_handler)
+    rng, tally = random.Random(options.seed), Tally(lambda line: print(line, flush=True))
+    began, seconds = time.monotonic(), 60 * options.minutes
+    with TemporaryDirectory(prefix="fedhm-torture-") as scratch:
+        local = seconds if options.without_flower else seconds / 2
+        torture_local_runs(Path(scratch), rng, tally, began + local)
+        if not options.without_flower:
+            torture_deployment(Path(scratch), rng, tally, began + seconds)
+    print(f"\n{tally.table()}\n\nseed {options.seed}, {(time.monotonic() - began) / 60:.1f} minutes")
+    return 1 if tally.lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
