@@ -14,6 +14,7 @@ from torch import nn
 from fedhm.config.objective import Metrics
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed
+from fedhm.defence.norms import History
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmWarning
 from fedhm.measure.cost import Cost
@@ -29,7 +30,8 @@ from fedhm.server.client_evaluation import evaluate_at_clients
 from fedhm.server.client_metrics import ClientMetrics
 from fedhm.server.flatten import check_state
 from fedhm.server.gather import gather_statistics
-from fedhm.server.intake import Intake, TooFewUpdatesError
+from fedhm.server.guard import guard_of
+from fedhm.server.intake import Guard, Intake, TooFewUpdatesError
 from fedhm.server.optimizer import Moments, ServerOptimizer
 from fedhm.server.record import Record, Watcher
 from fedhm.server.sampling import drawings, evaluators, with_a_network
@@ -97,13 +99,18 @@ class Experiment:
         rounds, every = self.config.train.rounds, self.config.evaluation.every
         run = self.fingerprint(folder.begun.stated) if folder else ""
         (state, moments), records = self._begin(folder, run)
+        history = History(self.config.train.learning_rate)
+        for known in records:
+            history.add(known.round, known.norms)
         networks: dict[str, nn.Module] = {}
         best: dict[str, nn.Module] = {}
         for number in range(len(records) + 1, rounds + 1):
             if records and records[-1].stopped:
                 break
             record = Record(number)
-            state, moments = self._next_state(state, moments, record)
+            guard = guard_of(self.config.server, self.intake.layout, history, record)
+            state, moments = self._next_state(state, moments, record, guard)
+            history.add(number, record.norms)
             if number == 1:
                 check_state(state, self.method.state_type)  # parts that were empty at the start are there now
             record.diagnostics = state.diagnostics
@@ -160,7 +167,9 @@ class Experiment:
         check_state(state, self.method.state_type)
         return (state, Moments()), records
 
-    def _next_state(self, state: Any, moments: Moments, record: Record) -> tuple[Any, Moments]:
+    def _next_state(
+        self, state: Any, moments: Moments, record: Record, guard: Guard | None = None
+    ) -> tuple[Any, Moments]:
         """Return the state after a round, which is tried again with other clients if too few updates can be used."""
         federation = self.config.federation
         least = 0 if self.privacy else federation.min_updates  # a private round counts, whoever took part
@@ -169,7 +178,7 @@ class Experiment:
             try:
                 with record.phase("merge"):
                     tasks = list(self.method.tasks(state, chosen, record.round))
-                    updates = self.intake.updates(self.engine.run, tasks, record, least=least)
+                    updates = self.intake.updates(self.engine.run, tasks, record, least, guard)
                     merged, changed = self._merged(state, record.timed("train", updates), tasks, record)
                     if self.optimizer.steps and changed:
                         merged, moments = self.optimizer.step(state, merged, moments)

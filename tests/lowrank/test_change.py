@@ -103,3 +103,17 @@ def test_a_change_too_long_to_be_computed_is_not_a_short_one() -> None:
     whole = change({name: tensor * 1e200 for name, tensor in sent.items()}, sent, LAYERS)
     assert not whole.norm <= 1e300
     assert whole.share(1.0) == 0
+
+
+@given(st.integers(0, 10_000), st.floats(1.001, 4.0))
+def test_a_longer_change_goes_on_the_same_way(seed: int, factor: float) -> None:
+    sent, returned = tensors(seed), tensors(seed + 1)
+    whole = change(returned, sent, LAYERS)
+    longer = whole.at_length(factor * whole.norm)
+    assert longer.norm == pytest.approx(factor * whole.norm, rel=1e-9)
+    assert (recovered(dict(longer.returned)) - recovered(sent)).norm().item() == pytest.approx(longer.norm, rel=1e-5)
+
+
+def test_of_no_change_there_is_no_longer_one() -> None:
+    sent = tensors(0)
+    assert change(tensors(0), sent, LAYERS).at_length(1.0).norm == 0.0

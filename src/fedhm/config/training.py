@@ -61,13 +61,16 @@ class TrainConfig(Section):
 
 
 class ServerConfig(Section):
-    """What the server makes of a round's mean: the mean itself, or a step towards it."""
+    """What the server makes of a round's updates: how far each may go, and their mean itself or a step towards it."""
+
+    as_before: ClassVar = {"robust": "none"}
 
     optimizer: Literal["none", "momentum", "adam"] = "none"  # FedAvgM, FedAdam
     lr: Annotated[float, Field(ge=0)] = 0.0  # of the server's steps; 0: 1 with momentum, 0.01 with adam
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # β of momentum
     betas: tuple[Beta, Beta] = (0.9, 0.99)  # β₁ and β₂ of adam
     tau: Annotated[float, Field(gt=0)] = 1e-3  # τ of adam: its degree of adaptivity
+    robust: Literal["none", "clip"] = "clip"  # against hostile clients: what bounds their influence
 
     @property
     def learning_rate(self) -> float:

@@ -42,17 +42,25 @@ class Change:
 
         Those that were returned, to the last bit, if all of it is not.
         """
+        return dict(self.at_length(min(length, self.norm)).returned)
+
+    def at_length(self, length: float) -> "Change":
+        """Return the change that goes the same way until it is `length` long, beyond what was returned if need be."""
         along = self.share(length)
         if along == 1.0:
-            return dict(self.returned)
-        return {name: _between(self.sent[name], tensor, along) for name, tensor in self.returned.items()}
+            return self
+        tensors = {name: _between(self.sent[name], tensor, along) for name, tensor in self.returned.items()}
+        squared, cubed = along * along, along**3
+        return Change(self.sent, tensors, squared * self.linear, cubed * self.mixed, squared * squared * self.square)
 
     def share(self, length: float) -> float:
-        """Return how much of the way, from 0 to 1, can be gone until the change is longer than `length`."""
-        if self.norm <= length:
+        """Return how much of the way is to be gone until the change is as long as `length`; 1 is all of it."""
+        if self.norm == length or not self.norm:
             return 1.0
         low, high = 0.0, 1.0
-        for _ in range(HALVINGS):  # N(low) ≤ length < N(high)
+        while self._norm_at(high) < length:
+            low, high = high, 2 * high
+        for _ in range(HALVINGS):  # N(low) ≤ length ≤ N(high)
             middle = (low + high) / 2
             low, high = (middle, high) if self._norm_at(middle) <= length else (low, middle)
         return low

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Batch
 from fedhm.data.federation import Federation
+from fedhm.defence.moved import layout
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
 from fedhm.measure.cost import measure
@@ -24,6 +25,7 @@ from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import Example, work_of
 
 Run = Callable[[Sequence[Task]], Iterator[Reply]]  # an engine's
+Guard = Callable[[Iterator[tuple[Task, Update]]], Iterator[Update]]
 
 
 class TooFewUpdatesError(FedhmError):
@@ -48,31 +50,41 @@ class Intake:
         self.running_names = cache(lambda name: frozenset(running_names(network(name))))
         self.untrained_names = cache(lambda name: untrained(network(name)))
         self._fixed_and_moving = cache(lambda name: _fixed_and_moving(network(name), example.inputs))
+        self.layout = cache(
+            lambda name: layout(network(name), self.running_names(name) | self._fixed_and_moving(name)[1])
+        )
         self._blank = cache(lambda kind, name: work_of(kind).blank(network(name), example))
 
-    def updates(self, run: Run, tasks: Iterable[Task], record: Record, least: int = 0) -> Iterator[Update]:
+    def updates(
+        self, run: Run, tasks: Iterable[Task], record: Record, least: int = 0, guard: Guard | None = None
+    ) -> Iterator[Update]:
         """Send tasks to the engine and let their updates in, in the order of the tasks.
 
         Raises in the end if there were fewer than `least`, or than tasks where these are fewer still, so that whoever
         merges them gets no result.
+
+        guard  makes of the updates that were let in those that are to be merged
         """
-        sent = [self._as_it_travels(task) for task in tasks]
-        admitted, before = 0, len(record.dropped)
         torch.set_num_threads(1)  # updates are folded by one thread, beside workers that keep the cores busy
         try:
-            for reply in in_task_order(run(sent), len(sent)):
-                task = sent[reply.position]
-                judged = self._judged(reply, task)
-                record.count(task, judged, self._macs(task) if isinstance(reply, Update) else 0)
-                for watcher in self._watchers:
-                    watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
-                if isinstance(judged, Failure):
-                    self._refuse(task, judged, record)
-                else:
-                    admitted += 1
-                    yield judged
+            admitted = self._admitted(run, [self._as_it_travels(task) for task in tasks], record, least)
+            yield from guard(admitted) if guard else (update for _, update in admitted)
         finally:
             torch.set_num_threads(self._config.engine.server_threads)
+
+    def _admitted(self, run: Run, sent: Sequence[Task], record: Record, least: int) -> Iterator[tuple[Task, Update]]:
+        admitted, before = 0, len(record.dropped)
+        for reply in in_task_order(run(sent), len(sent)):
+            task = sent[reply.position]
+            judged = self._judged(reply, task)
+            record.count(task, judged, self._macs(task) if isinstance(reply, Update) else 0)
+            for watcher in self._watchers:
+                watcher.task_done(record.round, task.kind, reply.position + 1, len(sent))
+            if isinstance(judged, Failure):
+                self._refuse(task, judged, record)
+            else:
+                admitted += 1
+                yield task, judged
         if admitted < min(least, len(sent)):
             usable = "too few updates" if admitted else "no client's update"
             attempt = f"attempt {record.attempts} of {self._config.federation.attempts}"

@@ -39,6 +39,9 @@ class Record:
     statistics: Traffic = field(default_factory=Traffic)  # of gathering BatchNorm statistics
     diagnostics: dict[str, float] = field(default_factory=dict)
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
+    # By part of the updates, tier and client: how far it moved, as the bounds of later rounds follow from it
+    norms: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
+    clipped: list[dict[str, Any]] = field(default_factory=list)  # updates that were longer than their bound
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
     stopped: str = ""  # why the run ended with this round, before its last one
@@ -91,10 +94,11 @@ class Record:
     def to_json(self) -> str:
         table = asdict(self)
         table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
-        if not self.stopped:
-            del table["stopped"]
         if self.epsilon is None:
             del table["epsilon"]
+        for name in ("stopped", "norms", "clipped"):  # most runs have no such
+            if not table[name]:
+                del table[name]
         if not self.evaluation.clients:
             del table["clients"], table["evaluation"]
         # metrics are called scores on disk, as they were from the first version on
@@ -120,6 +124,8 @@ class _Line(BaseModel):
     statistics: Traffic
     diagnostics: dict[str, float] = {}
     dropped: list[dict[str, Any]] = []
+    norms: dict[str, dict[str, dict[int, float]]] = {}
+    clipped: list[dict[str, Any]] = []
     seconds: dict[str, float] = {}
     attempts: int = 1
     stopped: str = ""

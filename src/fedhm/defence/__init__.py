@@ -1,0 +1,1 @@
+"""Defence: what keeps a few hostile clients from spoiling what the others have learned."""

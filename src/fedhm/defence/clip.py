@@ -1,0 +1,69 @@
+"""No update may be longer than a multiple of how far clients usually move.
+
+Updates pass one by one, in the order of their tasks. Only while too little is known of the rounds before, a few are
+held back until the median over these is known: memory stays independent of the number of clients.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from fedhm.defence.moved import Moved
+from fedhm.defence.norms import SETTLED, History
+
+LARGEST = 1e300  # of a norm in a record: JSON has no infinity
+
+
+@dataclass
+class Findings:
+    """What the defence leaves in a round's record."""
+
+    norms: dict[str, dict[str, dict[int, float]]]  # by part, tier and client: what was left of them
+    clipped: list[dict[str, Any]]
+    dropped: list[dict[str, Any]]
+
+
+def clip(arriving: Iterable[Moved], history: History, round_number: int, findings: Findings) -> Iterator[Moved]:
+    """Yield the updates, those that are too long cut to the bound."""
+    rest = iter(arriving)
+    held, now = _held_back(rest, history)
+    for each in chain(held, rest):
+        yield _bounded(each, history, round_number, now, findings)
+
+
+def _held_back(arriving: Iterator[Moved], history: History) -> tuple[list[Moved], dict[str, list[float]]]:
+    """Return the first updates, of as many clients as settle a median, and by part the norms of those clients.
+
+    One update will do where the rounds before have settled all.
+    """
+    held: list[Moved] = []
+    norms: dict[str, dict[int, float]] = {}
+    for each in arriving:
+        held.append(each)
+        for part, change in each.parts.items():
+            if not history.settled(part):
+                note(norms.setdefault(part, {}), each.update.client, change.norm)
+        if all(len(of_part) >= SETTLED for of_part in norms.values()):
+            break
+    return held, {part: list(of_part.values()) for part, of_part in norms.items()}
+
+
+def _bounded(
+    each: Moved, history: History, round_number: int, now: dict[str, list[float]], findings: Findings
+) -> Moved:
+    lengths: dict[str, float] = {}
+    client, tier = each.update.client, each.update.tier
+    for part, change in each.parts.items():
+        norm = min(change.norm, LARGEST)
+        bound = history.bound(part, tier, round_number, now.get(part, ()))
+        if bound is not None and norm > bound:
+            lengths[part] = bound
+            entry = {"client": client, "tier": tier, "part": part, "norm": norm, "bound": bound}
+            findings.clipped.append(entry)
+        note(findings.norms.setdefault(part, {}).setdefault(tier, {}), client, lengths.get(part, norm))
+    return each.cut(lengths)
+
+
+def note(norms: dict[int, float], client: int, norm: float) -> None:
+    norms[client] = max(norm, norms.get(client, 0.0))
