@@ -188,6 +188,8 @@ class Experiment:
             except TooFewUpdatesError:
                 if attempt == federation.attempts:
                     raise
+        if self.config.server.robust != "none":
+            record.bound_losses()
         record.seconds["merge"] -= record.seconds.get("train", 0.0)  # merging waits for training
         return merged, moments
 
@@ -212,7 +214,8 @@ class Experiment:
             able = with_a_network(chain([record.participants], others), self.method.tiers, self.clients)
             attempts = islice(able, self.config.federation.attempts)
             with record.phase("statistics"):
-                for tier, found in gather_statistics(self.intake, self.engine.run, weights, attempts, record):
+                robust = self.config.server.robust != "none"
+                for tier, found in gather_statistics(self.intake, self.engine.run, weights, attempts, record, robust):
                     weights[tier] = {**weights[tier], **as_types_of(weights[tier], found)}
         return weights
 

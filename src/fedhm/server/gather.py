@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
+from fedhm.defence.outliers import brought_in
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors
 from fedhm.server.intake import Intake, Run, last_reason
 from fedhm.server.record import Record
-from fedhm.work.messages import Participant, Task
+from fedhm.work.messages import Participant, Task, Update
 from fedhm.work.statistics import KIND, pool
 
 
@@ -17,11 +18,13 @@ def gather_statistics(
     weights: Mapping[str, Tensors],
     attempts: Iterator[Sequence[Participant]],
     record: Record,
+    robust: bool = True,
 ) -> Iterator[tuple[str, Tensors]]:
     """Yield each tier that has statistics, and what they are. What nobody answered for is asked of other clients.
 
     weights   by tier
     attempts  whom to ask first, and whom if some tier is still missing then
+    robust    bring what lies far from most clients' statistics to where these are
     """
     missing = [tier for tier in weights if intake.running_names(tier)]
     for chosen in attempts:
@@ -29,7 +32,8 @@ def gather_statistics(
         tasks = [Task(KIND, record.round, p.client, p.tier, tier, weights[tier]) for tier, p in asked]
         updates = intake.updates(run, tasks, record)
         for tier, of_tier in groupby(updates, key=lambda update: update.network):
-            yield tier, pool(update.tensors for update in of_tier)
+            answered = list(of_tier)  # a few numbers for each channel: small beside a model
+            yield tier, pool(_bounded(answered, record) if robust else [update.tensors for update in answered])
             missing.remove(tier)
         if not missing:
             return
@@ -37,3 +41,13 @@ def gather_statistics(
     raise FedhmError(
         f"no client's BatchNorm statistics of tier {missing[0]} could be used in round {record.round}: {reason}"
     )
+
+
+def _bounded(answered: Sequence[Update], record: Record) -> list[Tensors]:
+    """Return the statistics of one tier, none far from those of most clients, and note whose were."""
+    bounded, counts = brought_in([update.tensors for update in answered])
+    for update, values in zip(answered, counts, strict=True):
+        if values:
+            entry = {"client": update.client, "tier": update.tier, "part": KIND, "network": update.network}
+            record.clipped.append(entry | {"values": values})
+    return bounded

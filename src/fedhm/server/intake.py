@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Batch
 from fedhm.data.federation import Federation
+from fedhm.defence.counts import capped, most_samples
 from fedhm.defence.moved import layout
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
@@ -45,6 +46,10 @@ class Intake:
     ) -> None:
         self._federation, self._config, self._watchers = federation, config, watchers
         self._public = len(federation.public or ())
+        # Of samples that are here, nobody can say another number
+        guarded = federation.remote and config.server.robust != "none"
+        told = (federation.remote, federation.tests.remote) if guarded else ((), ())
+        self._most_samples = [most_samples(counts) for counts in told]  # to train on, and to test on
         example = Example(*sample, config.objective, self._public)
         self.cost = cache(lambda name: measure(network(name), federation.input_shape, example.inputs.dtype))
         self.running_names = cache(lambda name: frozenset(running_names(network(name))))
@@ -114,7 +119,7 @@ class Intake:
             return reply
         reason = objection(reply, task, self._expected(task))
         if reason is None:
-            return self._as_sent(reply, task)
+            return capped(self._as_sent(reply, task), self._most_samples[work_of(task.kind).tests])
         up = _size_of_anything(reply.tensors) if reply.up is None else reply.up
         return Failure(task.client, reason, reply.position, down=reply.down, up=up)
 

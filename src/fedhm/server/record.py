@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from fedhm.config.objective import Metrics
+from fedhm.defence.counts import typical_loss
 from fedhm.networks.exchange import size_in_bytes
 from fedhm.server.client_metrics import ClientMetrics
 from fedhm.work.messages import Participant, Reply, Task, Update
@@ -49,6 +50,7 @@ class Record:
     # Of clients that evaluate; both are left out of files where none did
     clients: dict[str, ClientMetrics] = field(default_factory=dict)  # by tier of the network
     evaluation: Traffic = field(default_factory=Traffic)
+    _losses: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)  # by tier
 
     @property
     def scores(self) -> dict[str, Metrics]:
@@ -66,6 +68,13 @@ class Record:
             traffic.up += size_in_bytes(reply.tensors) if reply.up is None else 0
             traffic.answers += 1
             traffic.loss += (reply.loss - traffic.loss) / traffic.answers
+            if work_of(task.kind).trains:
+                self._losses.setdefault(task.tier, []).append(reply.loss)
+
+    def bound_losses(self) -> None:
+        """Let no loss that a client made up hide those of the others."""
+        for tier, losses in self._losses.items():
+            self.traffic[tier].loss = typical_loss(losses, self.traffic[tier].loss)
 
     def _traffic_of(self, task: Task) -> Traffic:
         work = work_of(task.kind)
@@ -93,6 +102,7 @@ class Record:
 
     def to_json(self) -> str:
         table = asdict(self)
+        del table["_losses"]
         table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
         if self.epsilon is None:
             del table["epsilon"]

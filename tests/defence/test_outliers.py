@@ -1,0 +1,59 @@
+"""Statistics that lie far from most clients' are brought to where these are; others do not change by a bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedhm.defence.outliers import DEVIATIONS, SPREADS, TIMES, brought_in
+from fedhm.networks.exchange import Tensors
+from fedhm.work.statistics import pool
+
+
+def client(seed: int, channels: int = 4, **changed: float) -> Tensors:
+    """Honest statistics of one client, around a mean of 3 and a variance of 4; some of them changed everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(middle: float) -> torch.Tensor:
+        return middle + 0.2 * torch.randn(channels, generator=generator, dtype=torch.float64)
+
+    found = {"bn/values": torch.tensor(50.0, dtype=torch.float64), "bn/mean": draw(3.0), "bn/variance": draw(4.0)}
+    return found | {f"bn/{part}": torch.full_like(found[f"bn/{part}"], value) for part, value in changed.items()}
+
+
+@given(st.integers(0, 10_000), st.integers(1, 20))
+def test_honest_statistics_stay_as_they_are(seed: int, clients: int) -> None:
+    gathered = [client(seed + n) for n in range(clients)]
+    bounded, counts = brought_in(gathered)
+    assert counts == [0] * clients
+    for before, after in zip(gathered, bounded, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("hostile", [1, 2, 3])
+@pytest.mark.parametrize("lie", [{"mean": 1e10}, {"mean": -1e10}, {"variance": 1e20}, {"mean": 1e5, "variance": 0.0}])
+def test_a_few_that_lie_move_the_pooled_ones_little(hostile: int, lie: dict[str, float]) -> None:
+    gathered = [client(n, **lie) if n < hostile else client(n) for n in range(10)]
+    honest = pool(gathered[hostile:])
+    bounded, counts = brought_in(gathered)
+    found = pool(bounded)
+    assert all(counts[:hostile])
+    assert not any(counts[hostile:])
+    off = (found["bn.running_mean"] - honest["bn.running_mean"]).abs().max().item()
+    spread = 0.4 * SPREADS + DEVIATIONS * 2.2
+    assert off <= hostile / 10 * spread
+    assert found["bn.running_var"].max().item() <= 4.4 + hostile / 10 * (4.4 * TIMES + 0.4 * SPREADS + spread**2)
+
+
+def test_of_two_nobody_knows_who_lies() -> None:
+    gathered = [client(0), client(1, mean=1e10)]
+    bounded, counts = brought_in(gathered)
+    assert counts == [0, 0]
+    assert torch.equal(bounded[1]["bn/mean"], gathered[1]["bn/mean"])
+
+
+def test_a_channel_that_is_dead_at_most_clients_may_live_at_one() -> None:
+    gathered = [client(n) for n in range(6)]
+    for number, tensors in enumerate(gathered):
+        tensors["bn/mean"][0], tensors["bn/variance"][0] = (0.5, 1.0) if number == 3 else (0.0, 0.0)
+    assert brought_in(gathered)[1] == [0] * 6
