@@ -24,6 +24,8 @@ from fedhm.lowrank.hybrid import plan_of
 from fedhm.machine.cores import memory
 from fedhm.machine.device import find_device
 from fedhm.measure.self_written import self_written
+from fedhm.methods.coordinate import CoordinateMean
+from fedhm.methods.mean import MakeMean, WeightedMean
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.models import MODELS
 from fedhm.networks.exchange import exchanged, size_in_bytes, untrained
@@ -32,6 +34,7 @@ from fedhm.privacy.check import check_privacy
 from fedhm.privacy.mechanism import Mechanism
 from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.seeds import Secret, derive
+from fedhm.server.guard import check_attackers
 from fedhm.server.intake import Intake
 from fedhm.server.optimizer import ServerOptimizer
 from fedhm.server.record import Watcher
@@ -66,11 +69,25 @@ def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, publi
         fixed=config.federation.heterogeneity == "fixed",
         objective=config.objective,
         nested=config.train.nested_shares,
+        make_mean=_make_mean(config),
         optimizer_follows=config.server.optimizer != "none" or config.privacy.at_server,
     )
     method = config.method.build(model, setup)
     _check_training(model, method, sample)
     return Design(config, model, method, sample, classifier)
+
+
+def _make_mean(config: Config) -> MakeMean:
+    """Return what makes a method's means: the weighted mean, or a rule for every number."""
+    rule = config.server.robust
+    if rule != "trimmed-mean" and rule != "median":
+        return WeightedMean
+    if not config.method.by_coordinate:
+        raise FedhmError(
+            f"server.robust = '{rule}' is for methods that average whole models, and {config.method.name} does not: "
+            "set it to 'clip', 'centered-clip' or 'krum'"
+        )
+    return partial(CoordinateMean, rule=rule, trim=config.server.trim)
 
 
 def _check_training(model: nn.Module, method: AnyMethod, sample: Tensor) -> None:
@@ -122,6 +139,7 @@ def assemble(
     method = design(settings, model, sample[0], federation.classes, public).method
     check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_minimum(settings.federation, federation.size)
+    check_attackers(settings.server, settings.federation.per_round(federation.size))
     check_partition(settings, method.levels)
     intake = Intake(method.network, federation, settings, sample, watchers)
     not_weights = untrained(model).union(*(intake.untrained_names(tier) for tier in method.tiers))

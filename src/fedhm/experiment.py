@@ -108,7 +108,7 @@ class Experiment:
             if records and records[-1].stopped:
                 break
             record = Record(number)
-            guard = guard_of(self.config.server, self.intake.layout, history, record)
+            guard = guard_of(self.config.server, self.intake.layout, self.method.one_model, history, record)
             state, moments = self._next_state(state, moments, record, guard)
             history.add(number, record.norms)
             if number == 1:

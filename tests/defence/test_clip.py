@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhm.defence.clip import Findings, clip
@@ -114,6 +114,7 @@ def test_a_tier_has_its_own_level_but_not_any() -> None:
     assert known.bound(WEIGHTS, "unseen", 2) == pytest.approx(MULTIPLE * 1.25)
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.floats(0.5, 2.0), min_size=10, max_size=10), st.sets(st.integers(0, 9), max_size=3))
 def test_a_minority_does_not_raise_the_bound_for_long(honest: list[float], hostile: set[int]) -> None:
     """Whatever a minority sends, round after round, what is left of it is a multiple of what honest clients send."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhm.defence.outliers import DEVIATIONS, SPREADS, TIMES, brought_in
@@ -21,6 +21,7 @@ def client(seed: int, channels: int = 4, **changed: float) -> Tensors:
     return found | {f"bn/{part}": torch.full_like(found[f"bn/{part}"], value) for part, value in changed.items()}
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 20))
 def test_honest_statistics_stay_as_they_are(seed: int, clients: int) -> None:
     gathered = [client(seed + n) for n in range(clients)]

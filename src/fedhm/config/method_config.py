@@ -72,6 +72,7 @@ class MethodConfig(Section, ABC):
 
     name: str
     needs_public: ClassVar[bool] = False  # it cannot do without public samples
+    by_coordinate: ClassVar[bool] = False  # its mean can be a rule for every number: server.robust = "median"
 
     @abstractmethod
     def build(self, model: nn.Module, setup: Any) -> Any:

@@ -45,8 +45,8 @@ class History:
         """Tell whether bounds on a part of updates follow from the rounds before alone."""
         return self._of[part].settled
 
-    def level(self, part: str, tier: str, round_number: int, now: Iterable[float] = ()) -> float | None:
-        """Return how far clients of a tier move in a round; None: too little is known to say.
+    def level(self, part: str, tier: str | None, round_number: int, now: Iterable[float] = ()) -> float | None:
+        """Return how far clients of a tier, or of all, move in a round; None: too little is known to say.
 
         now  norms of this round, which count while there are too few of the rounds before
         """
@@ -79,8 +79,8 @@ class _OfPart:
             if len(known := self._known(tier)) >= SETTLED:
                 self._levels[tier] = max(self._levels.get(tier, 0.0), statistics.median(known))
 
-    def level(self, tier: str, now: Sequence[float]) -> float:
-        """Return the level of a tier; 0: too little is known."""
+    def level(self, tier: str | None, now: Sequence[float]) -> float:
+        """Return the level of a tier, or of all; 0: too little is known."""
         if self.settled:
             everybody = self._levels[None]
             return min(self._levels.get(tier, everybody), ABOVE_ALL * everybody)

@@ -5,7 +5,7 @@ In a round in which nobody can train the model stays as it is.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 from torch import nn
@@ -30,6 +30,7 @@ def _somebody_is_capable(ratios: tuple[float, ...]) -> tuple[float, ...]:
 
 class CapableConfig(MethodConfig):
     name: Literal["capable"] = "capable"
+    by_coordinate: ClassVar[bool] = True
     weighting: Literal["uniform", "samples"] = "uniform"
     tiers: Annotated[Ratios, AfterValidator(_somebody_is_capable)] = (1.0, 1 / 2, 1 / 4, 1 / 8)  # of the clients
 
@@ -60,7 +61,7 @@ class Capable(Homogeneous):
         super().__init__(FULL)
         self.levels = tuple(tier_name(ratio) for ratio in sorted(config.tiers, reverse=True))
         self.config = config
-        self._model, self._classifier = model, setup.classifier
+        self._model, self._classifier, self._make_mean = model, setup.classifier, setup.make_mean
 
     def start(self, weights: Tensors) -> ModelState:
         return ModelState(weights)
@@ -69,7 +70,7 @@ class Capable(Homogeneous):
         return super().tasks(state, [p for p in participants if p.tier == FULL], round_number)
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier))
+        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))
 
     def build(self) -> nn.Module:
         return to_hybrid(self._model, {})

@@ -4,7 +4,7 @@ The network is the full model, or its hybrid network at one rank ratio; then the
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
@@ -22,6 +22,7 @@ from fedhm.work.messages import Update
 
 class FedAvgConfig(MethodConfig):
     name: Literal["fedavg"] = "fedavg"
+    by_coordinate: ClassVar[bool] = True
     weighting: Literal["uniform", "samples"] = "uniform"
     tier: Ratio = 1.0  # one network for all clients: the full one, or its hybrid network at this ratio
     keep: Annotated[int, Field(ge=0)] = 1
@@ -44,14 +45,14 @@ class FedAvg(Homogeneous):
         self.config = config
         self.plan = tier_plan(model, config.tier, config.keep, setup.classifier)
         self._model = model
-        self._classifier = setup.classifier
+        self._classifier, self._make_mean = setup.classifier, setup.make_mean
 
     def start(self, weights: Tensors) -> ModelState:
         model = load(to_hybrid(self._model, {}), weights)
         return ModelState({name: t.clone() for name, t in exchanged(to_hybrid(model, self.plan)).items()})
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier))
+        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))
 
     def build(self) -> nn.Module:
         return to_hybrid(self._model, self.plan, spectral=False)

@@ -9,7 +9,7 @@ It saves bytes, but neither MACs nor memory. What the server keeps, sends and ev
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -55,6 +55,7 @@ class Factored:
 
 class FedDLRConfig(MethodConfig):
     name: Literal["feddlr"] = "feddlr"
+    by_coordinate: ClassVar[bool] = True
     weighting: Literal["uniform", "samples"] = "uniform"
     tier: Ratio = 1 / 4  # the rank ratio of what travels
     keep: Annotated[int, Field(ge=0)] = 1
@@ -91,7 +92,7 @@ class FedDLR(Method[FedDLRState]):
 
     def merge(self, state: FedDLRState, updates: Iterable[Update], round_number: int) -> FedDLRState:
         recovered = (replace(update, tensors=self.form.unpack(update.tensors)) for update in updates)
-        mean = average(state.weights, recovered, self.config.weighting, self._setup.classifier)
+        mean = average(state.weights, recovered, self.config.weighting, self._setup.classifier, self._setup.make_mean)
         return FedDLRState(mean, state.packed) if self._setup.optimizer_follows else self._truncated(mean)
 
     def settle(self, state: FedDLRState, before: FedDLRState) -> FedDLRState:

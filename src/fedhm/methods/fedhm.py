@@ -53,6 +53,7 @@ NESTED = "nested "  # before a tier: its network with the smaller tiers inside
 class FedHMConfig(MethodConfig):
     as_before: ClassVar = {"aggregate": "models", "start": "whole"}
     name: Literal["fedhm"] = "fedhm"
+    by_coordinate: ClassVar[bool] = True
     tiers: Ratios = (1.0, 1 / 2, 1 / 4, 1 / 8)  # one listed twice has two shares of the clients
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
@@ -123,7 +124,7 @@ class FedHMState(State):
 
 class FedHM(Method[FedHMState]):
     state_type = FedHMState
-    recovers = True
+    recovers = one_model = True
 
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config, self._setup = config, setup
@@ -174,7 +175,7 @@ class FedHM(Method[FedHMState]):
         return [self.plans[name] for name in self.tiers[self.tiers.index(tier) + 1 :]]
 
     def merge(self, state: FedHMState, updates: Iterable[Update], round_number: int) -> FedHMState:
-        how = self.config.aggregate, self.config.form, self._setup.classifier
+        how = (self.config.aggregate, self.config.form, self._setup.classifier, self._setup.make_mean)
         mean = RecoveredMean(state.weights, state.factors, *how)
         samples: list[int] = []
         for update in updates:

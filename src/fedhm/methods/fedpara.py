@@ -6,7 +6,7 @@ each batch.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 from torch import nn
@@ -26,6 +26,7 @@ from fedhm.work.messages import Update
 
 class FedParaConfig(MethodConfig):
     name: Literal["fedpara"] = "fedpara"
+    by_coordinate: ClassVar[bool] = True
     weighting: Literal["uniform", "samples"] = "uniform"
     # γ: from the smallest useful rank to the one that saves nothing
     ratio: Annotated[float, BeforeValidator(as_ratio), Field(ge=0, le=1)] = 0.1
@@ -62,7 +63,9 @@ class FedPara(Homogeneous):
         return ModelState(exchanged(to_hadamard(model, self.plan, generator)))
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._setup.classifier))
+        return ModelState(
+            average(state.weights, updates, self.config.weighting, self._setup.classifier, self._setup.make_mean)
+        )
 
     def build(self) -> nn.Module:
         return to_hadamard(self._model, self.plan)

@@ -1,6 +1,6 @@
 """The weighted mean of client models, folded one at a time, dense or in factor form."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -147,9 +147,18 @@ def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
     return rows
 
 
-def average(old: Tensors, updates: Iterable[Update], weighting: str, classifier: str | None) -> Tensors:
+MakeMean = Callable[[Tensors], WeightedMean]  # from the old weights
+
+
+def average(
+    old: Tensors,
+    updates: Iterable[Update],
+    weighting: str,
+    classifier: str | None,
+    make_mean: MakeMean = WeightedMean,
+) -> Tensors:
     """Return the mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
-    mean = WeightedMean(old)
+    mean = make_mean(old)
     for update in updates:
         mean.add_all(update, influence(update, weighting), classifier)
     return mean.result()

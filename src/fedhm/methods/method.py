@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
 from fedhm.data.batches import Feed
+from fedhm.methods.mean import MakeMean, WeightedMean
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
 
@@ -66,6 +67,8 @@ class Setup:
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
     nested: tuple[float, float] | None = None  # the shares of a client's batches that train its own network and one of
     # the smaller tiers inside it; None: no method is to train these
+    # or of a coordinate-wise rule, for methods that say they use it (`by_coordinate`)
+    make_mean: MakeMean = WeightedMean
     optimizer_follows: bool = False  # the server changes what each merge gives: `settle` is called then
 
 
@@ -78,6 +81,7 @@ class Method(Protocol[S]):
     tiers: tuple[str, ...]  # names, largest first: a client's tier is one of them
     levels: tuple[str, ...]  # the tier of each capability level, strongest first; one with two shares comes twice.
     # A level that is none of the tiers has no network: its clients are sampled like the others, and left out
+    one_model: bool = False  # its networks are versions of one model: recovered, they have the same weights
     state_type: type[Any] = ModelState  # what `start` and `merge` return
     recovers: bool = False  # it averages products of factors, where a network has factorized layers, and not these
 

@@ -14,7 +14,7 @@ from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors
 from fedhm.lowrank.unroll import Form, join, roll, unroll
 from fedhm.machine.side_by_side import side_by_side
-from fedhm.methods.mean import WeightedMean, trained_rows
+from fedhm.methods.mean import MakeMean, WeightedMean, trained_rows
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.precision import precise
 from fedhm.work.messages import Update
@@ -46,10 +46,14 @@ class RecoveredMean:
         aggregate: Aggregate,
         form: Form,
         classifier: str | None,
+        make_mean: MakeMean = WeightedMean,
     ) -> None:
         self._weights, self._factors = weights, factors
         self._aggregate, self._form, self._classifier = aggregate, form, classifier
-        self._whole = WeightedMean(weights)
+        self._whole = make_mean(weights)
+        # a rule that is no mean is one over what was sent the same
+        self._apart = aggregate == "bands" or make_mean is not WeightedMean
+        self._make_mean = make_mean
         self._means: dict[str, WeightedMean] = {}  # by network; without bands they are all one
         self._plans: dict[str, RankPlan] = {}
         self._influence: dict[str, float] = defaultdict(float)
@@ -63,8 +67,7 @@ class RecoveredMean:
 
     def fold(self, update: Update, tier: str, plan: RankPlan, weight: float) -> None:
         """Add the model that a client trained, of a tier's ranks, to the mean."""
-        apart = self._aggregate == "bands"
-        mean = self._means.setdefault(tier, WeightedMean(self._weights) if apart else self._whole)
+        mean = self._means.setdefault(tier, self._make_mean(self._weights) if self._apart else self._whole)
         self._plans[tier] = plan
         self._influence[tier] += weight
         self.ranks.append(plan)

@@ -1,7 +1,7 @@
 """Width-slimmed FedAvg: the same narrower network for everybody. The paper's FedAvg is that of the smallest width."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from fedhm.work.messages import Update
 
 class SlimmedConfig(MethodConfig):
     name: Literal["slimmed"] = "slimmed"
+    by_coordinate: ClassVar[bool] = True
     weighting: Literal["uniform", "samples"] = "uniform"
     width: Ratio = 0.35  # one width for all clients
 
@@ -48,13 +49,13 @@ class Slimmed(Homogeneous):
         super().__init__(width_name(config.width))
         self.config = config
         self.slices = Slices(model, (config.width,), setup)
-        self._classifier = setup.classifier
+        self._classifier, self._make_mean = setup.classifier, setup.make_mean
 
     def start(self, weights: Tensors) -> ModelState:
         return ModelState(self.slices.own_scale(self.slices.take(weights, self.tier), self.tier))
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier))
+        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))
 
     def build(self) -> nn.Module:
         return self.slices.network(self.tier)
