@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--done", action="store_true", help="run nothing: the table of the cells that are done")
     options = parser.parse_args()
     if options.quick:
-        options.attacks, options.counts, options.seeds = ["flip"], [1], 1
+        options.attacks, options.counts, options.seeds, options.defences = ["flip"], [1], 1, ["none", "clip"]
     changes = [*SHORT, *(QUICK if options.quick else ()), *options.changes]
     listed = list(cells(options.attacks, options.counts, options.defences, range(options.seeds)))
     found: dict[str, dict[str, float]] = json.loads(options.json.read_text()) if options.json.exists() else {}

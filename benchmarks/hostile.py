@@ -10,7 +10,7 @@ strong as `train.max_change` allows where it goes by length, and hides among the
     ipm          inner-product manipulation (Xie et al. 2020): the honest mean's change, backwards
     labels       honest training on wrong labels
     statistics   BatchNorm statistics as far off as the door lets in, also where they travel as running averages
-    near         BatchNorm statistics that are off by as much as passes among the honest ones
+    near         BatchNorm statistics that are off by as much as passes among the honest ones by the default
 """
 
 import math
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
+from fedhm.defence.outliers import intervals
 from fedhm.engines.engine import Engine
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import derive
@@ -120,13 +121,11 @@ def _far(own: Tensors, _: Sequence[Tensors]) -> Tensors:
 
 
 def _near(own: Tensors, honest: Sequence[Tensors]) -> Tensors:
-    """Return means and variances at nine times the honest clients' spread, in every channel."""
+    """Return means and variances at the edge of what passes among the honest ones, in every channel."""
     found = dict(own)
-    for name, tensor in own.items():
-        if not name.endswith("/values"):
-            stacked = torch.stack([tensors[name] for tensors in honest] or [tensor])
-            middle = stacked.median(0).values
-            found[name] = middle + 9.0 * (stacked - middle).abs().median(0).values
+    for layer in {name.rpartition("/")[0] for name in own}:
+        for part, (middle, reach) in intervals(honest or [own], layer).items():
+            found[f"{layer}/{part}"] = middle + 0.95 * reach
     return found
 
 

@@ -23,6 +23,11 @@ PROMISED = {
         "of_bare": {*(f"ResNet-18 {tier}" for tier in ("full", "1/2", "1/4", "1/8", "1/2, Frobenius decay")), "CNN"},
         "two_workers_against": {"fedhm, 1 worker", "fedhm, ProcessPoolExecutor"},
     },
+    "attacks.py": {
+        f"{who}, {defence}, seed 0": {"full", "1/2", "1/4", "1/8"}
+        for who in ("nobody attacks", "flip by 1")
+        for defence in ("none", "clip")
+    },
     "tiers.py": {"tiers": {"full", "1/2", "1/4", "1/8"}, "layers": {"full", "1/2", "1/4", "1/8"}},
     "scale.py": {"clients": {"5", "20"}, "layers": {"64", "128"}},
     "server_round.py": {

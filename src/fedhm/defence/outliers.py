@@ -1,12 +1,13 @@
 """BatchNorm statistics of which none lies far from those of most clients.
 
-Of every channel, with medians over the clients, a mean may be off by ten times the others' median distance and once the
-deviation of its values, and a variance be five times the others', and ten times their distance more. Honest clients
-stay inside, also those that hold few labels, and then nothing changes by a bit; what lies outside is brought to the
-edge.
+Of every channel, with medians over the clients, a mean may be off by ten times the others' median distance and half the
+deviation of its values, and a variance be three times the others', and ten times their distance more. Honest clients
+stay inside, also most of those that hold few labels, and then nothing changes by a bit. What lies outside is brought to
+the edge, and what is more than twice as far off counts for nothing: the median stands in its place.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,30 @@ from fedhm.networks.exchange import Tensors
 
 FEWEST = 3  # clients, of which one cannot move a median far
 SPREADS = 10.0  # times the median distance from the median
-DEVIATIONS = 1.0  # of a channel's values: so far may its mean be off, if the others agree
-TIMES = 5.0  # the others' variance
+DEVIATIONS = 0.5  # of a channel's values: so far may its mean be off, if the others agree
+TIMES = 3.0  # the others' variance
+HOPELESS = 2.0  # times as far off as may be
+
+
+class Interval(NamedTuple):
+    middle: Tensor  # (channels,), the median over the clients
+    reach: Tensor  # (channels,), how far from it values may be
+
+    def bound(self, values: Tensor) -> Tensor:
+        """Return the values of all clients, (clients, channels), inside; those that are there already as they are."""
+        inside = values.clamp(self.middle - self.reach, self.middle + self.reach)
+        return torch.where((values - self.middle).abs() > HOPELESS * self.reach, self.middle, inside)
+
+
+def intervals(gathered: Sequence[Tensors], layer: str) -> dict[str, Interval]:
+    """Return where the means and variances of a layer may lie, by their names."""
+    means, variances = (torch.stack([t[f"{layer}/{part}"] for t in gathered]) for part in ("mean", "variance"))
+    middle = variances.median(0).values
+    usual = middle.maximum(middle.mean())  # of a channel that is dead at most clients, that of its layer
+    return {
+        "mean": Interval(means.median(0).values, SPREADS * _spread(means) + DEVIATIONS * usual.sqrt()),
+        "variance": Interval(middle, SPREADS * _spread(variances) + (TIMES - 1) * usual),
+    }
 
 
 def brought_in(gathered: Sequence[Tensors]) -> tuple[list[Tensors], list[int]]:
@@ -26,17 +49,12 @@ def brought_in(gathered: Sequence[Tensors]) -> tuple[list[Tensors], list[int]]:
         return list(gathered), counts
     found = [dict(tensors) for tensors in gathered]
     for layer in {key.rpartition("/")[0] for key in gathered[0]}:
-        variances = torch.stack([tensors[f"{layer}/variance"] for tensors in gathered])
-        usual = variances.median(0).values
-        usual = usual.maximum(usual.mean())  # of a channel that is dead at most clients, that of its layer
-        means = torch.stack([tensors[f"{layer}/mean"] for tensors in gathered])
-        middle, reach = means.median(0).values, SPREADS * _spread(means) + DEVIATIONS * usual.sqrt()
-        highest = SPREADS * _spread(variances) + TIMES * usual
-        bounded = {"mean": means.clamp(middle - reach, middle + reach), "variance": variances.minimum(highest)}
-        for number, tensors in enumerate(gathered):
-            for part, values in bounded.items():
-                counts[number] += int((values[number] != tensors[f"{layer}/{part}"]).sum())
-                found[number][f"{layer}/{part}"] = values[number]
+        for part, interval in intervals(gathered, layer).items():
+            name = f"{layer}/{part}"
+            bounded = interval.bound(torch.stack([tensors[name] for tensors in gathered]))
+            for number, tensors in enumerate(gathered):
+                counts[number] += int((bounded[number] != tensors[name]).sum())
+                found[number][name] = bounded[number]
     return found, counts
 
 

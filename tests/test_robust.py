@@ -1,0 +1,125 @@
+"""Runs with hostile clients: what the default leaves of attacks, and that it changes nothing where nobody attacks."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import small_config, small_model
+from fedhm.assembly import assemble
+from fedhm.data.federation import Federation
+from fedhm.engines.engine import Engine
+from fedhm.experiment import Experiment, Result
+from fedhm.networks.exchange import exchanged
+from fedhm.runs.folder import RunFolder
+from fedhm.runs.records import read_records
+from fedhm.work.messages import Reply, Task
+from hostile import ATTACKS, Hostile, mislabelled
+
+HOSTILE = (0,)
+
+
+class Backwards:
+    """An engine whose last task is answered first."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+        yield from reversed(list(self._engine.run(tasks)))
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def ready(federation: Federation, attack: str = "", rounds: int = 3, **sections: dict[str, object]) -> Experiment:
+    train = {"rounds": rounds, "on_bad_update": "drop", **sections.pop("train", {})}
+    everybody = {"clients": 8, "participation": 1.0}
+    engine = {"threads": 1, "server_threads": 1, "workers": 1}
+    at_the_end = {"every": rounds, **sections.pop("evaluation", {})}
+    config = small_config(
+        **{"federation": everybody, "evaluation": at_the_end, "engine": engine, "train": train, **sections}
+    )
+    data = mislabelled(federation, HOSTILE) if attack == "labels" else federation
+    experiment = assemble(small_model(), data, config)
+    if attack:
+        experiment.engine = Hostile(experiment.engine, HOSTILE, attack)
+    return experiment
+
+
+def weights(result: Result) -> torch.Tensor:
+    found = [t.flatten() for network in result.networks.values() for t in exchanged(network).values()]
+    return torch.cat(found)
+
+
+def distance(one: Result, other: Result) -> float:
+    return (weights(one) - weights(other)).norm().item()
+
+
+@pytest.mark.parametrize("method", ["fedhm", "heterofl", "splitmix", "feddlr", "fedpara"])
+def test_a_run_that_nobody_attacks_is_the_same_to_the_last_bit(federation: Federation, method: str) -> None:
+    own = {"name": method, **({"tiers": [2, 1]} if method == "splitmix" else {})}
+    found = [ready(federation, method=own, server={"robust": robust}).run() for robust in ("none", "clip")]
+    assert torch.equal(weights(found[0]), weights(found[1]))
+    assert [record.clipped for record in found[1].records] == [[]] * 3
+    assert all(record.norms["weights"] for record in found[1].records)
+    assert not any(record.norms for record in found[0].records)
+
+
+@pytest.mark.parametrize("attack", ["flip", "noise", "replacement", "statistics"])
+def test_the_default_bounds_what_one_client_can_do(federation: Federation, attack: str) -> None:
+    honest = ready(federation).run()
+    bounded = ready(federation, attack).run()
+    unbounded = ready(federation, attack, server={"robust": "none"}).run()
+    assert distance(bounded, honest) < distance(unbounded, honest) / 3
+    assert {entry["client"] for record in bounded.records for entry in record.clipped} == set(HOSTILE)
+
+
+def test_running_averages_that_travel_are_bounded_too(federation: Federation) -> None:
+    never = {"static_from": "never"}
+    bounded = ready(federation, "statistics", evaluation=never).run()
+    assert weights(bounded).abs().max() < 1e4
+    assert {entry["part"] for record in bounded.records for entry in record.clipped} == {"averages"}
+    unbounded = ready(federation, "statistics", evaluation=never, server={"robust": "none"}).run()
+    assert weights(unbounded).abs().max() > 1e8
+
+
+@pytest.mark.parametrize("robust", ["clip", "centered-clip", "krum", "trimmed-mean", "median"])
+def test_results_do_not_depend_on_arrival_order(federation: Federation, robust: str) -> None:
+    found = []
+    for backwards in (False, True):
+        experiment = ready(federation, "flip", rounds=2, server={"robust": robust})
+        if backwards:
+            experiment.engine = Backwards(experiment.engine)
+        found.append(experiment.run())
+    assert torch.equal(weights(found[0]), weights(found[1]))
+
+
+@pytest.mark.parametrize("robust", ["clip", "centered-clip"])
+def test_a_resumed_run_bounds_as_one_that_was_not_interrupted(
+    federation: Federation, tmp_path: Path, robust: str
+) -> None:
+    whole = ready(federation, "flip", server={"robust": robust}).run()
+    experiment = ready(federation, "flip", server={"robust": robust})
+    with RunFolder.create(tmp_path, experiment.config) as folder:
+        train = experiment.config.train.model_copy(update={"rounds": 2})
+        experiment.config = experiment.config.model_copy(update={"train": train})
+        experiment.run(folder)
+    with RunFolder.open(tmp_path) as folder:
+        resumed = ready(federation, "flip", server={"robust": robust}).run(folder)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert [record.clipped for record in resumed.records] == [record.clipped for record in whole.records]
+    assert [record.norms for record in read_records(tmp_path / "records.jsonl")] == [r.norms for r in whole.records]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_every_attack_passes_the_door(federation: Federation, attack: str) -> None:
+    """Within the rules: what admission refuses would be no attack at all."""
+    result = ready(federation, attack, rounds=1).run()
+    assert result.records[0].dropped == []
+
+
+def test_krum_drops_the_one_that_is_far_off(federation: Federation) -> None:
+    result = ready(federation, "noise", server={"robust": "krum", "attackers": 1}).run()
+    assert [[entry["client"] for entry in record.dropped] for record in result.records] == [[0]] * 3
