@@ -12,6 +12,7 @@ from torch import Tensor
 from fedhm.lowrank.change import Change, inner
 from fedhm.lowrank.unroll import Form, join, unroll
 from fedhm.networks.exchange import averages
+from fedhm.networks.precision import precise
 
 Recovered = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # by name of the weight: dense, or left and right factor
 
@@ -36,7 +37,7 @@ def recovered(change: Change, factorized: Collection[str]) -> Recovered:
     pairs = {f"{layer}.{part}" for layer in factorized for part in ("u", "v")}
     for name, tensor in change.returned.items():
         if name not in pairs and averages(tensor):
-            difference = tensor.double() - change.sent[name].double()
+            difference = precise(tensor) - precise(change.sent[name])
             found[name] = torch.view_as_real(difference) if difference.is_complex() else difference
     for layer in factorized:
         u, v = f"{layer}.u", f"{layer}.v"
@@ -52,10 +53,10 @@ def recovered(change: Change, factorized: Collection[str]) -> Recovered:
 def _of_layer(one: Tensor | tuple[Tensor, Tensor], other: Tensor | tuple[Tensor, Tensor]) -> float:
     if isinstance(one, Tensor):
         if isinstance(other, Tensor):
-            return torch.dot(one.flatten(), other.flatten()).item()
+            return torch.dot(one.flatten(), other.flatten().to(one.dtype)).item()
         one, other = other, one
     if isinstance(other, Tensor):
         left, right = one
         form: Form = "pufferfish" if right.shape[1] == len(other) else "spatial"
-        return ((left.T @ unroll(other, form)) * right).sum().item()
+        return ((left.T @ unroll(other, form).to(left.dtype)) * right).sum().item()
     return inner(one, other)

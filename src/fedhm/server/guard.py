@@ -6,6 +6,7 @@ from fedhm.config.training import ServerConfig
 from fedhm.defence.clip import Findings, clip
 from fedhm.defence.moved import Layout, moved
 from fedhm.defence.norms import History
+from fedhm.defence.opposed import bound_opposed
 from fedhm.defence.together import by_centered_clip, by_krum, judged_together
 from fedhm.errors import FedhmError
 from fedhm.server.intake import Guard
@@ -36,7 +37,8 @@ def guard_of(
     def guard(admitted: Iterator[tuple[Task, Update]]) -> Iterator[Update]:
         arriving = (moved(task, update, layout(task.network)) for task, update in admitted)
         findings = Findings(record.norms, record.clipped, record.dropped)
-        passing = clip(arriving, history, record.round, findings)  # before every rule
+        short = clip(arriving, history, record.round, findings)  # before every rule
+        passing = bound_opposed(short, history, record.round, findings, layout, one_model)
         if config.robust == "centered-clip":
             judge = by_centered_clip(history, record.round, findings)
             passing = judged_together(passing, judge, layout, one_model)
