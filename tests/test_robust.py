@@ -123,3 +123,9 @@ def test_every_attack_passes_the_door(federation: Federation, attack: str) -> No
 def test_krum_drops_the_one_that_is_far_off(federation: Federation) -> None:
     result = ready(federation, "noise", server={"robust": "krum", "attackers": 1}).run()
     assert [[entry["client"] for entry in record.dropped] for record in result.records] == [[0]] * 3
+
+
+def test_a_server_that_hides_its_clients_does_not_compare_them() -> None:
+    private = {"privacy": {"clip": 1.0, "noise": 1.0}}
+    assert small_config(**private).resolved().server.robust == "none"
+    assert small_config().resolved().server.robust == "clip"

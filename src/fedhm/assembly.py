@@ -24,8 +24,7 @@ from fedhm.lowrank.hybrid import plan_of
 from fedhm.machine.cores import memory
 from fedhm.machine.device import find_device
 from fedhm.measure.self_written import self_written
-from fedhm.methods.coordinate import CoordinateMean
-from fedhm.methods.mean import MakeMean, WeightedMean
+from fedhm.methods.coordinate import mean_of
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.models import MODELS
 from fedhm.networks.exchange import exchanged, size_in_bytes, untrained
@@ -69,25 +68,12 @@ def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, publi
         fixed=config.federation.heterogeneity == "fixed",
         objective=config.objective,
         nested=config.train.nested_shares,
-        make_mean=_make_mean(config),
+        make_mean=mean_of(config.server, config.method),
         optimizer_follows=config.server.optimizer != "none" or config.privacy.at_server,
     )
     method = config.method.build(model, setup)
     _check_training(model, method, sample)
     return Design(config, model, method, sample, classifier)
-
-
-def _make_mean(config: Config) -> MakeMean:
-    """Return what makes a method's means: the weighted mean, or a rule for every number."""
-    rule = config.server.robust
-    if rule != "trimmed-mean" and rule != "median":
-        return WeightedMean
-    if not config.method.by_coordinate:
-        raise FedhmError(
-            f"server.robust = '{rule}' is for methods that average whole models, and {config.method.name} does not: "
-            "set it to 'clip', 'centered-clip' or 'krum'"
-        )
-    return partial(CoordinateMean, rule=rule, trim=config.server.trim)
 
 
 def _check_training(model: nn.Module, method: AnyMethod, sample: Tensor) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 from fedhm.config.objective import Metrics
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed
-from fedhm.defence.norms import History
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmWarning
 from fedhm.measure.cost import Cost
@@ -30,7 +29,7 @@ from fedhm.server.client_evaluation import evaluate_at_clients
 from fedhm.server.client_metrics import ClientMetrics
 from fedhm.server.flatten import check_state
 from fedhm.server.gather import gather_statistics
-from fedhm.server.guard import guard_of
+from fedhm.server.guard import Defence
 from fedhm.server.intake import Guard, Intake, TooFewUpdatesError
 from fedhm.server.optimizer import Moments, ServerOptimizer
 from fedhm.server.record import Record, Watcher
@@ -99,18 +98,15 @@ class Experiment:
         rounds, every = self.config.train.rounds, self.config.evaluation.every
         run = self.fingerprint(folder.begun.stated) if folder else ""
         (state, moments), records = self._begin(folder, run)
-        history = History(self.config.train.learning_rate)
-        for known in records:
-            history.add(known.round, known.norms)
+        defence = Defence(self.config, self.intake, self.method.one_model, records)
         networks: dict[str, nn.Module] = {}
         best: dict[str, nn.Module] = {}
         for number in range(len(records) + 1, rounds + 1):
             if records and records[-1].stopped:
                 break
             record = Record(number)
-            guard = guard_of(self.config.server, self.intake.layout, self.method.one_model, history, record)
-            state, moments = self._next_state(state, moments, record, guard)
-            history.add(number, record.norms)
+            state, moments = self._next_state(state, moments, record, defence.guard(record))
+            defence.done(record)
             if number == 1:
                 check_state(state, self.method.state_type)  # parts that were empty at the start are there now
             record.diagnostics = state.diagnostics
@@ -188,8 +184,6 @@ class Experiment:
             except TooFewUpdatesError:
                 if attempt == federation.attempts:
                     raise
-        if self.config.server.robust != "none":
-            record.bound_losses()
         record.seconds["merge"] -= record.seconds.get("train", 0.0)  # merging waits for training
         return merged, moments
 

@@ -160,3 +160,17 @@ def test_clients_that_do_not_move_bound_nobody() -> None:
     found, findings = clipped([arrived(1, 3.0)], history({"full": [0.0] * 10}))
     assert found == pytest.approx([3.0])
     assert not findings.clipped
+
+
+def test_what_is_too_long_to_be_computed_is_not_short() -> None:
+    """Such a norm is NaN, which is neither above nor below a bound."""
+    sent = {"a.u": torch.ones(1, 2, dtype=torch.float64), "a.v": torch.ones(2, 1, dtype=torch.float64)}
+    returned = {name: tensor * 1e200 for name, tensor in sent.items()}
+    task = Task("train", 1, 99, "full", "full", sent)
+    update = Update("train", 1, 99, "full", "full", returned, 5, None, 0.0)
+    huge = moved(task, update, Layout(frozenset({"a"}), frozenset()))
+    assert not huge.parts[WEIGHTS].norm <= 1e300
+    (left,), findings = clipped([huge], history({"full": [1.0] * 10}))
+    assert left == 0.0
+    assert findings.norms[WEIGHTS]["full"][99] == MULTIPLE
+    assert findings.clipped[0]["norm"] == 1e300

@@ -185,6 +185,9 @@ class Config(Section):
             # under privacy, whether a run goes on must not depend on what one client sent
             reaction = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
             changes["train"] = self.train.model_copy(update={"on_bad_update": reaction})
+        if self.server.robust == "auto":  # what judges an update by those of others is no way to hide a client
+            rule = "none" if self.privacy.at_server else "clip"
+            changes["server"] = self.server.model_copy(update={"robust": rule})
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
         return ResolvedConfig(**{name: getattr(self, name) for name in Config.model_fields} | changes)
@@ -229,6 +232,8 @@ class ResolvedConfig(Config):
             raise ValueError("engine.threads and engine.server_threads of a run must be whole numbers from 1 on")
         if self.train.on_bad_update == "auto":
             raise ValueError("train.on_bad_update of a run must be 'stop' or 'drop'")
+        if self.server.robust == "auto":
+            raise ValueError("server.robust of a run must be one of the rules, or 'none'")
         return self
 
     def with_workers(self, workers: int | Literal["auto"]) -> Self:

@@ -70,9 +70,8 @@ class ServerConfig(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # β of momentum
     betas: tuple[Beta, Beta] = (0.9, 0.99)  # β₁ and β₂ of adam
     tau: Annotated[float, Field(gt=0)] = 1e-3  # τ of adam: its degree of adaptivity
-    robust: Literal["none", "clip", "centered-clip", "krum", "trimmed-mean", "median"] = (
-        "clip"  # against hostile clients
-    )
+    # against hostile clients; auto: clip, or none where the server hides its clients by noise
+    robust: Literal["auto", "none", "clip", "centered-clip", "krum", "trimmed-mean", "median"] = "auto"
     attackers: Annotated[int, Field(ge=0)] = 1  # of krum: how many of a round's participants may be hostile
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2  # of trimmed-mean: the share that is left out at each end
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from fedhm.defence.moved import Moved
+from fedhm.defence.moved import Moved, length
 from fedhm.defence.norms import SETTLED, History
-
-LARGEST = 1e300  # of a norm in a record: JSON has no infinity
 
 
 @dataclass
@@ -43,7 +41,7 @@ def _held_back(arriving: Iterator[Moved], history: History) -> tuple[list[Moved]
         held.append(each)
         for part, change in each.parts.items():
             if not history.settled(part):
-                note(norms.setdefault(part, {}), each.update.client, change.norm)
+                note(norms.setdefault(part, {}), each.update.client, length(change))
         if all(len(of_part) >= SETTLED for of_part in norms.values()):
             break
     return held, {part: list(of_part.values()) for part, of_part in norms.items()}
@@ -55,7 +53,7 @@ def _bounded(
     lengths: dict[str, float] = {}
     client, tier = each.update.client, each.update.tier
     for part, change in each.parts.items():
-        norm = min(change.norm, LARGEST)
+        norm = length(change)
         bound = history.bound(part, tier, round_number, now.get(part, ()))
         if bound is not None and norm > bound:
             lengths[part] = bound

@@ -12,6 +12,7 @@ from fedhm.networks.exchange import exchanged
 from fedhm.work.messages import Task, Update
 from fedhm.work.work import work_of
 
+LARGEST = 1e300  # of a norm: JSON has no infinity
 WEIGHTS, AVERAGES, OUTPUTS = "weights", "averages", "outputs"
 
 
@@ -28,6 +29,11 @@ def layout(network: nn.Module, averages: Set[str]) -> Layout:
     own = network.state_dict().keys()
     made = {name.removesuffix(".u") for name in exchanged(network) if name.endswith(".u") and name not in own}
     return Layout(plan_of(network).keys() | made, averages)
+
+
+def length(change: Change) -> float:
+    """Return the norm of a change, or the largest that a record can have where it is too long to be computed."""
+    return change.norm if change.norm <= LARGEST else LARGEST  # NaN is not
 
 
 @dataclass(frozen=True)

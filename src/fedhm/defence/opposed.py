@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from fedhm.defence.clip import Findings
-from fedhm.defence.moved import WEIGHTS, Layout, Moved
+from fedhm.defence.moved import WEIGHTS, Layout, Moved, length
 from fedhm.defence.norms import SETTLED, History
 from fedhm.lowrank.gram import Recovered, between, recovered
 
@@ -38,7 +38,7 @@ def bound_opposed(
     rest = (each for each in arriving)
     held = list(islice(rest, SETTLED))
     known = [(each, changed(each)) for each in held if WEIGHTS in each.parts]
-    lengths = [each.parts[WEIGHTS].norm for each, _ in known]
+    lengths = [length(each.parts[WEIGHTS]) for each, _ in known]
     usual = history.level(WEIGHTS, None, round_number, lengths) or 0.0
     inner = {
         (i, j): between(change, known[j][1])
@@ -64,13 +64,13 @@ def bound_opposed(
             products = [inner[max(place, other), min(place, other)] for other in others]
         shares = [min(1.0, usual / lengths[other]) if lengths[other] else 0.0 for other in others]
         against = -_along(products, shares, others, inner)
-        norm = each.parts[WEIGHTS].norm
-        if against <= AGAINST * usual:
+        norm = length(each.parts[WEIGHTS])
+        if not against > AGAINST * usual:  # NaN, of what is too long to be computed, is not
             return each
-        length = norm * AGAINST * usual / against
+        left = norm * AGAINST * usual / against
         who = {"client": each.update.client, "tier": each.update.tier, "part": WEIGHTS}
-        findings.clipped.append(who | {"norm": norm, "bound": length, "against": against})
-        return each.cut({WEIGHTS: length})
+        findings.clipped.append(who | {"norm": norm, "bound": left, "against": against})
+        return each.cut({WEIGHTS: left})
 
     yield from map(judged, held)
     yield from map(judged, rest)
@@ -85,5 +85,5 @@ def _along(
         for a, i in zip(shares, others, strict=True)
         for b, j in zip(shares, others, strict=True)
     )
-    length = math.sqrt(max(0.0, squared))
-    return sum(a * p for a, p in zip(shares, products, strict=True)) / length if length else 0.0
+    norm = math.sqrt(max(0.0, squared))
+    return sum(a * p for a, p in zip(shares, products, strict=True)) / norm if norm else 0.0

@@ -50,6 +50,8 @@ class Change:
         if along == 1.0:
             return self
         tensors = {name: _between(self.sent[name], tensor, along) for name, tensor in self.returned.items()}
+        if not along:
+            return Change(self.sent, tensors, 0.0, 0.0, 0.0)
         squared, cubed = along * along, along**3
         return Change(self.sent, tensors, squared * self.linear, cubed * self.mixed, squared * squared * self.square)
 

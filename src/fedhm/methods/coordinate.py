@@ -5,12 +5,16 @@ Of fewer than three contributions no number can be told to be wrong, and the mea
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedhm.methods.mean import WeightedMean
+from fedhm.config.method_config import MethodConfig
+from fedhm.config.training import ServerConfig
+from fedhm.errors import FedhmError
+from fedhm.methods.mean import MakeMean, WeightedMean
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.precision import precise
 
@@ -98,3 +102,16 @@ def robust_mean(stacked: Tensor, rule: Rule, trim: float) -> Tensor:
         parts = torch.view_as_real(stacked).sort(0).values[ends : count - ends].mean(0)
         return torch.view_as_complex(parts)
     return stacked.sort(0).values[ends : count - ends].mean(0)
+
+
+def mean_of(server: ServerConfig, method: MethodConfig) -> MakeMean:
+    """Return what makes a method's means: the weighted mean, or a rule for every number."""
+    rule = server.robust
+    if rule != "trimmed-mean" and rule != "median":
+        return WeightedMean
+    if not method.by_coordinate:
+        raise FedhmError(
+            f"server.robust = '{rule}' is for methods that average whole models, and {method.name} does not: "
+            "set it to 'clip', 'centered-clip' or 'krum'"
+        )
+    return partial(CoordinateMean, rule=rule, trim=server.trim)

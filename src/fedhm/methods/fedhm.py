@@ -52,8 +52,8 @@ NESTED = "nested "  # before a tier: its network with the smaller tiers inside
 
 class FedHMConfig(MethodConfig):
     as_before: ClassVar = {"aggregate": "models", "start": "whole"}
-    name: Literal["fedhm"] = "fedhm"
     by_coordinate: ClassVar[bool] = True
+    name: Literal["fedhm"] = "fedhm"
     tiers: Ratios = (1.0, 1 / 2, 1 / 4, 1 / 8)  # one listed twice has two shares of the clients
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"

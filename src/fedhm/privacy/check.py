@@ -24,7 +24,7 @@ def _of_all(config: ResolvedConfig, federation: Federation, normalised: bool) ->
     train, stop = config.train, config.stop
     if config.privacy.at_server and config.method.unbounded:
         yield config.method.unbounded
-    robust = getattr(config.server, "robust", "none")
+    robust = config.server.robust
     if config.privacy.at_server and robust != "none":  # so one client could change what becomes of all
         yield f"server.robust = '{robust}' judges an update by those of other clients: set it to 'none'"
     if train.masked_loss and config.objective.has_labels:

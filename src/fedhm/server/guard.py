@@ -1,15 +1,16 @@
 """From the updates that were let in to those that are merged: `[server] robust`, with what it found in the record."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 
+from fedhm.config.settings import ResolvedConfig
 from fedhm.config.training import ServerConfig
 from fedhm.defence.clip import Findings, clip
-from fedhm.defence.moved import Layout, moved
+from fedhm.defence.moved import moved
 from fedhm.defence.norms import History
 from fedhm.defence.opposed import bound_opposed
 from fedhm.defence.together import by_centered_clip, by_krum, judged_together
 from fedhm.errors import FedhmError
-from fedhm.server.intake import Guard
+from fedhm.server.intake import Guard, Intake
 from fedhm.server.record import Record
 from fedhm.work.messages import Task, Update
 
@@ -23,28 +24,40 @@ def check_attackers(config: ServerConfig, participants: int) -> None:
         )
 
 
-def guard_of(
-    config: ServerConfig, layout: Callable[[str], Layout], one_model: bool, history: History, record: Record
-) -> Guard | None:
-    """Return what guards a round against hostile clients, which are told by the rounds before; None: nothing does.
+class Defence:
+    """Guards a run's rounds against hostile clients, which are told by the rounds before.
 
-    layout     by name of a network
-    one_model  all networks are versions of one model
+    one_model  all networks of the method are versions of one model
     """
-    if config.robust == "none":
-        return None
 
-    def guard(admitted: Iterator[tuple[Task, Update]]) -> Iterator[Update]:
-        arriving = (moved(task, update, layout(task.network)) for task, update in admitted)
-        findings = Findings(record.norms, record.clipped, record.dropped)
-        short = clip(arriving, history, record.round, findings)  # before every rule
-        passing = bound_opposed(short, history, record.round, findings, layout, one_model)
-        if config.robust == "centered-clip":
-            judge = by_centered_clip(history, record.round, findings)
-            passing = judged_together(passing, judge, layout, one_model)
-        elif config.robust == "krum":
-            passing = judged_together(passing, by_krum(config.attackers, findings), layout, one_model)
-        for each in passing:
-            yield each.update
+    def __init__(self, config: ResolvedConfig, intake: Intake, one_model: bool, records: Sequence[Record]) -> None:
+        self._config, self._layout, self._one_model = config.server, intake.layout, one_model
+        self._history = History(config.train.learning_rate)
+        for record in records:
+            self._history.add(record.round, record.norms)
 
-    return guard
+    def done(self, record: Record) -> None:
+        """Learn from a round that was merged."""
+        self._history.add(record.round, record.norms)
+        if self._config.robust != "none":
+            record.bound_losses()
+
+    def guard(self, record: Record) -> Guard | None:
+        """Return what guards a round; None: nothing does."""
+        if self._config.robust == "none":
+            return None
+
+        def guard(admitted: Iterator[tuple[Task, Update]]) -> Iterator[Update]:
+            arriving = (moved(task, update, self._layout(task.network)) for task, update in admitted)
+            findings = Findings(record.norms, record.clipped, record.dropped)
+            told = (self._history, record.round, findings)
+            compared = (self._layout, self._one_model)
+            passing = bound_opposed(clip(arriving, *told), *told, *compared)  # before every rule
+            if self._config.robust == "centered-clip":
+                passing = judged_together(passing, by_centered_clip(*told), *compared)
+            elif self._config.robust == "krum":
+                passing = judged_together(passing, by_krum(self._config.attackers, findings), *compared)
+            for each in passing:
+                yield each.update
+
+        return guard
