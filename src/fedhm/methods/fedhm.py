@@ -136,8 +136,7 @@ class FedHM(Method[FedHMState]):
         self.plans = {name: tier_plan(model, ratio, *settled) for name, ratio in self.ratios.items()}
         if min(_weight(config, ratio, 1) for ratio in config.tiers) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
-        self._model = model
-        self._nested = setup.nested if config.aggregate == "bands" else None
+        self._model, self._nested = model, setup.nested if config.aggregate == "bands" else None
         plans, layers = self.plans.values(), dict.fromkeys(layer for plan in self.plans.values() for layer in plan)
         # the largest rank that any tier asks for
         self._largest = {layer: max(plan.get(layer, 0) for plan in plans) for layer in layers}
