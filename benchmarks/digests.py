@@ -56,6 +56,7 @@ def digest(folder: Path) -> str:
     for line in (folder / "records.jsonl").read_text().splitlines():
         record = json.loads(line)
         del record["seconds"]
+        record.pop("norms", None)  # which versions before there were such do not have
         for traffic in [] if counted else [record["statistics"], *record["traffic"].values()]:
             del traffic["down"], traffic["up"]
         total.update(json.dumps(record, sort_keys=True).encode())
