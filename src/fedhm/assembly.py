@@ -42,8 +42,7 @@ from fedhm.server.stopping import Stopping
 from fedhm.work.client import Client
 from fedhm.work.local_noise import LocalNoise
 from fedhm.work.reuse import Networks, check_compiler
-from fedhm.work.savings import check_memory_savings
-from fedhm.work.train import check_optimizer
+from fedhm.work.train import check_memory_savings, check_optimizer
 
 
 @dataclass(frozen=True)

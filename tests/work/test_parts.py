@@ -12,7 +12,7 @@ from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.measure.cost import training_memory
-from fedhm.work.parts import backward
+from fedhm.networks.parts import backward
 
 
 def model(norm: bool = False) -> nn.Module:

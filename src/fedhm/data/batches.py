@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedhm.data.samples import Samples
 from fedhm.machine.device import CPU
+from fedhm.networks.parts import split
 
 Batch = tuple[Tensor, Tensor]
 
@@ -93,11 +94,3 @@ class Feed:
         places = (rows * padded_width)[:, :, None] + (left + columns)[:, None]
         window = pixels.view(-1, channels).index_select(0, places.flatten()).view(count, height, width, channels)
         return self.preprocessing.normalise(window.to(self.device))
-
-
-def split(order: Tensor, size: int) -> list[Tensor]:
-    """Split into batches; a single last sample joins the batch before: BatchNorm has no variance of a single value."""
-    parts = list(order.split(size))
-    if len(parts) > 1 and len(parts[-1]) == 1:
-        parts[-2:] = [torch.cat(parts[-2:])]
-    return parts

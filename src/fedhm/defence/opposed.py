@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from fedhm.defence.clip import Findings
+from fedhm.defence.gram import Recovered, between, recovered
 from fedhm.defence.moved import WEIGHTS, Layout, Moved, length
 from fedhm.defence.norms import SETTLED, History
-from fedhm.lowrank.gram import Recovered, between, recovered
 
 AGAINST = 0.6  # times how far clients usually move: so long may be what goes against the others
 FEWEST = 4  # others, of which three honest ones tell the way

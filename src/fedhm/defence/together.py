@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from fedhm.defence.clip import Findings
+from fedhm.defence.gram import gram, recovered
 from fedhm.defence.moved import WEIGHTS, Layout, Moved
 from fedhm.defence.norms import History
 from fedhm.defence.rules import centered_clip, krum, krum_scores
-from fedhm.lowrank.gram import gram, recovered
 
 Judge = Callable[[Sequence[Moved], Tensor], list[Moved | None]]  # None: it is not to be merged
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from fedhm.config.training import TrainConfig
 from fedhm.lowrank.nested import inside_of
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.parts import Loss
 from fedhm.seeds import numpy_generator
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.parts import Loss
 from fedhm.work.reuse import Ready
 from fedhm.work.train import fit, task_seed
 from fedhm.work.work import Answer, Example

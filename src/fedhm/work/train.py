@@ -2,18 +2,21 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
+from fedhm.config.settings import Config
 from fedhm.config.training import TrainConfig
-from fedhm.errors import FedhmError
+from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
 from fedhm.machine.device import seeded
-from fedhm.networks.batchnorm import freeze_statistics
-from fedhm.networks.checkpointing import checkpoint_blocks
+from fedhm.networks.batchnorm import freeze_statistics, running_names
+from fedhm.networks.checkpointing import check_blocks, checkpoint_blocks
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.parts import Loss, backward
 from fedhm.networks.precision import precise
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import run_in_training
@@ -21,7 +24,6 @@ from fedhm.seeds import derive, torch_generator
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.parts import Loss, backward
 from fedhm.work.reuse import Ready
 from fedhm.work.work import Answer, Example
 
@@ -129,6 +131,24 @@ def check_optimizer(model: nn.Module, train: TrainConfig) -> None:
     if half and train.optimizer == "adamw" and not torch.tensor(train.eps, dtype=torch.float16):
         raise FedhmError(
             f"train.eps = {train.eps:g} is 0 in the model's float16, and AdamW divides by it: set it to 1e-4"
+        )
+
+
+def check_memory_savings(model: nn.Module, config: Config) -> None:
+    """Refuse what cannot be done to a model, and warn of what is not the same."""
+    train = config.train
+    check_blocks(model, train.checkpointing)
+    if train.checkpointing and config.engine.compile:
+        raise FedhmError("train.checkpointing and engine.compile do not go together: set one of them to false")
+    if train.frozen_statistics and not running_names(model):
+        raise FedhmError("train.frozen_statistics = true, but the model has no BatchNorm layer that stores statistics")
+    if 0 < train.micro_batch < train.batch and running_names(model) and not train.frozen_statistics:
+        warn(
+            f"with train.micro_batch = {train.micro_batch}, BatchNorm layers normalise by the statistics of so many "
+            f"samples, not of train.batch = {train.batch}: training is not the same as without. With "
+            "train.frozen_statistics = true, for models that come trained, it is",
+            FedhmWarning,
+            stacklevel=2,
         )
 
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedhm.defence.gram import gram, recovered
 from fedhm.lowrank.change import change
-from fedhm.lowrank.gram import gram, recovered
 from fedhm.lowrank.unroll import Form, roll, split, unroll
 
 SHAPES = {"conv": torch.Size((6, 4, 3, 3)), "line": torch.Size((5, 5))}

@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fedhm.data.batches import split
-
 Loss = Callable[[Tensor, Tensor], Tensor]  # mean over the inputs and targets of a part
 
 
@@ -30,6 +28,14 @@ def backward(loss_of: Loss, inputs: Tensor, targets: Tensor, most: int, trained:
         before = len(rows)
     _scale(trained, before / len(targets))
     return total
+
+
+def split(order: Tensor, size: int) -> list[Tensor]:
+    """Split into batches; a single last sample joins the batch before: BatchNorm has no variance of a single value."""
+    parts = list(order.split(size))
+    if len(parts) > 1 and len(parts[-1]) == 1:
+        parts[-2:] = [torch.cat(parts[-2:])]
+    return parts
 
 
 @torch.no_grad()
