@@ -117,3 +117,15 @@ def test_a_longer_change_goes_on_the_same_way(seed: int, factor: float) -> None:
 def test_of_no_change_there_is_no_longer_one() -> None:
     sent = tensors(0)
     assert change(tensors(0), sent, LAYERS).at_length(1.0).norm == 0.0
+
+
+def test_sums_have_one_order_whatever_that_of_the_layers() -> None:
+    """A set of names is in another order in every process."""
+    sent, returned = ({f"{n}.{part}": t for n in "abcdefgh" for part, t in drawn(n, seed)} for seed in (0, 1))
+    norms = {change(returned, sent, order).norm for order in ("abcdefgh", "hgfedcba", "dbfhaceg", "gcahebdf")}
+    assert len(norms) == 1
+
+
+def drawn(layer: str, seed: int) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed * 1000 + ord(layer))
+    return [("u", torch.randn(2, 5, generator=generator)), ("v", torch.randn(7, 2, generator=generator))]

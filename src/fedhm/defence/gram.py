@@ -39,7 +39,7 @@ def recovered(change: Change, factorized: Collection[str]) -> Recovered:
         if name not in pairs and averages(tensor):
             difference = precise(tensor) - precise(change.sent[name])
             found[name] = torch.view_as_real(difference) if difference.is_complex() else difference
-    for layer in factorized:
+    for layer in sorted(factorized):  # sums are to have one order
         u, v = f"{layer}.u", f"{layer}.v"
         left, right = join(change.returned[u], change.returned[v])
         left_sent, right_sent = join(change.sent[u], change.sent[v])

@@ -75,7 +75,8 @@ class Change:
 def change(returned: Tensors, sent: Tensors, factorized: Collection[str], left_out: Collection[str] = ()) -> Change:
     """Return the change of all tensors but those `left_out`, which count as unchanged; `factorized` are layers."""
     linear = mixed = square = 0.0
-    pairs = {layer: (f"{layer}.u", f"{layer}.v") for layer in factorized}
+    # in one order, whatever the collection's: that of a set differs from process to process, and sums with it
+    pairs = {layer: (f"{layer}.u", f"{layer}.v") for layer in sorted(factorized)}
     apart = {name for pair in pairs.values() for name in pair} | {*left_out}
     for name, tensor in returned.items():
         if name not in apart and averages(tensor):
