@@ -5,7 +5,7 @@ Here one process imports, once there is something to do, and every process that 
 it. That process does nothing else: it has no connection, computes nothing, and ends with the executor.
 
 This file is run by its path, `python -P ready_executor.py flower-superexec …`, since importing the package would take
-seconds. Where a process cannot be forked, Flower's own executor is run.
+seconds. Elsewhere than on Linux, where forking is not safe or not there, Flower's own executor is run.
 """
 
 import ctypes
@@ -100,7 +100,7 @@ def _be_called(name: str) -> None:
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     command: Any = import_module("flwr.supercore.cli.flower_superexec")
-    if hasattr(os, "fork"):
+    if sys.platform == "linux":
         executor: Any = import_module("flwr.supercore.superexec.executor.subprocess_executor")
         executor.subprocess = SimpleNamespace(Popen=Forks().start, DEVNULL=subprocess.DEVNULL)
     command.flower_superexec()
