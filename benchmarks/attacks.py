@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedhm.assembly import assemble, build_model, read_federation
+from fedhm.assembly import assemble, read_federation
 from fedhm.config.reading import load_config
 from fedhm.machine.files import write_atomically
+from fedhm.models.build import build_model
 from fedhm.server.intake import TooFewUpdatesError
 from hostile import ATTACKS, ORDER, Hostile, mislabelled
 

@@ -3,12 +3,14 @@
 They know all: what the server sent, what every honest client of the round answered, and all bounds. Each attack is as
 strong as `train.max_change` allows where it goes by length, and hides among the honest where it does not.
 
+    absent       no answer: what is lost with such a client, and no defence can give back
     flip         the way back from where the training went, as far as it may be
     replacement  the way to a model that says the next class, as far as it may be
     noise        a random way, as far as it may be
     alie         a little is enough (Baruch et al. 2019): the honest mean − z × their deviation, number by number
     ipm          inner-product manipulation (Xie et al. 2020): the honest mean's change, backwards
     labels       honest training on wrong labels
+    head         honest training but for the classifier: each class goes where the next one is, by as much as passes
     statistics   BatchNorm statistics as far off as the door lets in, also where they travel as running averages
     near         BatchNorm statistics that are off by as much as passes among the honest ones by the default
 """
@@ -23,17 +25,18 @@ from torch import Tensor
 
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
-from fedhm.defence.outliers import intervals
+from fedhm.defence.outliers import intervals, typical
 from fedhm.engines.engine import Engine
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import derive
 from fedhm.work.bounds import LARGEST_MEAN
-from fedhm.work.messages import Reply, Task, Update
+from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of
 
 ALLOWED = 0.99  # of what `train.max_change` lets in
 ORDER = (0, 5, 10, 15, 4, 9)  # who is hostile first: of four tiers in turn, one of each before two of any
-ATTACKS = ("flip", "replacement", "noise", "alie", "ipm", "labels", "statistics", "near")
+HEAD = 2.5  # times how far honest clients move
+ATTACKS = ("absent", "flip", "replacement", "noise", "alie", "ipm", "labels", "head", "statistics", "near")
 
 Forge = Callable[[Tensors, Sequence[Tensors]], Tensors]  # of the own answer and the honest ones
 
@@ -50,7 +53,9 @@ class Hostile:
         replies = list(self._engine.run(sent))
         for reply in replies:
             task = sent[reply.position]
-            if isinstance(reply, Update) and task.client in self._hostile:
+            if task.client in self._hostile and self._attack == "absent":
+                yield Failure(task.client, "it is absent", reply.position)
+            elif isinstance(reply, Update) and task.client in self._hostile:
                 others = [r for r in replies if isinstance(r, Update) and self._comparable(r, task)]
                 yield replace(reply, tensors=self._forged(task, reply, others))
             else:
@@ -78,6 +83,10 @@ class Hostile:
             way = _way(self._attack, trained, sent, derive(task.round, "hostile", task.client))
             longest = self._most * _norm(sent[n] for n in trained)
             return own.tensors | {n: sent[n] + t * (longest / _norm(way.values())) for n, t in way.items()}
+        if self._attack == "head":
+            usual = statistics.median(_norm(u.tensors[n] - sent[n] for n in trained) for u in honest or [own])
+            way = _wrong_classes(trained, sent)
+            return own.tensors | {n: sent[n] + t * (HEAD * usual / _norm(way.values())) for n, t in way.items()}
         if self._attack in ("alie", "ipm"):
             among = [update.tensors for update in honest] or [own.tensors]  # alone in its tier, it looks at itself
             return own.tensors | _among(self._attack, among, sent, trained, len(honest), len(self._hostile))
@@ -90,9 +99,13 @@ def _way(attack: str, trained: Tensors, sent: Tensors, seed: int) -> Tensors:
         return {n: torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in trained.items()}
     if attack == "flip":
         return {n: sent[n] - t for n, t in trained.items()}
-    last = list(trained)[-1].rpartition(".")[0]  # the classifier: each class gets the next one's row
-    wrong = {n: t.roll(1, 0) if n.rpartition(".")[0] == last else t for n, t in trained.items()}
-    return {n: t - sent[n] for n, t in wrong.items()}
+    return {n: t - sent[n] for n, t in trained.items()} | _wrong_classes(trained, sent)
+
+
+def _wrong_classes(trained: Tensors, sent: Tensors) -> Tensors:
+    """Return the classifier's way to where each class has the next one's row."""
+    last = list(trained)[-1].rpartition(".")[0]
+    return {n: t.roll(1, 0) - sent[n] for n, t in trained.items() if n.rpartition(".")[0] == last}
 
 
 def _among(
@@ -121,11 +134,11 @@ def _far(own: Tensors, _: Sequence[Tensors]) -> Tensors:
 
 
 def _near(own: Tensors, honest: Sequence[Tensors]) -> Tensors:
-    """Return means and variances at the edge of what passes among the honest ones, in every channel."""
+    """Return means and variances at the edge of what passes among the honest ones, all channels alike."""
     found = dict(own)
     for layer in {name.rpartition("/")[0] for name in own}:
         for part, (middle, reach) in intervals(honest or [own], layer).items():
-            found[f"{layer}/{part}"] = middle + 0.95 * reach
+            found[f"{layer}/{part}"] = middle + 0.95 * typical(len(middle)) * reach
     return found
 
 

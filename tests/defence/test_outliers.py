@@ -50,12 +50,26 @@ def test_a_few_that_lie_move_the_pooled_ones_little(hostile: int, lie: dict[str,
 def test_what_is_just_outside_is_brought_to_the_edge() -> None:
     gathered = [client(n) for n in range(9)]
     middle, reach = intervals([*gathered, client(9, mean=3.0)], "bn")["mean"]
-    outside = client(9) | {"bn/mean": middle + 1.5 * reach}
+    outside = client(9)
+    outside["bn/mean"][0] = (middle + 1.5 * reach)[0]
     edge = intervals([*gathered, outside], "bn")["mean"]
     bounded, counts = brought_in([*gathered, outside])
-    assert counts == [0] * 9 + [4]
-    torch.testing.assert_close(bounded[9]["bn/mean"], edge.middle + edge.reach)
+    assert counts == [0] * 9 + [1]
+    assert bounded[9]["bn/mean"][0].item() == pytest.approx((edge.middle + edge.reach)[0].item())
+    assert torch.equal(bounded[9]["bn/mean"][1:], outside["bn/mean"][1:])
     assert reach.max().item() <= SPREADS * 0.4 + DEVIATIONS * 2.3
+
+
+@pytest.mark.parametrize("part", ["mean", "variance"])
+def test_who_is_off_in_all_channels_is_told_by_less(part: str) -> None:
+    gathered = [client(n, channels=64) for n in range(10)]
+    middle, reach = intervals(gathered, "bn")[part]
+    for share, others in ((0.2, False), (0.4, True)):
+        liar = client(10, channels=64) | {f"bn/{part}": middle + share * reach}
+        bounded, counts = brought_in([*gathered, liar])
+        assert counts == [0] * 10 + [64 * others]
+        expected = intervals([*gathered, liar], "bn")[part].middle if others else liar[f"bn/{part}"]
+        assert torch.equal(bounded[10][f"bn/{part}"], expected)
 
 
 def test_of_two_nobody_knows_who_lies() -> None:

@@ -5,12 +5,13 @@ held back until the median over these is known: memory stays independent of the 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from fedhm.defence.moved import Moved, length
 from fedhm.defence.norms import SETTLED, History
+from fedhm.defence.standing import Seen
 
 
 @dataclass
@@ -20,6 +21,8 @@ class Findings:
     norms: dict[str, dict[str, dict[int, float]]]  # by part, tier and client: what was left of them
     clipped: list[dict[str, Any]]
     dropped: list[dict[str, Any]]
+    agreement: dict[int, Seen] = field(default_factory=dict)  # by client
+    disagreeing: int = 0  # updates that were dropped for it
 
 
 def clip(arriving: Iterable[Moved], history: History, round_number: int, findings: Findings) -> Iterator[Moved]:

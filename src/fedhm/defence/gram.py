@@ -31,6 +31,15 @@ def between(one: Recovered, other: Recovered) -> float:
     return sum(_of_layer(one[name], other[name]) for name in one)
 
 
+def by_layer(one: Recovered, other: Recovered) -> dict[str, float]:
+    """Return the inner products of two changes, layer by layer."""
+    found: dict[str, float] = {}
+    for name in one:
+        layer = name.rpartition(".")[0]
+        found[layer] = found.get(layer, 0.0) + _of_layer(one[name], other[name])
+    return found
+
+
 def recovered(change: Change, factorized: Collection[str]) -> Recovered:
     """Return a change by the names that its tensors have in the full model, its factorized layers as factors."""
     found: dict[str, Tensor | tuple[Tensor, Tensor]] = {}

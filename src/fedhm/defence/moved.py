@@ -8,6 +8,7 @@ from torch import nn
 
 from fedhm.lowrank.change import Change, change
 from fedhm.lowrank.hybrid import plan_of
+from fedhm.lowrank.plan import find_classifier
 from fedhm.networks.exchange import exchanged
 from fedhm.work.messages import Task, Update
 from fedhm.work.work import work_of
@@ -22,13 +23,14 @@ class Layout:
 
     factorized: Set[str]  # layers that travel as factors
     averages: Set[str]  # running averages, and other buffers that follow the data
+    last: str | None = None  # the layer that gives the outputs
 
 
 def layout(network: nn.Module, averages: Set[str]) -> Layout:
     """Return what a network's tensors are, as they travel."""
     own = network.state_dict().keys()
     made = {name.removesuffix(".u") for name in exchanged(network) if name.endswith(".u") and name not in own}
-    return Layout(plan_of(network).keys() | made, averages)
+    return Layout(plan_of(network).keys() | made, averages, find_classifier(network))
 
 
 def length(change: Change) -> float:

@@ -3,9 +3,12 @@
 Of every channel, with medians over the clients, a mean may be off by ten times the others' median distance and half the
 deviation of its values, and a variance be three times the others', and ten times their distance more. Honest clients
 stay inside, also most of those that hold few labels, and then nothing changes by a bit. What lies outside is brought to
-the edge, and what is more than twice as far off counts for nothing: the median stands in its place.
+the edge, and what is more than twice as far off counts for nothing: the median stands in its place. A client that is
+far off in a few channels may be honest. Over all of a layer's, root mean square, honest ones were a fifth as far off as
+may be, at most: of who is more than a quarter as far off, all values of the layer count for nothing.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +22,12 @@ SPREADS = 10.0  # times the median distance from the median
 DEVIATIONS = 0.5  # of a channel's values: so far may its mean be off, if the others agree
 TIMES = 3.0  # the others' variance
 HOPELESS = 2.0  # times as far off as may be
+TYPICAL = 1 / 4  # as far off as may be: a client's root mean square over a layer's channels is no more
+
+
+def typical(channels: int) -> float:
+    """Return how far off a client may be in a layer as a whole: two channels may be at the edge."""
+    return max(TYPICAL, math.sqrt(2 / channels))
 
 
 class Interval(NamedTuple):
@@ -28,7 +37,9 @@ class Interval(NamedTuple):
     def bound(self, values: Tensor) -> Tensor:
         """Return the values of all clients, (clients, channels), inside; those that are there already as they are."""
         inside = values.clamp(self.middle - self.reach, self.middle + self.reach)
-        return torch.where((values - self.middle).abs() > HOPELESS * self.reach, self.middle, inside)
+        whole = ((inside - self.middle) / self.reach).square().mean(1, keepdim=True).sqrt()
+        lost = ((values - self.middle).abs() > HOPELESS * self.reach) | (whole > typical(values.shape[1]))
+        return torch.where(lost, self.middle, inside)
 
 
 def intervals(gathered: Sequence[Tensors], layer: str) -> dict[str, Interval]:

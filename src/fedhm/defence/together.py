@@ -58,13 +58,12 @@ def by_centered_clip(history: History, round_number: int, findings: Findings) ->
 
 
 def by_krum(hostile: int, findings: Findings) -> Judge:
-    """Drop those that are furthest from their nearest others."""
+    """Drop those that are furthest from their nearest others, fewer where some have been dropped already."""
 
     def judge(members: Sequence[Moved], inner: Tensor) -> list[Moved | None]:
-        chosen = set(krum(inner, hostile))
-        scores = (
-            krum_scores(inner, min(hostile, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
-        )
+        left = max(0, hostile - findings.disagreeing)
+        chosen = set(krum(inner, left))
+        scores = krum_scores(inner, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
         found: list[Moved | None] = []
         for place, each in enumerate(members):
             found.append(each if place in chosen else None)

@@ -19,27 +19,32 @@ def gather_statistics(
     attempts: Iterator[Sequence[Participant]],
     record: Record,
     robust: bool = True,
+    least: int = 1,
 ) -> Iterator[tuple[str, Tensors]]:
-    """Yield each tier that has statistics, and what they are. What nobody answered for is asked of other clients.
+    """Yield each tier that has statistics, and what they are. What too few answered for is asked of other clients.
 
     weights   by tier
     attempts  whom to ask first, and whom if some tier is still missing then
     robust    bring what lies far from most clients' statistics to where these are
+    least     clients that have to answer for a tier, or all that were asked where these are fewer
     """
-    missing = [tier for tier in weights if intake.running_names(tier)]
+    missing = [tier for tier in weights if intake.facts(tier).running]
     for chosen in attempts:
         asked = [(tier, p) for tier in missing for p in chosen]
         tasks = [Task(KIND, record.round, p.client, p.tier, tier, weights[tier]) for tier, p in asked]
         updates = intake.updates(run, tasks, record)
         for tier, of_tier in groupby(updates, key=lambda update: update.network):
             answered = list(of_tier)  # a few numbers for each channel: small beside a model
+            if len(answered) < min(least, len(chosen)):
+                continue
             yield tier, pool(_bounded(answered, record) if robust else [update.tensors for update in answered])
             missing.remove(tier)
         if not missing:
             return
     reason = last_reason([entry for entry in record.dropped if entry["kind"] == KIND])
+    whose = "too few clients'" if least > 1 else "no client's"
     raise FedhmError(
-        f"no client's BatchNorm statistics of tier {missing[0]} could be used in round {record.round}: {reason}"
+        f"{whose} BatchNorm statistics of tier {missing[0]} could be used in round {record.round}: {reason}"
     )
 
 

@@ -1,13 +1,14 @@
 """From the updates that were let in to those that are merged: `[server] robust`, with what it found in the record."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fedhm.config.settings import ResolvedConfig
 from fedhm.config.training import ServerConfig
 from fedhm.defence.clip import Findings, clip
-from fedhm.defence.moved import moved
+from fedhm.defence.disagreeing import drop_disagreeing
+from fedhm.defence.moved import Layout, moved
 from fedhm.defence.norms import History
-from fedhm.defence.opposed import bound_opposed
+from fedhm.defence.standing import Standing
 from fedhm.defence.together import by_centered_clip, by_krum, judged_together
 from fedhm.errors import FedhmError
 from fedhm.server.intake import Guard, Intake
@@ -31,16 +32,22 @@ class Defence:
     """
 
     def __init__(self, config: ResolvedConfig, intake: Intake, one_model: bool, records: Sequence[Record]) -> None:
-        self._config, self._layout, self._one_model = config.server, intake.layout, one_model
+        self._config, self._one_model = config.server, one_model
+        self._layout: Callable[[str], Layout] = lambda network: intake.facts(network).layout
         self._history = History(config.train.learning_rate)
+        self._standing = Standing()
         for record in records:
-            self._history.add(record.round, record.norms)
+            self._learn(record)
 
     def done(self, record: Record) -> None:
         """Learn from a round that was merged."""
-        self._history.add(record.round, record.norms)
+        self._learn(record)
         if self._config.robust != "none":
             record.bound_losses()
+
+    def _learn(self, record: Record) -> None:
+        self._history.add(record.round, record.norms)
+        self._standing.add(record.agreement)
 
     def guard(self, record: Record) -> Guard | None:
         """Return what guards a round; None: nothing does."""
@@ -49,10 +56,10 @@ class Defence:
 
         def guard(admitted: Iterator[tuple[Task, Update]]) -> Iterator[Update]:
             arriving = (moved(task, update, self._layout(task.network)) for task, update in admitted)
-            findings = Findings(record.norms, record.clipped, record.dropped)
+            findings = Findings(record.norms, record.clipped, record.dropped, record.agreement)
             told = (self._history, record.round, findings)
             compared = (self._layout, self._one_model)
-            passing = bound_opposed(clip(arriving, *told), *told, *compared)  # before every rule
+            passing = drop_disagreeing(clip(arriving, *told), *told, *compared, self._standing)  # before every rule
             if self._config.robust == "centered-clip":
                 passing = judged_together(passing, by_centered_clip(*told), *compared)
             elif self._config.robust == "krum":
