@@ -88,7 +88,11 @@ def test_metrics_are_called_by_their_names() -> None:
         (torch.full((20,), float("nan")), "regression", "hold NaN or infinite values"),
         (torch.rand(20, 2, 2), "regression", "one row of numbers per sample"),
         (torch.rand(20, 2), "regression", "the model must give 2 numbers for each sample, but its output is"),
-        (torch.rand(20), "quantiles", "there is no objective 'quantiles', known are classification, regression"),
+        (
+            torch.rand(20),
+            "quantiles",
+            "there is no objective 'quantiles', known are causal_lm, classification, regression, seq",
+        ),
     ],
 )
 def test_what_cannot_be_learned_is_one_sentence(labels: torch.Tensor, objective: str, sentence: str) -> None:

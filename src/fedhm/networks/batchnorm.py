@@ -8,8 +8,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def tracked_layers(network: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers that normalise by stored statistics in evaluation."""
-    return {n: m for n, m in network.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    """Return the BatchNorm layers whose stored statistics, by which they normalise in evaluation, follow the data."""
+    found = {n: m for n, m in network.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    return {name: layer for name, layer in found.items() if not vars(layer).get("fedhm_held")}
 
 
 def running_names(network: nn.Module) -> set[str]:
@@ -38,3 +39,10 @@ def freeze_statistics(network: nn.Module) -> None:
     for layer in tracked_layers(network).values():
         layer.eval()
         vars(layer)["train"] = lambda mode=True, layer=layer: layer  # noqa: ARG005
+
+
+def hold_statistics(network: nn.Module) -> None:
+    """Freeze statistics for good, as a part of a frozen base: they do not travel, and nobody gathers them."""
+    freeze_statistics(network)
+    for layer in tracked_layers(network).values():
+        vars(layer)["fedhm_held"] = True

@@ -1,5 +1,6 @@
 """Which tensors of a network travel, in which form, and how they are put back into one."""
 
+import hashlib
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -27,6 +28,18 @@ def travels_as(network: nn.Module, form: WireForm | None) -> nn.Module:
     return network
 
 
+def everybody_has(network: nn.Module, names: frozenset[str]) -> nn.Module:
+    """Say which parameters of `network` never travel, since all have them: a frozen base. Copies share them."""
+    vars(network)["fedhm_everybodys"] = names
+    return network
+
+
+def base_of(network: nn.Module) -> Tensors:
+    """Return the parameters that never travel, since everybody has them."""
+    stays: frozenset[str] = vars(network).get("fedhm_everybodys", frozenset())
+    return {name: parameter for name, parameter in network.named_parameters() if name in stays}
+
+
 def exchanged(network: nn.Module) -> Tensors:
     """Return what travels of `network`: its real and complex numbers, each tensor once, in its wire form if it has one.
 
@@ -35,8 +48,9 @@ def exchanged(network: nn.Module) -> Tensors:
     """
     seen: set[int] = set()
     tensors: Tensors = {}
+    stays: frozenset[str] = vars(network).get("fedhm_everybodys", frozenset())
     for name, tensor in network.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and averages(tensor) and id(tensor) not in seen:
+        if isinstance(tensor, Tensor) and averages(tensor) and id(tensor) not in seen and name not in stays:
             seen.add(id(tensor))
             tensors[name] = tensor.detach()
     form = _wire_form(network)
@@ -87,3 +101,9 @@ def _wire_form(network: nn.Module) -> WireForm | None:
 
 def size_in_bytes(tensors: Tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def digest_of(network: nn.Module, input_shape: tuple[int, ...]) -> str:
+    """Return what tells a network from others of another form, whatever its weights are."""
+    form = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in sorted(exchanged(network).items())]
+    return hashlib.sha256(f"{form}{tuple(input_shape)}".encode()).hexdigest()[:16]

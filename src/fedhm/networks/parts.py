@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # mean over the inputs and targets of a part
+from fedhm.networks.inputs import Inputs, rows_of
+
+Loss = Callable[[Inputs, Tensor], Tensor]  # mean over the inputs and targets of a part
 
 
-def backward(loss_of: Loss, inputs: Tensor, targets: Tensor, most: int, trained: Sequence[nn.Parameter]) -> Tensor:
+def backward(loss_of: Loss, inputs: Inputs, targets: Tensor, most: int, trained: Sequence[nn.Parameter]) -> Tensor:
     """Leave the gradient of a batch's mean loss in the parameters, and return that loss.
 
     most  samples in a part; 0: the whole batch is one
@@ -22,7 +24,7 @@ def backward(loss_of: Loss, inputs: Tensor, targets: Tensor, most: int, trained:
     for rows in split(torch.arange(len(targets), device=targets.device), most):
         # Not losses are weighted but what they add to: whatever else a loss does to gradients is weighted with it.
         _scale(trained, before / len(rows))
-        loss = loss_of(inputs[rows], targets[rows])
+        loss = loss_of(rows_of(inputs, rows), targets[rows])
         loss.backward()
         total = total + loss.detach() * (len(rows) / len(targets))
         before = len(rows)

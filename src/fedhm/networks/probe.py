@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedhm.errors import FedhmError
+from fedhm.networks.inputs import Inputs, scores, shape_of
 
 
-def probe(model: nn.Module, batch: Tensor, check: Callable[[Tensor], None]) -> str | None:
+def probe(model: nn.Module, batch: Inputs, check: Callable[[Tensor], None]) -> str | None:
     """Return the name of the Linear layer whose output is the model's, if there is one; `check` looks at the output.
 
     The layer is found by what it does, since a model may define its layers in any order.
@@ -26,11 +27,11 @@ def probe(model: nn.Module, batch: Tensor, check: Callable[[Tensor], None]) -> s
             if isinstance(layer, nn.Linear):
                 layer.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output}))
         with torch.no_grad():
-            output = copied(batch)
+            output = scores(copied, batch)
+    except FedhmError:
+        raise
     except Exception as error:  # whatever a foreign model raises
-        raise FedhmError(f"the model does not accept the inputs, of shape {tuple(batch.shape[1:])}: {error}") from error
-    if not isinstance(output, Tensor):
-        raise FedhmError(f"the model must give a tensor of scores, not a {type(output).__name__}")
+        raise FedhmError(f"the model does not accept the inputs, of shape {shape_of(batch)}: {error}") from error
     check(output)
     return next((name for name, found in outputs.items() if found is output), None)
 

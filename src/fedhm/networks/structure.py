@@ -1,7 +1,7 @@
 """The structure of any network: a copy of it, who holds its weights, and what it runs in training."""
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -11,11 +11,21 @@ from fedhm.errors import FedhmError
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a copy of a network, to be changed; tensors that share a parameter's memory share it in the copy too."""
+    """Return a copy of a network, to be changed; tensors that share a parameter's memory share it in the copy too.
+
+    What everybody has (`networks/exchange.py`) is not copied.
+    """
     memo: dict[int, object] = {}
+    for module in model.modules():  # each has a dozen empty collections of hooks, which take longest by far
+        for value in vars(module).values():
+            if type(value) in (OrderedDict, dict, set) and not value:
+                memo[id(value)] = type(value)()
+    shared: frozenset[str] = vars(model).get("fedhm_everybodys", frozenset())
     try:
-        for parameter in model.parameters():
-            if type(parameter) is nn.Parameter:  # of which torch would copy the values alone
+        for name, parameter in model.named_parameters():
+            if name in shared:
+                memo[id(parameter)] = parameter
+            elif type(parameter) is nn.Parameter:  # of which torch would copy the values alone
                 memory = copy.deepcopy(parameter.data, memo)
                 memo[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
         return copy.deepcopy(model, memo)

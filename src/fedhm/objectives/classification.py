@@ -15,7 +15,7 @@ from fedhm.networks.precision import precise
 
 class Classification(Objective):
     name: Literal["classification"] = "classification"
-    metrics: ClassVar = (Metric("accuracy", percent=True), Metric("loss", more_is_better=False))
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy", percent=True), Metric("loss", more_is_better=False))
     has_labels: ClassVar = True
     sum_bounds: ClassVar = {"correct": (0.0, 1.0), "loss": (0.0, 3e6)}  # of outputs within ±1e6
 

@@ -108,7 +108,9 @@ def test_an_unknown_name_gets_the_nearest(name: str, nearest: str) -> None:
 
 
 def test_a_name_like_no_other_gets_the_list() -> None:
-    with pytest.raises(FedhmError, match=r"no data source 'zzz': Known are digits, fashion-mnist, .* and hf:NAME"):
+    with pytest.raises(
+        FedhmError, match=r"no data source 'zzz': Known are digits, fashion-mnist, .* hf:NAME and text:NAME"
+    ):
         read_source("zzz", None)
 
 

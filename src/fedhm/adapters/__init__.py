@@ -1,0 +1,1 @@
+"""LoRA adapters on a frozen base: `peft` injects, saves and loads them."""

@@ -1,0 +1,185 @@
+"""Adapted networks: a frozen base that all networks of a process share, with adapters that peft has put into it."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedhm.adapters.wire import AdapterForm
+from fedhm.errors import FedhmError
+from fedhm.networks.batchnorm import hold_statistics
+from fedhm.networks.exchange import Tensors, everybody_has, travels_as
+from fedhm.networks.structure import copied
+
+HEADS = ("classifier", "score")  # how transformers call the layer that is made for the task
+
+
+@dataclass(frozen=True)
+class Adapting:
+    """What adapters are put into a model, and what is trained beside them."""
+
+    target: tuple[str, ...]  # layers by the ends of their names
+    scale: float  # α/r, the same for every rank
+    head: tuple[str, ...] = ()  # modules that are trained whole
+
+
+class Base:
+    """A frozen copy of a model, and the layers of it that get adapters."""
+
+    def __init__(self, model: nn.Module, adapting: Adapting) -> None:
+        self.adapting = adapting
+        self._model = copied(model).requires_grad_(False)
+        hold_statistics(self._model)
+        for name in adapting.head:
+            if name not in dict(model.named_modules()):
+                raise FedhmError(f"method.head: the model has no module '{name}'")
+        self.shapes = self._find()
+
+    def _find(self) -> dict[str, torch.Size]:
+        """Return the weights' shapes (n, m) of the layers that peft chooses."""
+        lora = _peft().tuners.lora
+        found: dict[str, torch.Size] = {}
+        for name, module in self._injected(1).named_modules():
+            if isinstance(module, lora.LoraLayer):
+                if not isinstance(module, lora.Linear):
+                    kind = type(module.base_layer).__name__
+                    raise FedhmError(f"method.target names '{_own(name)}', a {kind}: adapters are for linear layers")
+                found[_own(name)] = torch.Size((module.out_features, module.in_features))
+        return found
+
+    def _injected(self, rank: int) -> nn.Module:
+        peft, adapting = _peft(), self.adapting
+        settings = peft.LoraConfig(
+            r=rank,
+            lora_alpha=adapting.scale * rank,
+            target_modules=list(adapting.target),
+            modules_to_save=list(adapting.head) or None,
+            fan_in_fan_out=self._transposed(),
+        )
+        shared: dict[int, Any] = {id(p): p for p in self._model.parameters()}
+        try:
+            with torch.random.fork_rng(devices=[]):  # the factors that peft draws are replaced anyway
+                network: nn.Module = peft.get_peft_model(copy.deepcopy(self._model, shared), settings)
+        except ValueError as error:
+            layers = sorted({n.rpartition(".")[2] for n, m in self._model.named_modules() if isinstance(m, nn.Linear)})
+            raise FedhmError(
+                f"method.target = {list(adapting.target)} cannot be adapted ({str(error).partition('. ')[0]}); the "
+                f"model's linear layers are called {', '.join(layers)}"
+            ) from None
+        return network
+
+    def _transposed(self) -> bool:
+        """Tell whether the layers to adapt hold their weights transposed, as GPT-2's do."""
+        chosen = [m for n, m in self._model.named_modules() if n.endswith(self.adapting.target)]
+        return any(type(module).__name__ == "Conv1D" for module in chosen)
+
+    def network(
+        self, rank: int, *, fixed: Sequence[str] = (), folded: bool = False, parts: tuple[str, str] = ("u", "v")
+    ) -> nn.Module:
+        """Return the base with adapters of a rank, whose values are to be loaded.
+
+        fixed   factors that are not trained and do not travel: "u", "v" or none
+        folded  the base may be told what to add to its weights
+        parts   how A and B are called as they travel
+        """
+        self.check_rank(rank)
+        network = self._injected(rank)
+        for name, parameter in network.named_parameters():
+            part = "u" if ".lora_A." in name else "v" if ".lora_B." in name else ""
+            if part in fixed and part:
+                parameter.requires_grad = False
+        own = {f"base_model.model.{layer}.base_layer.weight" for layer in self.shapes} if folded else set()
+        if folded:
+            self._part(network, own)
+            vars(network)["fedhm_folded"] = True
+        frozen = {n for n, p in network.named_parameters() if not p.requires_grad and ".lora_" not in n}
+        everybody_has(network, frozenset(frozen - own))
+        held = frozenset(f"{layer}.{part}" for layer in self.shapes for part in fixed)
+        weights = {layer: self._model.get_submodule(layer).weight for layer in self.shapes} if folded else {}
+        return travels_as(network, AdapterForm(tuple(self.shapes), self.adapting.scale, held, weights, parts))  # type: ignore[arg-type]
+
+    def check_rank(self, rank: int) -> None:
+        """Refuse a rank that a layer cannot have."""
+        for layer, (outputs, inputs) in self.shapes.items():
+            if rank > min(outputs, inputs):
+                raise FedhmError(
+                    f"rank {rank} is above what '{layer}', {inputs} → {outputs}, can have: choose at most "
+                    f"{min(outputs, inputs)}"
+                )
+
+    def _part(self, network: nn.Module, names: set[str]) -> None:
+        """Give a network weights of its own in place of those that it shares."""
+        if self._transposed():
+            raise FedhmError("nothing can be folded into layers that hold their weights transposed, as GPT-2's do")
+        for name in names:
+            layer, _, part = name.rpartition(".")
+            module = network.get_submodule(layer)
+            setattr(module, part, nn.Parameter(getattr(module, part).detach().clone(), requires_grad=False))
+
+    def head_of(self, weights: Tensors) -> Tensors:
+        """Return those of the full model's tensors that are trained whole."""
+        return {n: t for n, t in weights.items() if any(n.startswith(f"{head}.") for head in self.adapting.head)}
+
+
+def find_head(
+    model: nn.Module, given: tuple[str, ...] | str, classifier: str | None, per_token: bool
+) -> tuple[str, ...]:
+    """Return the modules that are trained whole: those given, or the layer that was made for the task."""
+    if not isinstance(given, str):
+        return given
+    if per_token:  # what gives the scores of tokens is the base's own
+        return ()
+    if classifier:
+        return (classifier,)
+    own = dict(model.named_modules())
+    if found := [name for name in HEADS if name in own]:
+        return (found[0],)
+    raise FedhmError("the layer that gives the model's outputs cannot be told: name it with method.head = ['NAME']")
+
+
+def described(network: nn.Module) -> dict[str, Any] | None:
+    """Return what tells an adapted network from its base, as JSON; None for other networks."""
+    config = getattr(network, "peft_config", {}).get("default")
+    if config is None:
+        return None
+    folded = bool(vars(network).get("fedhm_folded"))
+    target, head = sorted(config.target_modules), list(config.modules_to_save or ())
+    return {"rank": config.r, "scale": config.lora_alpha / config.r, "target": target, "head": head, "folded": folded}
+
+
+def rebuilt(model: nn.Module, told: dict[str, Any]) -> nn.Module:
+    """Return the network that was described, around a model, as it travels in no special form."""
+    adapting = Adapting(tuple(told["target"]), float(told["scale"]), tuple(told["head"]))
+    return travels_as(Base(model, adapting).network(int(told["rank"]), folded=bool(told["folded"])), None)
+
+
+def save_adapter(network: nn.Module, folder: Path) -> None:
+    """Save a network's adapter and head as peft does; `PeftModel.from_pretrained(base, folder)` loads them."""
+    adapted = getattr(network, "save_pretrained", None)
+    if adapted is None or not hasattr(network, "peft_config"):
+        raise FedhmError("the tier's model has no adapter: save_adapter is for methods that train such, as lora")
+    if vars(network).get("fedhm_folded"):
+        raise FedhmError("what was learnt is in the base itself, not in an adapter: save the whole network of the tier")
+    form, restored = vars(network).pop("fedhm_wire_form", None), vars(network)
+    try:
+        adapted(str(folder))
+    except OSError as error:
+        raise FedhmError(f"cannot write the adapter to {folder}: {error.strerror}") from None
+    finally:
+        restored["fedhm_wire_form"] = form
+
+
+def _peft() -> Any:
+    try:
+        return import_module("peft")
+    except ImportError as error:
+        raise FedhmError(f"adapters need the package peft ({error}): pip install 'fedhm[lora]'") from None
+
+
+def _own(name: str) -> str:
+    return name.removeprefix("base_model.model.")

@@ -1,0 +1,113 @@
+"""Sequences of different lengths, held one after another: token ids, attention masks, what is to be said of each token.
+
+A batch is padded to its longest sequence, and made of sequences of nearly the same length, so that padding stays small.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedhm.errors import FedhmError
+from fedhm.networks.parts import split
+
+IDS, MASK, TARGETS = "input_ids", "attention_mask", "labels"
+PADDING = {MASK: 0, TARGETS: -100}  # of all else, the number that the token ids are padded with
+POOL = 16  # batches: among so many, drawn at random, sequences are sorted by length
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """N sequences: for each name the numbers of all of them, and where each begins."""
+
+    fields: Mapping[str, Tensor]  # (total length,), int64; `labels` are targets, and all else goes into the network
+    starts: Tensor  # (N + 1,)
+    padding: int = 0  # the token id of padding
+
+    @classmethod
+    def of(cls, sequences: Mapping[str, Sequence[Sequence[int]]], whose: str, padding: int = 0) -> "Tokens":
+        """Gather sequences, by name one for each sample; without a mask, all of their tokens count."""
+        lengths = [len(sequence) for sequence in sequences[IDS]]
+        if not lengths or min(lengths) < 1:
+            raise FedhmError(f"{whose} has {'a sample without any token' if lengths else 'no samples'}")
+        for name, given in sequences.items():
+            if [len(sequence) for sequence in given] != lengths:
+                raise FedhmError(f"the '{name}' of {whose} must be as long as its '{IDS}', sample by sample")
+        try:
+            flat = {n: torch.tensor([int(v) for s in given for v in s]) for n, given in sequences.items()}
+        except (TypeError, ValueError, OverflowError):
+            raise FedhmError(f"the tokens of {whose} must be whole numbers") from None
+        flat.setdefault(MASK, torch.ones_like(flat[IDS]))
+        return cls(flat, torch.tensor([0, *lengths]).cumsum(0), padding)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.starts.diff()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return how many sequences there are, and the length that is typical of them: their median."""
+        return torch.Size((len(self), int(self.lengths.median()) if len(self) else 0))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int64
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    @property
+    def kind(self) -> str:
+        return f"sequences of {', '.join(sorted(self.fields))}"
+
+    def __getitem__(self, indices: Tensor) -> "Tokens":
+        """Return some of the sequences."""
+        lengths = self.lengths[indices]
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        # of every token of the new ones, its place among the old ones
+        places = torch.arange(int(starts[-1])) + (self.starts[indices] - starts[:-1]).repeat_interleave(lengths)
+        return Tokens({name: flat[places] for name, flat in self.fields.items()}, starts, self.padding)
+
+    def padded(self, indices: Tensor) -> dict[str, Tensor]:
+        """Return some of the sequences as tensors, filled up on the right to the longest of them."""
+        lengths = self.lengths[indices]
+        columns = torch.arange(int(lengths.max()))
+        there = columns < lengths[:, None]
+        places = torch.where(there, self.starts[indices][:, None] + columns, 0)
+        return {n: flat[places].masked_fill(~there, PADDING.get(n, self.padding)) for n, flat in self.fields.items()}
+
+    def typical(self) -> Tensor:
+        """Return the index of a sequence of median length."""
+        return self.lengths.argsort(stable=True)[(len(self) - 1) // 2 :][:1]
+
+    def by_length(self, size: int) -> list[Tensor]:
+        """Return batches of indices of all sequences, the shortest first."""
+        return split(self.lengths.argsort(stable=True), size)
+
+    def buckets(self, size: int, generator: torch.Generator) -> list[Tensor]:
+        """Return batches of indices of all sequences at random, each of nearly the same length."""
+        order = torch.randperm(len(self), generator=generator)
+        pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * size)]
+        batches = split(torch.cat(pools), size)
+        return [batches[number] for number in torch.randperm(len(batches), generator=generator).tolist()]
+
+    def largest(self) -> int:
+        return int(self.fields[IDS].max())
+
+    def add_to(self, digest: "hashlib._Hash") -> None:
+        digest.update(f"{self.kind}{tuple(self.shape)}{self.padding}".encode())
+        for tensor in (self.starts, *(self.fields[name] for name in sorted(self.fields))):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """Return the sequences of all parts, one after another."""
+    lengths = torch.cat([part.lengths for part in parts])
+    fields = {name: torch.cat([part.fields[name] for part in parts]) for name in parts[0].fields}
+    return Tokens(fields, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), parts[0].padding)

@@ -1,0 +1,24 @@
+"""Where a pretrained model lies: a folder, or an installed package that brings one."""
+
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+from fedhm.errors import FedhmError
+
+
+def find_pretrained(name: str) -> Path:
+    """Return the folder with the `config.json` of the pretrained model that a setting names."""
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        lying = [Path(str(file.locate())) for file in files(name) or () if file.name == "config.json"]
+    except (PackageNotFoundError, ValueError):
+        raise FedhmError(
+            f"model.base = '{name}' is neither a folder with a config.json nor an installed package: name a model as "
+            f"transformers save it, or install the package with 'pip install {name}'"
+        ) from None
+    beside = [file.parent for file in lying if any(file.parent.glob("*.safetensors"))]
+    if not beside:
+        raise FedhmError(f"model.base = '{name}' is a package without a pretrained model in it")
+    return min(beside, key=lambda place: len(place.parts))

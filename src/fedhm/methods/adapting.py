@@ -1,0 +1,103 @@
+"""What methods have in common that train adapters on a frozen base (`fedhm.adapters`)."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from torch import Tensor, nn
+
+from fedhm.adapters.adapted import Adapting, Base, find_head
+from fedhm.adapters.average import fresh
+from fedhm.config.method_config import MethodConfig, Settings
+from fedhm.config.section import Positive, tier_name
+from fedhm.lowrank.svd import Factors
+from fedhm.lowrank.unroll import split
+from fedhm.methods.method import Setup
+from fedhm.networks.exchange import Tensors
+from fedhm.seeds import torch_generator
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) and value != "auto" else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
+Ranks = Annotated[tuple[Positive, ...], Field(min_length=1)]
+
+
+class AdapterConfig(MethodConfig):
+    """The settings of adapters, whatever is done with them."""
+
+    by_coordinate: ClassVar[bool] = False
+    target: Names = ("query", "value")  # the layers that get adapters, by the ends of their names
+    scale: Annotated[float, Field(gt=0)] = 2.0  # LoRA's α/r, at every rank
+    head: Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_listed)] = "auto"  # modules trained whole
+    weighting: Literal["uniform", "samples"] = "uniform"
+
+    def base(self, model: nn.Module, setup: Setup) -> Base:
+        head = find_head(model, self.head, setup.classifier, setup.objective.per_token)
+        return Base(model, Adapting(self.target, self.scale, head))
+
+    @property
+    def adapters(self) -> Settings:
+        head = self.head if isinstance(self.head, str) else list(self.head)
+        return {"target": list(self.target), "scale": self.scale, "head": head, "weighting": self.weighting}
+
+
+class RanksConfig(AdapterConfig):
+    """The settings of methods in which each tier has a rank."""
+
+    ranks: Ranks = (16, 8, 4, 2)  # of the tiers; one listed twice has two shares of the clients
+
+    @property
+    def shares(self) -> Sequence[float]:
+        return [rank / max(self.ranks) for rank in self.ranks]
+
+    @property
+    def adapters(self) -> Settings:
+        return {"ranks": list(self.ranks), **super().adapters}
+
+    def levels(self) -> tuple[tuple[str, ...], dict[str, int]]:
+        """Return the tier of each level, largest first, and every tier's rank."""
+        ordered = sorted(self.ranks, reverse=True)
+        named = {tier_name(rank / ordered[0]): rank for rank in ordered}
+        return tuple(tier_name(rank / ordered[0]) for rank in ordered), named
+
+
+class RankConfig(AdapterConfig):
+    """The settings of methods in which all clients have adapters of one rank."""
+
+    rank: Positive = 2
+
+    @property
+    def adapters(self) -> Settings:
+        return {"ranks": [self.rank], **super().adapters}
+
+    @property
+    def tier(self) -> str:
+        return f"r{self.rank}"
+
+
+def of_smallest(name: str, adapters: Settings) -> Settings:
+    """Return the settings with which a method of one rank is compared: the one that every client can afford."""
+    return of_rank(name, adapters, min(adapters.get("ranks", [2])))
+
+
+def of_rank(name: str, adapters: Settings, rank: int) -> Settings:
+    return {"name": name, "rank": rank, **{key: value for key, value in adapters.items() if key != "ranks"}}
+
+
+def drawn(base: Base, rank: int, seed: int, *when: int) -> dict[str, Factors]:
+    """Return what adapters begin with, by layer, the same for all clients; `when` is the round, if they begin anew."""
+    return {
+        layer: fresh((shape[1], shape[0]), rank, torch_generator(seed, "adapters", layer, *when))
+        for layer, shape in base.shapes.items()
+    }
+
+
+def as_sent(factors: dict[str, Factors], rank: int, shapes: dict[str, Any]) -> Tensors:
+    """Return the leading directions of all layers as they travel: u (r, m) and v (n, r)."""
+    found: dict[str, Tensor] = {}
+    for layer, each in factors.items():
+        found[f"{layer}.u"], found[f"{layer}.v"] = split(*each.prefix(rank), shapes[layer])
+    return found

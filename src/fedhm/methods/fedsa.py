@@ -1,0 +1,77 @@
+"""FedSA-LoRA: A is shared and averaged, every client keeps a B of its own (Guo et al. 2024).
+
+A tier's model, for evaluation, has the B of its client that took part last, the lowest number of several. The server
+of a simulation keeps the clients' B for them, so its state grows with the number of clients. The head, which the
+published method leaves as it was drawn, is averaged.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from fedhm.config.method_config import Family, NamedEntry
+from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_smallest
+from fedhm.methods.mean import WeightedMean, influence
+from fedhm.methods.method import Method, Setup, State
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
+
+SHARED, OWN = "a", "b"  # after a layer's name: its A and its B
+
+
+class FedSAConfig(RankConfig):
+    name: Literal["fedsa"] = "fedsa"
+
+    def build(self, model: nn.Module, setup: Setup) -> "FedSA":
+        return FedSA(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[NamedEntry | Family]:
+        return [NamedEntry("fedsa", lambda sizes: of_smallest("fedsa", sizes.adapters))]
+
+
+@dataclass(frozen=True)
+class FedSAState(State):
+    weights: Tensors  # A of all layers, and the head
+    begin: Tensors  # B of a client that is yet to take part
+    kept: dict[int, Tensors] = field(default_factory=dict)  # by client, its own B
+    newest: int = -1  # the client that took part last
+
+
+class FedSA(Method[FedSAState]):
+    state_type = FedSAState
+
+    def __init__(self, model: nn.Module, config: FedSAConfig, setup: Setup = Setup()) -> None:
+        self.config, self._setup, self.base = config, setup, config.base(model, setup)
+        self.base.check_rank(config.rank)
+        self.tiers = self.levels = (config.tier,)
+
+    def start(self, weights: Tensors) -> FedSAState:
+        sent = as_sent(drawn(self.base, self.config.rank, self._setup.seed), self.config.rank, self.base.shapes)
+        shared = {f"{name[:-2]}.{SHARED}": tensor for name, tensor in sent.items() if name.endswith(".u")}
+        own = {f"{name[:-2]}.{OWN}": tensor for name, tensor in sent.items() if name.endswith(".v")}
+        return FedSAState(self.base.head_of(weights) | shared, own)
+
+    def tasks(self, state: FedSAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        for p in participants:
+            kept = state.kept.get(p.client, state.begin)
+            yield Task("adapt", round_number, p.client, p.tier, self.tiers[0], state.weights, kept)
+
+    def merge(self, state: FedSAState, updates: Iterable[Update], round_number: int) -> FedSAState:
+        mean, kept, took_part = WeightedMean(state.weights), dict(state.kept), list[int]()
+        for update in updates:
+            mean.add_all(update, influence(update, self.config.weighting), self._setup.classifier)
+            kept[update.client] = update.kept
+            took_part.append(update.client)
+        return FedSAState(mean.result(), state.begin, kept, min(took_part, default=state.newest))
+
+    def network(self, name: str) -> nn.Module:
+        return self.base.network(self.config.rank, parts=(SHARED, OWN))
+
+    def weights(self, state: FedSAState, tier: str) -> Tensors:
+        return {**state.weights, **state.kept.get(state.newest, state.begin)}
+
+
+ENTRY_POINT = FedSAConfig

@@ -1,0 +1,50 @@
+"""FFA-LoRA: A is drawn once and stays as it is, B is trained and averaged (Sun et al. 2024).
+
+With one A for everybody the mean of the products is the product of A with the mean of all B, and only B travels.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from torch import nn
+
+from fedhm.config.method_config import Family, NamedEntry
+from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_smallest
+from fedhm.methods.homogeneous import Homogeneous
+from fedhm.methods.mean import average
+from fedhm.methods.method import ModelState, Setup
+from fedhm.networks.exchange import Tensors, load
+from fedhm.work.messages import Update
+
+
+class FFALoRAConfig(RankConfig):
+    name: Literal["ffalora"] = "ffalora"
+
+    def build(self, model: nn.Module, setup: Setup) -> "FFALoRA":
+        return FFALoRA(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[NamedEntry | Family]:
+        return [NamedEntry("ffalora", lambda sizes: of_smallest("ffalora", sizes.adapters))]
+
+
+class FFALoRA(Homogeneous):
+    def __init__(self, model: nn.Module, config: FFALoRAConfig, setup: Setup = Setup()) -> None:
+        super().__init__(config.tier)
+        self.config, self._setup, self.base = config, setup, config.base(model, setup)
+        self.base.check_rank(config.rank)
+        begin = as_sent(drawn(self.base, config.rank, setup.seed), config.rank, self.base.shapes)
+        self._a = {name: tensor for name, tensor in begin.items() if name.endswith(".u")}
+        self._b = {name: tensor for name, tensor in begin.items() if name.endswith(".v")}
+
+    def start(self, weights: Tensors) -> ModelState:
+        return ModelState(self.base.head_of(weights) | self._b)
+
+    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
+        return ModelState(average(state.weights, updates, self.config.weighting, self._setup.classifier))
+
+    def build(self) -> nn.Module:
+        return load(self.base.network(self.config.rank, fixed=("u",)), self._a)
+
+
+ENTRY_POINT = FFALoRAConfig

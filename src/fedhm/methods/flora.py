@@ -1,0 +1,91 @@
+"""FLoRA: the clients' adapters are stacked, and merged into the base of everybody (Wang et al. 2024).
+
+    merge    W ← W + (p₁ B₁, p₂ B₂, …)(A₁; A₂; …),   p = αₚ / Σ α, which is the mean of the products without noise
+    tasks    every client gets all that was added to W so far, folds it into its base, and begins a new adapter
+
+The published protocol sends each round's stack to clients that have merged all before. Clients here keep nothing, so
+that what was added so far is sent whole, and counted.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+from fedhm.adapters.wire import FOLDED
+from fedhm.config.method_config import Family, NamedEntry
+from fedhm.lowrank.unroll import join
+from fedhm.methods.adapting import RanksConfig, as_sent, drawn
+from fedhm.methods.mean import WeightedMean, influence, trained_rows
+from fedhm.methods.method import Method, Setup, State
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
+
+
+class FLoRAConfig(RanksConfig):
+    name: Literal["flora"] = "flora"
+
+    def build(self, model: nn.Module, setup: Setup) -> "FLoRA":
+        return FLoRA(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[NamedEntry | Family]:
+        return [NamedEntry("flora", lambda sizes: {"name": "flora", **sizes.adapters})]
+
+
+@dataclass(frozen=True)
+class FLoRAState(State):
+    weights: Tensors  # of the head
+    added: Tensors  # by layer, what was added to its weight (n, m); empty before the first round
+    round: int = 0
+    averaged: ClassVar[tuple[str, ...]] = ()
+
+
+class FLoRA(Method[FLoRAState]):
+    state_type = FLoRAState
+    recovers = one_model = True
+
+    def __init__(self, model: nn.Module, config: FLoRAConfig, setup: Setup = Setup()) -> None:
+        self.config, self._setup, self.base = config, setup, config.base(model, setup)
+        self.levels, self.ranks = config.levels()
+        self.tiers = tuple(self.ranks)
+        self.base.check_rank(max(self.ranks.values()))
+
+    def start(self, weights: Tensors) -> FLoRAState:
+        return FLoRAState(self.base.head_of(weights), {})
+
+    def tasks(self, state: FLoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        sent = {tier: self.weights(state, tier) for tier in {p.tier for p in participants}}
+        for p in participants:
+            yield Task("adapt", round_number, p.client, p.tier, p.tier, sent[p.tier])
+
+    def merge(self, state: FLoRAState, updates: Iterable[Update], round_number: int) -> FLoRAState:
+        head, total = WeightedMean(state.weights), 0.0
+        sums = {layer: torch.zeros(shape) for layer, shape in self.base.shapes.items()}
+        for update in updates:
+            weight, rows = influence(update, self.config.weighting), trained_rows(update, self._setup.classifier)
+            total += weight
+            for layer, stacked in sums.items():
+                left, right = join(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
+                stacked.addmm_(right.T, left.T, alpha=weight)
+            for name in state.weights:
+                classifier = name.rpartition(".")[0] == self._setup.classifier
+                head.add(name, update.tensors[name], weight, rows if classifier else None)
+        if not total:
+            return state
+        before = state.added
+        added = {layer: each / total + before[layer] if before else each / total for layer, each in sums.items()}
+        return FLoRAState(head.result(), added, round_number)
+
+    def network(self, name: str) -> nn.Module:
+        return self.base.network(self.ranks[name], folded=True)
+
+    def weights(self, state: FLoRAState, tier: str) -> Tensors:
+        begin = drawn(self.base, self.ranks[tier], self._setup.seed, state.round)
+        folded = {f"{FOLDED}{layer}.weight": tensor for layer, tensor in state.added.items()}
+        return {**state.weights, **as_sent(begin, self.ranks[tier], self.base.shapes), **folded}
+
+
+ENTRY_POINT = FLoRAConfig

@@ -1,0 +1,135 @@
+"""LoRA adapters of every rank, fine-tuned together: recovered, averaged, and factorized again for each rank.
+
+The base is frozen and with everybody; the server has what the federation has added to each adapted weight, as factors
+of the largest rank, and the head, which is trained whole.
+
+    tasks    tier of rank r gets the first r directions, as A and B, and the head
+    merge    by models, by updates, or by bands, as FedHM (`adapters/average.py`); models is the rule of FlexLoRA
+
+With `fold`, nothing is truncated: a client folds all that the federation has learnt, at rank `fold_rank`, into its
+base, and its adapter begins at zero on top of that. It costs bytes to download, and no tier is worse than another.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from fedhm.adapters.average import Added, Aggregate, merged
+from fedhm.adapters.wire import FOLDED
+from fedhm.config.method_config import Family, NamedEntry
+from fedhm.config.section import Positive
+from fedhm.lowrank.svd import Factors
+from fedhm.lowrank.unroll import join
+from fedhm.machine.side_by_side import side_by_side
+from fedhm.methods.adapting import RanksConfig, as_sent, drawn
+from fedhm.methods.mean import WeightedMean, influence, trained_rows
+from fedhm.methods.method import Method, Setup, State
+from fedhm.networks.exchange import Tensors
+from fedhm.work.messages import Participant, Task, Update
+
+
+class LoRAConfig(RanksConfig):
+    name: Literal["lora"] = "lora"
+    aggregate: Aggregate = "bands"
+    fold: bool = False  # what was learnt beyond a client's rank goes into its base
+    fold_rank: Positive = 64  # of what is folded
+
+    def build(self, model: nn.Module, setup: Setup) -> "LoRA":
+        return LoRA(model, self, setup)
+
+    @classmethod
+    def entries(cls) -> Sequence[NamedEntry | Family]:
+        return [
+            NamedEntry("lora", lambda sizes: {"name": "lora", **sizes.adapters}),
+            NamedEntry("flexlora", lambda sizes: {"name": "lora", **sizes.adapters, "aggregate": "models"}),
+            NamedEntry("lora-updates", lambda sizes: {"name": "lora", **sizes.adapters, "aggregate": "updates"}),
+            NamedEntry("lora-fold", lambda sizes: {"name": "lora", **sizes.adapters, "fold": True}),
+        ]
+
+    @property
+    def remark(self) -> str:
+        return "folds into the base" if self.fold else f"averages {self.aggregate}"
+
+
+@dataclass(frozen=True)
+class LoRAState(State):
+    weights: Tensors  # of the head
+    factors: dict[str, Factors]  # by layer, what is added to its weight; smaller ranks are prefixes
+    round: int = 0
+    averaged: ClassVar[tuple[str, ...]] = ()  # factors are no weights that an optimizer could step on
+
+
+class LoRA(Method[LoRAState]):
+    state_type = LoRAState
+    recovers = one_model = True
+
+    def __init__(self, model: nn.Module, config: LoRAConfig, setup: Setup = Setup()) -> None:
+        self.config, self._setup = config, setup
+        self.base = config.base(model, setup)
+        self.levels, self.ranks = config.levels()
+        self.tiers = tuple(self.ranks)
+        for rank in self.ranks.values():
+            self.base.check_rank(rank)
+        kept = min(config.fold_rank, *(min(shape) for shape in self.base.shapes.values()))
+        self._kept = max(kept, *self.ranks.values()) if config.fold else max(self.ranks.values())
+
+    def start(self, weights: Tensors) -> LoRAState:
+        return LoRAState(self.base.head_of(weights), drawn(self.base, self._kept, self._setup.seed))
+
+    def tasks(self, state: LoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        sent = {tier: self._sent(state, tier, round_number) for tier in {p.tier for p in participants}}
+        for p in participants:
+            kind, network, tensors = sent[p.tier]
+            yield Task(kind, round_number, p.client, p.tier, network, tensors)
+
+    def _sent(self, state: LoRAState, tier: str, round_number: int) -> tuple[str, str, Tensors]:
+        if not self.config.fold:
+            return "train", tier, self.weights(state, tier)
+        rank = self.ranks[tier]
+        begin = as_sent(drawn(self.base, rank, self._setup.seed, round_number), rank, self.base.shapes)
+        learnt = as_sent(state.factors, self._kept, self.base.shapes) if state.round else {}
+        folded = {f"{FOLDED}{name}": tensor for name, tensor in learnt.items()}
+        return "adapt", f"{FOLDED}{tier}", {**state.weights, **begin, **folded}
+
+    def merge(self, state: LoRAState, updates: Iterable[Update], round_number: int) -> LoRAState:
+        head = WeightedMean(state.weights)
+        added: dict[str, dict[str, Added]] = {layer: {} for layer in self.base.shapes}
+        for update in updates:
+            weight, rows = influence(update, self.config.weighting), trained_rows(update, self._setup.classifier)
+            rank = self.ranks[update.tier]
+            for layer, (n, m) in self.base.shapes.items():
+                level = added[layer].setdefault(update.tier, Added(rank, (m, n), 0 if self.config.fold else rank))
+                level.add(*join(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]), weight)
+            for name in state.weights:
+                classifier = name.rpartition(".")[0] == self._setup.classifier
+                head.add(name, update.tensors[name], weight, rows if classifier else None)
+        how: Aggregate = "updates" if self.config.fold else self.config.aggregate
+
+        def factors_of(layer: str) -> Factors:
+            found = merged(list(added[layer].values()), state.factors[layer], how)
+            return Factors(*(tensor.contiguous() for tensor in found))
+
+        layers = list(self.base.shapes)
+        factors = dict(zip(layers, side_by_side(factors_of, layers), strict=True))
+        return LoRAState(head.result(), factors, round_number, diagnostics=self._diagnostics(factors))
+
+    def _diagnostics(self, factors: dict[str, Factors]) -> dict[str, float]:
+        """Return how much of what was learnt lies beyond each tier's rank, as a share of the squared norm."""
+        energies = [each.spectrum.double().square() for each in factors.values()]
+        whole = sum(each.sum().item() for each in energies) or 1.0
+        beyond = {tier: sum(each[rank:].sum().item() for each in energies) for tier, rank in self.ranks.items()}
+        return {f"energy_beyond/{tier}": value / whole for tier, value in beyond.items() if tier != self.tiers[0]}
+
+    def network(self, name: str) -> nn.Module:
+        if name.startswith(FOLDED):
+            return self.base.network(self.ranks[name.removeprefix(FOLDED)], folded=True)
+        return self.base.network(self._kept if self.config.fold else self.ranks[name])
+
+    def weights(self, state: LoRAState, tier: str) -> Tensors:
+        rank = self._kept if self.config.fold else self.ranks[tier]
+        return {**state.weights, **as_sent(state.factors, rank, self.base.shapes)}
+
+
+ENTRY_POINT = LoRAConfig

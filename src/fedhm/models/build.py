@@ -1,0 +1,43 @@
+"""The model that a config names, if this machine can hold it."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from fedhm.config.settings import Config
+from fedhm.errors import FedhmError
+from fedhm.machine.cores import memory
+from fedhm.models import MODELS
+from fedhm.models.pretrained import read_pretrained
+from fedhm.networks.exchange import exchanged, size_in_bytes
+from fedhm.seeds import derive
+
+
+def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """Build the model that a config names, initialised from its seed."""
+    if config.model is None:
+        raise FedhmError("the config has no [model] section")
+    if config.model.base:
+        return read_pretrained(config.model.base, outputs, config.objective.per_token, derive(config.seed, "model"))
+    make = partial(MODELS[config.model.name], num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
+    if config.model.width > 2:  # none of the others is large
+        _check_size(make, config.model.width)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(config.seed, "model"))
+        return make()
+
+
+def _check_size(make: Callable[[], nn.Module], width: float) -> None:
+    """Refuse a model that this machine cannot hold, before any of it is there."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            size = float(size_in_bytes(exchanged(make())))
+    except (RuntimeError, OverflowError, TypeError):  # torch cannot count so far
+        size = math.inf
+    if 4 * size > memory():  # itself, its first weights, and one that is trained with its gradients
+        raise FedhmError(
+            f"model.width = {width:g} makes a model of {size / 1e9:,.0f} GB, too large to be trained in the memory here"
+        )

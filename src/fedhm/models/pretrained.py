@@ -1,0 +1,52 @@
+"""Pretrained transformers, read from disk: nothing is downloaded."""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedhm.errors import FedhmError
+from fedhm.machine.pretrained import find_pretrained
+
+
+def read_pretrained(base: str, outputs: int, per_token: bool, seed: int) -> nn.Module:
+    """Read a pretrained model with a new head for so many classes, drawn from a seed, or as a language model."""
+    folder = find_pretrained(base)
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise FedhmError(f"a transformer needs the package transformers ({error}): pip install 'fedhm[lora]'") from None
+    kind = transformers.AutoModelForCausalLM if per_token else transformers.AutoModelForSequenceClassification
+    options: dict[str, Any] = {} if per_token else {"num_labels": outputs}
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # that a new head is new, and a progress bar
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: nn.Module = kind.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise FedhmError(f"model.base = '{base}' cannot be read from {folder}: {reason}") from None
+    finally:
+        transformers.logging.set_verbosity(before)
+        if bars:
+            transformers.logging.enable_progress_bar()
+    return model
+
+
+def check_tokens(model: nn.Module, longest: int, largest: int) -> None:
+    """Refuse text that was read by a tokenizer of another model, or that is longer than the model can read."""
+    find = getattr(model, "get_input_embeddings", None)
+    embeddings = find() if longest and callable(find) else None
+    known = getattr(embeddings, "num_embeddings", largest + 1)
+    if largest >= known:
+        raise FedhmError(
+            f"the tokenizer does not fit the model: there is a token {largest}, but the model knows {known}; use the "
+            "tokenizer that came with it"
+        )
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", longest)
+    if longest > most:
+        raise FedhmError(f"a text has {longest} tokens, but the model reads at most {most}: set data.max_length")

@@ -1,0 +1,66 @@
+"""Causal language modelling: the cross-entropy of every token from those before it; perplexity, its exponential.
+
+Outputs (batch, length, vocabulary) at a place are for the token after it. A target of −100 is not counted.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedhm.config.objective import Metric, Metrics, Objective
+from fedhm.errors import FedhmError
+from fedhm.networks.precision import precise
+
+NOT_COUNTED = -100
+MOST = 700.0  # of a loss: the exponential of more is no number
+
+
+class CausalLM(Objective):
+    name: Literal["causal_lm"] = "causal_lm"
+    metrics: ClassVar = (Metric("perplexity", more_is_better=False), Metric("loss", more_is_better=False))
+    per_token: ClassVar = True
+
+    def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
+        return given.long()
+
+    def outputs(self, targets: Sequence[Tensor]) -> int:
+        return 1 + max((int(each.max()) for each in targets if len(each)), default=0)
+
+    def check(self, targets: Tensor, outputs: int, whose: str) -> None:
+        if targets.dtype != torch.int64 or targets.ndim != 1:
+            raise FedhmError(f"{whose} must have sequences of tokens: causal_lm predicts each from those before it")
+
+    def check_output(self, output: Tensor, outputs: int) -> None:
+        if output.ndim != 3:
+            shape = tuple(output.shape)
+            raise FedhmError(f"a language model must give a score for every token at every place, not {shape}")
+
+    def loss(self, output: Tensor, targets: Tensor, held: tuple[int, ...] | None) -> Tensor:
+        # of a batch without a single target, 0 and not NaN
+        return _summed(output, targets) / _counted(targets).clamp(min=1)
+
+    def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
+        return {"loss": _summed(precise(output), targets), "tokens": _counted(targets)}
+
+    def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:
+        loss = sums["loss"].item() / max(1.0, sums["tokens"].item())
+        return Metrics(perplexity=math.exp(loss) if loss < MOST else math.inf, loss=loss)
+
+    def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
+        return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+def _summed(output: Tensor, targets: Tensor) -> Tensor:
+    scores, following = output[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
+    return F.cross_entropy(scores, following, ignore_index=NOT_COUNTED, reduction="sum")
+
+
+def _counted(targets: Tensor) -> Tensor:
+    return (targets[:, 1:] != NOT_COUNTED).sum()
+
+
+ENTRY_POINT = CausalLM

@@ -1,0 +1,42 @@
+"""A tiny BERT with random weights, and text that can be learnt: nothing is downloaded."""
+
+import torch
+from torch import Tensor, nn
+
+
+def tiny_bert(classes: int = 3, seed: int = 0) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    settings = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=16, num_labels=classes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return BertForSequenceClassification(settings)
+
+
+def tiny_llama(seed: int = 0) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = LlamaConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(settings)
+
+
+def sentences(
+    count: int, seed: int, classes: int = 3, vocabulary: int = 40
+) -> tuple[dict[str, list[list[int]]], Tensor]:
+    """Return sentences of different lengths, most of whose words belong to their class."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % classes
+    ids = []
+    for label in labels.tolist():
+        length = int(torch.randint(3, 12, (), generator=generator))
+        own = 4 + label + classes * torch.randint(0, 8, (length,), generator=generator)
+        ids.append([1, *own.clamp(max=vocabulary - 1).tolist()])
+    return {"input_ids": ids}, labels
