@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.assembly import build_model
 from fedhm.compare.entries import entries
 from fedhm.compare.reference import Reference
 from fedhm.config.reading import load_config, parse
 from fedhm.lowrank.plan import find_classifier
 from fedhm.methods.method import Setup
+from fedhm.models.build import build_model
 
 # preset → method → a number for each tier, with the number of levels that share it
 TABLE: dict[str, dict[str, list[tuple[float, int]]]] = {

@@ -16,11 +16,12 @@ from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples, concatenate
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment, Result
+from fedhm.experiment import Experiment
 from fedhm.methods.feddf import FedDF, FedDFConfig, FedDFState
 from fedhm.methods.fedmd import FedMD, FedMDConfig, FedMDState
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.runs.result import Result
 from fedhm.seeds import torch_generator
 from fedhm.server.record import Record
 from fedhm.work.messages import Participant, Reply, Task, Update

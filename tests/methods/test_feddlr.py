@@ -11,7 +11,6 @@ from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Result
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.unroll import unroll
@@ -19,6 +18,7 @@ from fedhm.measure.cost import measure
 from fedhm.methods.feddlr import Factored, FedDLR, FedDLRConfig
 from fedhm.methods.method import Setup, State
 from fedhm.networks.exchange import Tensors, exchanged, load, size_in_bytes
+from fedhm.runs.result import Result
 from fedhm.work.messages import Participant, Update
 
 LAYERS = ("3", "7")

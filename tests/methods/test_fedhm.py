@@ -22,7 +22,8 @@ from fedhm.lowrank.layers import PufferfishConv2d
 from fedhm.lowrank.svd import truncation_error
 from fedhm.lowrank.unroll import Form, unroll
 from fedhm.methods.fedavg import FedAvg, FedAvgConfig
-from fedhm.methods.fedhm import FedHM, FedHMConfig, _weight
+from fedhm.methods.fedhm import FedHM, FedHMConfig
+from fedhm.methods.fedhm_state import weight_of
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.work.messages import Participant, Task, Update
@@ -98,14 +99,14 @@ def test_models_are_recovered_and_averaged_by_weight(weighting: str, form: Form)
 def test_the_papers_weights_and_those_of_published_code() -> None:
     def weights(name: str) -> list[float]:
         config = paper({"weighting": name, "temperature": 5})
-        raw = [_weight(config, ratio, 1) for ratio in (1, 1 / 2, 1 / 4, 1 / 8)]
+        raw = [weight_of(config, ratio, 1) for ratio in (1, 1 / 2, 1 / 4, 1 / 8)]
         return [round(value / sum(raw), 3) for value in raw]
 
     assert weights("softmax") == [0.277, 0.251, 0.239, 0.233]
     assert weights("softmax-inverse") == [0.383, 0.313, 0.210, 0.094]
     assert weights("uniform") == [0.25] * 4
     infinite = paper({"weighting": "softmax", "temperature": math.inf})
-    assert _weight(infinite, 0.125, 1) == _weight(infinite, 1, 1)
+    assert weight_of(infinite, 0.125, 1) == weight_of(infinite, 1, 1)
 
 
 def test_a_temperature_at_which_small_tiers_vanish_is_refused() -> None:
@@ -242,7 +243,7 @@ def test_a_run_without_a_full_tier_warms_up_on_the_full_network(federation: Fede
     assert set(result.networks) == set(result.costs) == {"1/4", "1/8"}
     for tier, cost in result.costs.items():
         sent = [record.traffic[tier].down / record.traffic[tier].clients for record in result.records]
-        assert sent == [experiment.intake.cost("full").bytes, cost.bytes]
+        assert sent == [experiment.intake.facts("full").cost.bytes, cost.bytes]
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from fedhm.config.section import width_name
 from fedhm.config.settings import Config
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
-from fedhm.experiment import Result
 from fedhm.measure.cost import measure, training_memory
 from fedhm.methods.fedrolex import FedRolex, FedRolexConfig
 from fedhm.methods.fjord import FjORD, FjORDConfig
@@ -24,6 +23,7 @@ from fedhm.methods.method import Setup
 from fedhm.methods.slimmed import Slimmed, SlimmedConfig
 from fedhm.methods.splitmix import SplitMix, SplitMixConfig
 from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.runs.result import Result
 from fedhm.runs.tier_files import load_tier, save_tier
 from fedhm.work.messages import Participant, Reply, Task, Update
 

@@ -32,7 +32,7 @@ def convolve(
 
 
 def _pays(x: Tensor, weight: Tensor, stride: Pair) -> bool:
-    if x.ndim != 4 or x.device.type != "cpu" or not (weight.requires_grad and torch.is_grad_enabled()):
+    if x.ndim != 4 or x.device.type not in ("cpu", "meta") or not (weight.requires_grad and torch.is_grad_enabled()):
         return False
     batch, _, height, width = x.shape
     rows, row = batch * height // stride[0], width // stride[1]

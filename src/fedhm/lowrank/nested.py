@@ -9,6 +9,7 @@ A layer of the larger network, which the smaller one has at rank r, is there
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ class Inside:
     networks: Sequence[nn.Module]
     plans: Sequence[RankPlan]
 
-    def forward(self, number: int, network: nn.Module, bases: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the logits of one of them for a batch; `bases` has L, by layer, of those that are dense in `network`.
+    def forward(self, number: int, network: nn.Module, bases: Mapping[str, Tensor], *x: Tensor, **named: Tensor) -> Any:
+        """Return the output of one of them for a batch; `bases` has L, by layer, of those that are dense in `network`.
 
         Gradients go to the weights of `network`, of which it is a part.
         """
@@ -35,8 +36,7 @@ class Inside:
         parts = {n: t for n, t in own.items() if n.rpartition(".")[0] not in plan or n.endswith(".bias")}
         for layer, rank in plan.items():
             parts[f"{layer}.u"], parts[f"{layer}.v"] = _leading(layer, rank, own, bases, plan)
-        logits: Tensor = torch.func.functional_call(inner, parts, (x,))
-        return logits
+        return torch.func.functional_call(inner, parts, x, named)
 
 
 def _leading(

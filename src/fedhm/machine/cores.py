@@ -4,6 +4,8 @@ import math
 import os
 from pathlib import Path
 
+MOST_PROCESSES = 1024  # of workers, or threads; OpenMP dies of many more
+
 
 def memory() -> float:
     """Return how many bytes of memory the machine has, or its container may use; infinitely many if that is unknown."""

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fedhm.errors import FedhmError
 from fedhm.machine.device import seeded
 from fedhm.measure.watching import Watch
+from fedhm.networks.inputs import Inputs, repeated, scores
 from fedhm.networks.structure import copied
 
 
-def self_written(network: nn.Module, sample: Tensor) -> frozenset[str]:
+def self_written(network: nn.Module, sample: Inputs) -> frozenset[str]:
     """Return the names of the tensors that a pass in training writes to, also where that changes nothing this time.
 
     `sample` is a batch of one input. Raises whatever the network raises, which may need other batches to train.
@@ -21,9 +21,7 @@ def self_written(network: nn.Module, sample: Tensor) -> frozenset[str]:
     own = {name: t for name, t in network.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     before = {name: tensor.detach().clone() for name, tensor in own.items()}
     with torch.no_grad(), seeded(0), _Writes() as watch:
-        output = network(torch.cat([sample, sample]))  # one sample alone may have no variance
-    if not isinstance(output, Tensor):
-        raise FedhmError(f"in training, the model must give a tensor of scores, not a {type(output).__name__}")
+        scores(network, repeated(sample, 2), "in training, ")  # one sample alone may have no variance
     after = network.state_dict(keep_vars=True)
     return frozenset(
         name

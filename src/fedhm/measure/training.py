@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 from fedhm.config.training import TrainConfig
-from fedhm.measure.cost import training_memory
+from fedhm.measure.cost import Form, training_memory
 
 
 def memory_of_training(
-    network: nn.Module, input_shape: tuple[int, ...], train: TrainConfig, dtype: torch.dtype | None = None
+    network: nn.Module, input_shape: Form, train: TrainConfig, dtype: torch.dtype | None = None
 ) -> int:
     """Measure the most bytes of tensors alive at once in a step of training as `[train]` has it."""
     return training_memory(

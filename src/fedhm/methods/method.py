@@ -20,18 +20,20 @@ whole one. The shortest keeps the last model that comes back:
         def weights(self, state, tier): return state.weights
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
+from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed
 from fedhm.methods.mean import MakeMean, WeightedMean
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.inputs import Inputs
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -60,7 +62,7 @@ class Setup:
     """What a method may know of its run beside its own settings."""
 
     classifier: str | None = None  # the layer that gives the outputs, where there is one
-    sample: Tensor | None = None  # a batch of one input, for methods that must see the model run
+    sample: Inputs | None = None  # a batch of one input, for methods that must see the model run
     seed: int = 0
     public: Feed | None = None  # samples that everybody has, numbered in place of labels
     fixed: bool = True  # every client stays at its tier
@@ -69,6 +71,7 @@ class Setup:
     # the smaller tiers inside it; None: no method is to train these
     # or of a coordinate-wise rule, for methods that say they use it (`by_coordinate`)
     make_mean: MakeMean = WeightedMean
+    train: TrainConfig | None = None  # how clients train, for tiers that are budgets of memory
     optimizer_follows: bool = False  # the server changes what each merge gives: `settle` is called then
 
 
@@ -108,6 +111,18 @@ class Method(Protocol[S]):
     def weights(self, state: S, tier: str) -> Tensors:
         """Return the weights of a tier's network, for evaluation and to be handed out."""
         ...
+
+    def network_name(self, state: S, tier: str) -> str:
+        """Return the name of a tier's network in this state: another one where that is another network by now."""
+        return tier
+
+    def planned_ranks(self, state: S) -> dict[str, dict[str, int]]:
+        """Return by tier the ranks of its layers, where the state decides on them."""
+        return {}
+
+    def planned_name(self, tier: str, ranks: Mapping[str, int]) -> str:
+        """Return the name of a tier's network by its ranks, as `planned_ranks` once gave them."""
+        return tier
 
 
 AnyMethod = Method[Any]

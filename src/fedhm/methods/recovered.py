@@ -1,7 +1,7 @@
 """The mean of client models of different ranks, recovered to full shape: of the models, their changes, or by bands."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Literal
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors
 from fedhm.lowrank.unroll import Form, join, roll, unroll
+from fedhm.lowrank.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.mean import MakeMean, WeightedMean, trained_rows
 from fedhm.networks.exchange import Tensors
@@ -136,3 +137,35 @@ class RecoveredMean:
             return Level(plan[layer], total, weight)
         full = largest_rank(self._weights[name].shape, self._form)  # dense there
         return Level(full, unroll(total.sub(self._weights[name], alpha=weight), self._form), weight)
+
+
+def largest_ranks(plans: Iterable[RankPlan]) -> dict[str, int]:
+    """Return, by layer, the largest rank that any plan asks for."""
+    largest: dict[str, int] = {}
+    for plan in plans:
+        for layer, rank in plan.items():
+            largest[layer] = max(rank, largest.get(layer, 0))
+    return largest
+
+
+def factorized(
+    weights: Tensors,
+    plans: Iterable[RankPlan],
+    form: Form,
+    unrolled: Mapping[str, Tensor] = {},
+    before: Mapping[str, Factors] | None = None,
+) -> tuple[dict[str, Factors], int]:
+    """Return one decomposition per layer, at the largest rank, and how many of them were not found from `before`.
+
+    Smaller tiers are its leading columns. `before` has those of the round before, from which most are found.
+    """
+    largest = largest_ranks(plans)
+
+    def factors_of(layer: str) -> tuple[Factors, bool]:
+        name = f"{layer}.weight"
+        matrix = unrolled[name] if name in unrolled else unroll(weights[name], form)
+        return decompose(matrix, largest[layer], before[layer] if before else None)
+
+    found = side_by_side(factors_of, list(largest))
+    contiguous = [Factors(*(tensor.contiguous() for tensor in factors)) for factors, _ in found]
+    return dict(zip(largest, contiguous, strict=True)), sum(exact for _, exact in found)

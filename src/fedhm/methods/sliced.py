@@ -27,13 +27,15 @@ class Slices:
     def __init__(
         self, model: nn.Module, widths: Sequence[float], setup: Setup, *, scaled_to: float | None = None
     ) -> None:
-        if setup.sample is None:
-            raise FedhmError("a method of widths must see an input of the model: its setup has no sample")
+        if not isinstance(setup.sample, Tensor):
+            reason = "its setup has no sample" if setup.sample is None else "it cannot be one of several tensors"
+            raise FedhmError(f"a method of widths must see an input of the model: {reason}")
         self.levels = tuple(width_name(width) for width in sorted(widths, reverse=True))
         self.widths = {width_name(width): width for width in sorted(widths, reverse=True)}
         self.tiers = tuple(self.widths)
         self._model, self._classifier = model, setup.classifier
-        self._plans = {tier: self._plan(width, setup.sample[:1]) for tier, width in self.widths.items()}
+        sample = setup.sample[:1]
+        self._plans = {tier: self._plan(width, sample) for tier, width in self.widths.items()}
         self._shares = {
             tier: width / scaled_to
             for tier, width in self.widths.items()

@@ -1,0 +1,41 @@
+"""The arguments of `fedhm fit` and `fedhm profile`, apart from what they do: that imports torch."""
+
+import argparse
+from pathlib import Path
+
+from fedhm.config.arguments import number
+from fedhm.config.budget import KINDS
+
+FIT = (
+    "Find the largest version of a model that meets all budgets: ranks by layer, and how to train it. The spectrum is "
+    "that of the model's first weights."
+)
+BUDGETS = {
+    "memory": "of a training step, such as 128MB",
+    "bytes": "of one transfer of the network, such as 5MB",
+    "macs": "of one sample's forward pass, such as 50M",
+    "parameters": "such as 1.5M",
+}
+PROFILE = """\
+Run it on a device: it measures the seconds of a step and the peak memory of training each tier, plainly, with
+checkpointing and in micro-batches, each in a process of its own, and writes a device file for [[federation.devices]]
+and for the node config of a SuperNode."""
+
+
+def add_budgets(parser: argparse.ArgumentParser) -> None:
+    for kind in KINDS:
+        parser.add_argument(f"--{kind}", metavar="SIZE", help=BUDGETS[kind])
+    seconds = number("--seconds", "a number above 0", above=0)
+    parser.add_argument("--seconds", type=seconds, metavar="S", help="of a training step, measured on this machine")
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("device.json"), metavar="FILE", help="default: device.json")
+    parser.add_argument("--name", metavar="NAME", help="of the device (default: this host's)")
+    parser.add_argument("--memory", metavar="SIZE", help="that it can spare for training, such as 512MB")
+    parser.add_argument("--up", metavar="RATE", help="of its link to the server, such as 10Mbit")
+    parser.add_argument("--down", metavar="RATE", help="likewise from the server")
+    parser.add_argument("--host", metavar="HOST:PORT", help="measure the link to a host that runs --serve")
+    parser.add_argument(
+        "--serve", metavar="HOST:PORT", help="answer devices that measure their link to here, until Ctrl-C"
+    )

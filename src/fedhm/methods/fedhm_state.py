@@ -1,0 +1,42 @@
+"""What FedHM's server carries from round to round, and how much each update counts."""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from fedhm.lowrank.svd import Factors
+from fedhm.methods.method import State
+from fedhm.methods.tier_budgets import Planned
+from fedhm.networks.exchange import Tensors
+
+
+@dataclass(frozen=True)
+class FedHMState(State):
+    weights: Tensors  # the full model
+    factors: dict[str, Factors]  # by layer, its decomposition at the largest rank that any tier asks for
+
+
+@dataclass(frozen=True)
+class PlannedState(FedHMState):
+    """The state of a run with tiers that are budgets."""
+
+    planned: dict[str, Planned]  # by tier
+    round: int = 0
+
+
+class Weighting(Protocol):
+    """The settings that decide on weights."""
+
+    @property
+    def weighting(self) -> str: ...
+    @property
+    def temperature(self) -> float: ...
+
+
+def weight_of(config: Weighting, ratio: float, samples: int) -> float:
+    """Return αₚ up to a factor, which the mean divides out; the exponents are at most 0, so nothing overflows."""
+    if config.weighting == "softmax":  # the paper: softmax(γ / τ)
+        return math.exp((ratio - 1) / config.temperature)
+    if config.weighting == "softmax-inverse":  # published code: softmax(−(1 / γ) / τ)
+        return math.exp((1 - 1 / ratio) / config.temperature)
+    return float(samples) if config.weighting == "samples" else 1.0
