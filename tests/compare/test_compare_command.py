@@ -4,12 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import forked
 from fedhm.cli import main
 from fedhm.runs.folder import read_config
 
@@ -18,8 +18,11 @@ SMALL += ["data.train_samples=400"]
 THREE = ["compare", "digits", "--methods", "fedhm,fedavg,lowrank:1/8", "--seeds", "2", "--set", *SMALL]
 
 
+pytestmark = pytest.mark.usefixtures("forked_runs")  # but for comparisons that are processes themselves
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(forked_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     out = tmp_path_factory.mktemp("comparison") / "out"
     assert main([*THREE, "--out", str(out)]) == 0
     return out
@@ -51,12 +54,11 @@ def processes_in(folder: Path) -> list[int]:
 
 
 def begin(out: Path, *methods: str, rounds: int) -> "subprocess.Popen[str]":
+    """A comparison whose runs are commands of their own: all but itself is as a user has it."""
     settings = [*SMALL, f"train.rounds={rounds}"]
-    command = [sys.executable, "-m", "fedhm", "compare", "digits", "--methods", ",".join(methods), "--seeds", "1"]
-    return subprocess.Popen(
-        [*command, "--jobs", "2", "--set", *settings, "--out", str(out)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = ["compare", "digits", "--methods", ",".join(methods), "--seeds", "1", "--jobs", "2"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return forked.fedhm([*command, "--set", *settings, "--out", str(out)], forked.with_commands_for_runs, **streams)
 
 
 def wait_for_rounds(folder: Path, rounds: int, process: "subprocess.Popen[str]") -> None:
@@ -72,7 +74,7 @@ def wait_for_rounds(folder: Path, rounds: int, process: "subprocess.Popen[str]")
 def test_every_run_is_complete_and_the_tables_are_written(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         *(f"{entry}-seed{seed}" for entry in ("fedhm", "fedavg", "lowrank-1-8") for seed in (0, 1)),
-        "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
+        "report.html", "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
         "accuracy-by-computation.png", "cost-to-target.png", "parameters-and-macs-by-layer.png",
         "energy-beyond-rank.png",
     }  # fmt: skip
@@ -161,7 +163,7 @@ def test_ctrl_c_leaves_no_process_and_the_same_command_goes_on(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_is_named_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     process = begin(out, "fedavg", "lowrank:1/8", rounds=12)
     wait_for_rounds(out / "fedavg-seed0", 1, process)
@@ -172,9 +174,10 @@ def test_a_run_that_is_killed_is_named_and_the_others_go_on(tmp_path: Path) -> N
     assert err == "fedhm: fedavg-seed0 failed: it was ended by SIGKILL\n"
     assert "lowrank-1-8-seed0 done" in said
     assert "│ 1/8" in said
-    process = begin(out, "fedavg", "lowrank:1/8", rounds=12)
-    said, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    again = [*("compare", "digits", "--methods", "fedavg,lowrank:1/8", "--seeds", "1", "--jobs", "2")]
+    assert main([*again, "--set", *SMALL, "train.rounds=12", "--out", str(out)]) == 0
+    said, err = capsys.readouterr()
+    assert err == ""
     assert "fedavg-seed0 runs after round" in said
 
 

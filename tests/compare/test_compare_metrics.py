@@ -12,8 +12,8 @@ from rich.console import Console
 from fedhm.compare.arrange import arrange
 from fedhm.compare.command import _show
 from fedhm.compare.compared import Compared
-from fedhm.compare.page import ComparisonReport
-from fedhm.compare.tabulate import as_csv, outcomes, spent
+from fedhm.compare.pages.report import ComparisonReport
+from fedhm.compare.pages.tabulate import as_csv, outcomes, spent
 from fedhm.compare.targets import common_target, costs_to_reach
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError

@@ -6,13 +6,14 @@ import math
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 from PIL import Image
 from rich.console import Console
 
 from fedhm.compare.arrange import arrange
 from fedhm.compare.compared import Compared
-from fedhm.compare.page import ComparisonReport
-from fedhm.compare.tabulate import as_csv, differences, outcomes, readable_work, spent
+from fedhm.compare.pages.report import ComparisonReport
+from fedhm.compare.pages.tabulate import as_csv, differences, outcomes, readable_work, spent
 from fedhm.compare.targets import common_target, costs_to_reach, full_model
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
@@ -216,10 +217,10 @@ def test_everything_is_written_and_the_figures_show_something(tmp_path: Path) ->
     written = report.save(tmp_path)
     assert {path.name for path in written} == {
         "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
-        "accuracy-by-computation.png", "cost-to-target.png", "parameters-and-macs-by-layer.png",
+        "accuracy-by-computation.png", "cost-to-target.png", "parameters-and-macs-by-layer.png", "report.html",
     }  # fmt: skip
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in written}
-    for path in written[2:]:
+    for path in (path for path in written if path.suffix == ".png"):
         with Image.open(path) as picture:
             assert picture.width > 1000
             assert len(picture.convert("RGB").getcolors(2**24) or []) > 50
@@ -227,6 +228,10 @@ def test_everything_is_written_and_the_figures_show_something(tmp_path: Path) ->
     for part in ("`fedhm compare digits`", "**95.00 ± 0.00**", "### What each tier spent", "### Cost of 70 % accuracy"):
         assert part in text
     assert "| lowrank:1/4 | name = fedhm, tiers = [0.25]" in text
+    page = (tmp_path / "report.html").read_text()
+    for part in ("The paper's table", "<strong>95.00 ± 0.00</strong>", "What each tier spent", "Cost of 70 % accuracy"):
+        assert str(escape(part)) in page or part in page
+    assert page.count("<figure ") == 8  # convergence, two of communication and of computation, costs, two of layers
 
 
 def test_without_the_full_model_there_is_no_cost_to_a_target(tmp_path: Path) -> None:

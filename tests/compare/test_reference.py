@@ -1,7 +1,9 @@
 """Tiers of other methods are matched to FedHM's by their parameters."""
 
-from fedhm.compare.reference import WIDTHS, Reference
+from fedhm.compare.entries import entries
+from fedhm.compare.reference import RATIOS, WIDTHS, Reference
 from fedhm.config.reading import load_config
+from fedhm.config.section import tier_name
 
 
 def test_matched_widths_are_the_nearest_of_all() -> None:
@@ -38,3 +40,28 @@ def test_layers_of_all_tiers_are_the_same_ones() -> None:
 
 def test_the_full_model_is_matched_by_the_full_width_even_where_narrower_ones_round_to_it() -> None:
     assert Reference(load_config("digits", ["model.width=0.25"])).widths[0] == 1
+
+
+def test_budgets_are_matched_by_what_they_afford() -> None:
+    tiers = 'method.tiers=[1, "bytes:200kB", "bytes:200kB", "parameters:1/8"]'
+    reference = Reference(load_config("digits", [tiers, "method.replan=[1]"]))
+    full, large, again, small = reference._sizes
+    assert (full, small) == (110_698, 17_770)
+    assert large == again <= 50_000
+    sizes = {ratio: reference._ratio_size(ratio) for ratio in RATIOS}
+    for size, ratio in zip(reference._sizes, reference.ratios, strict=True):
+        assert abs(sizes[ratio] - size) == min(abs(other - size) for other in sizes.values())
+    assert (reference.ratios[0], reference.ratios[-1]) == (1, 1 / 8)
+    assert reference.widths[0] == 1 > reference.widths[1] == reference.widths[2] > reference.widths[3]
+    found = {entry.label: entry.method for entry in entries(["fedhm-v2", "fedhm-v3", "lowrank", "capable"], reference)}
+    assert found["fedhm-v2"]["tiers"] == ["bytes:200kB", "bytes:200kB", "bytes:200kB", "parameters:1/8"]
+    assert [label for label in found if label.startswith("lowrank")] == [
+        f"lowrank:{tier_name(reference.ratios[1])}", "lowrank:1/8"
+    ]  # fmt: skip
+    assert found["capable"]["tiers"] == reference.ratios
+
+
+def test_what_replaces_budgets_by_ratios_is_not_planned_again() -> None:
+    reference = Reference(load_config("digits", ['method.tiers=["bytes:200kB", 1/8]', "method.replan=[1]"]))
+    (entry,) = entries(["fedhm-v2"], reference)
+    assert (entry.method["tiers"], entry.method["replan"]) == ([1 / 8, 1 / 8], [])

@@ -4,12 +4,12 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import forked
 from fedhm.cli import main
 from fedhm.runs.folder import read_config, read_data_facts
 
@@ -19,11 +19,11 @@ COMMAND = [
     *("--tune", "train.lr=0.03,3000", "--tune-rounds", "1", "--set", *SMALL),
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # many short runs, each a process
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_runs")]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(forked_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     out = tmp_path_factory.mktemp("tuned") / "out"
     assert main([*COMMAND, "--out", str(out)]) == 0
     return out
@@ -121,11 +121,12 @@ def test_ctrl_c_in_tuning_is_resumed_where_it_was(tmp_path: Path) -> None:
         "--tune-rounds",
         "300",
     ]
-    command = [sys.executable, "-m", "fedhm", "compare", "digits", *options, "--out", str(out), "--set", *SMALL]
+    command = ["compare", "digits", *options, "--out", str(out), "--set", *SMALL]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     records = out / "tune" / "fedavg" / "train.lr=0.03" / "records.jsonl"
 
     def begin_and_stop(rounds: int) -> int:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = forked.fedhm(command, forked.with_commands_for_runs, **streams)
         while process.poll() is None and not (records.exists() and records.read_bytes().count(b"\n") >= rounds):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ from fedhm.compare.cells import cells, config_of
 from fedhm.compare.chosen import Tried, Tuned, tuned_alike
 from fedhm.compare.compared import Compared
 from fedhm.compare.entries import Entry, entries, known
-from fedhm.compare.page import ComparisonReport
+from fedhm.compare.pages.report import ComparisonReport
 from fedhm.compare.reference import Reference
 from fedhm.compare.tuning import read_tuning
 from fedhm.config.objective import Metric

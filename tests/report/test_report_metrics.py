@@ -49,7 +49,9 @@ def test_the_csv_has_a_column_for_each_metric() -> None:
 
 def test_the_plots_are_named_by_the_headline(tmp_path: Path) -> None:
     names = {path.name for path in save_report([regressed()], tmp_path)}
-    assert names == {"report.md", "report.csv", "r2-by-round.png", "r2-by-bytes.png", "r2-by-macs.png"}
+    assert names == {
+        "report.html", "report.md", "report.csv", "r2-by-round.png", "r2-by-bytes.png", "r2-by-macs.png",
+    }  # fmt: skip
 
 
 def test_runs_of_several_objectives_stand_in_one_report_that_says_so(tmp_path: Path) -> None:

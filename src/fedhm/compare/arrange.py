@@ -1,11 +1,13 @@
 """The paper's table: a row for each capability level, a column for each method or family of one-tier methods."""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedhm.compare.compared import Compared, Spread, spread
+from fedhm.compare.compared import Compared, Spread, so_far, spread
 from fedhm.config.objective import Metric
+from fedhm.server.record import Traffic
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,11 @@ class Place:
     @property
     def final(self) -> Spread:
         return self.entry.final(self.tier)
+
+    def spent_so_far(self, what: Callable[[Traffic], int]) -> list[float]:
+        """Return what was sent, or computed, up to each evaluated round, mean over the seeds."""
+        sums = [so_far(run, what) for run in self.entry.runs]
+        return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in self.entry.curve(self.tier)]
 
     def minus(self, other: "Place") -> Spread:
         """Return by how much the metric differs from another's, seed by seed: what a seed does to both cancels."""
@@ -82,6 +89,7 @@ def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:
     for tier in entry.tiers:
         everybodys = len(entry.tiers) == 1 and len(set(entry.first.config.method.shares)) < 2
         shares = len(sizes) if everybodys else entry.levels.count(tier)
+        shares = 1 if entry.first.config.federation.devices else shares  # levels have nothing to say then
         if len(entry.levels) == len(sizes):
             row = len(sizes) - 1 - entry.levels[::-1].index(tier)
         else:

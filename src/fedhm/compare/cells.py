@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedhm.assembly import assemble, build_model, read_federation
+from fedhm.assembly import assemble, read_federation
 from fedhm.compare.entries import Entry
 from fedhm.config.method_config import Settings
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.cores import usable_cores
+from fedhm.models.build import build_model
 from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 
-OF_NO_CONCERN = ("engine.", "checkpoints.", "data.folder")  # how and where a run went does not make it another
+# How and where a run went does not make it another, nor does what follows from the other settings
+OF_NO_CONCERN = ("engine.", "checkpoints.", "data.folder", "federation.plan", "federation.checkpointed")
 
 
 @dataclass(frozen=True)

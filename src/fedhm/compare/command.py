@@ -8,16 +8,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedhm.compare import METHODS
 from fedhm.compare.cells import Cell, cells, check, point_name
 from fedhm.compare.chosen import Tuned, diverged_before, note_diverged, tuned_alike, tuned_by
 from fedhm.compare.compared import Compared, existing, run_folders
 from fedhm.compare.entries import entries as entries_of
-from fedhm.compare.entries import known
 from fedhm.compare.execute import Failed, execute
-from fedhm.compare.page import ComparisonReport
+from fedhm.compare.pages.report import ComparisonReport
 from fedhm.compare.reference import Reference
-from fedhm.compare.tuning import SHARE, Tuning, read_tuning
-from fedhm.config.arguments import number, one_of, whole_number
+from fedhm.compare.tuning import Tuning, read_tuning
+from fedhm.config.arguments import number
 from fedhm.config.objective import Metric
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
@@ -26,69 +26,6 @@ from fedhm.machine.cores import usable_cores
 from fedhm.measure.cost import LayerCost
 from fedhm.report.sheets import rich_table
 from fedhm.runs.history import read_runs
-
-METHODS = "fedhm,heterofl,splitmix,fedavg,lowrank,slimmed"
-DESCRIPTION = """\
-Runs several methods on the same data with the same seeds and prints the paper's table: a row for each capability
-level, accuracy or another headline metric as mean ± deviation over the seeds. The same command again runs only what is
-missing."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", metavar="A,B,…", help=f"of {', '.join(known())} (default: {METHODS})")
-    parser.add_argument(
-        "--seeds", type=whole_number("--seeds"), metavar="N", help="how many, from the config's seed on (default: 3)"
-    )
-    parser.add_argument(
-        "--setting",
-        type=one_of("--setting", "fixed", "dynamic"),
-        metavar="fixed|dynamic",
-        help="clients keep their tier, or draw one every round",
-    )
-    parser.add_argument(
-        "--data",
-        type=one_of("--data", "iid", "dirichlet", "by-tier"),
-        metavar="iid|dirichlet|by-tier",
-        help="how the samples are dealt out to the clients",
-    )
-    parser.add_argument(
-        "--target",
-        metavar="VALUE",
-        help="an accuracy, or a value of another headline metric: what it costs to get there (default: what all reach)",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=whole_number("--jobs"),
-        metavar="N",
-        help="runs side by side (default: one for each usable core)",
-    )
-    parser.add_argument(
-        "--tune",
-        action="append",
-        default=[],
-        metavar="KEY=A,B,…",
-        help="choose a setting for each entry on held-out training samples, before the seeds run; several make a grid",
-    )
-    parser.add_argument(
-        "--tune-rounds",
-        type=whole_number("--tune-rounds"),
-        metavar="N",
-        help="rounds of the runs to choose by (default: train.rounds)",
-    )
-    parser.add_argument(
-        "--tune-share",
-        type=number("--tune-share", "a share between 0 and 1, such as 0.2", above=0, below=1),
-        metavar="SHARE",
-        help=f"of each client's training samples, held out to choose by (default: {SHARE})",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-PRESET-SETTING-DATA")
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        nargs="+",
-        metavar="DIR",
-        help="compare runs that exist (default --out: comparison)",
-    )
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:

@@ -174,5 +174,5 @@ def _run_folders(path: Path) -> Iterator[Path]:
 
 
 def _settings(run: Run) -> str:
-    apart = ("seed", "data.folder", "engine.")
+    apart = ("seed", "data.folder", "engine.", "tracking.")
     return str([(key, value) for key, value in run.config.dotted().items() if not key.startswith(apart)])

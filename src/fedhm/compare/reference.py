@@ -1,23 +1,28 @@
 """FedHM's tiers on a config's model, which the tiers of all other methods in a comparison are matched to."""
 
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Self, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedhm.assembly import Design, named_design
 from fedhm.config.method_config import Settings
 from fedhm.config.plugins import make
 from fedhm.config.settings import CompareConfig, Config
 from fedhm.errors import FedhmError
-from fedhm.measure.cost import LayerCost, by_layer
+from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.lowrank.plan import plan_ranks
+from fedhm.measure.cost import LayerCost, by_layer, form_of
+from fedhm.methods.tier_budgets import budgets_of
 from fedhm.widths.narrow import narrowed
 from fedhm.widths.width_plan import plan_widths
 
 Number = TypeVar("Number", int, float)
 WIDTHS = [hundredths / 100 for hundredths in range(1, 101)]
+RATIOS = [parts / 64 for parts in range(1, 65)]  # all have a name that is a fraction
 
 
 class Reference:
@@ -42,14 +47,25 @@ class Reference:
         return self.given_settings(default.name) or {**default.model_dump(mode="json"), "tiers": tiers}
 
     @property
+    def adapters(self) -> Settings:
+        """Return the settings of the config's adapters, which those of other methods share."""
+        return self._config.method.adapters
+
+    @property
     def keep(self) -> int:
         kept: int = self.fedhm["keep"]
         return kept
 
-    @property
+    @cached_property
     def ratios(self) -> list[float]:
-        """Return FedHM's tiers, largest first; one with two shares of the clients comes twice."""
-        return sorted(self.fedhm["tiers"], reverse=True)
+        """Return FedHM's tiers, largest first; one with two shares of the clients comes twice.
+
+        In place of a budget stands the ratio with as many parameters as what it affords of the first weights.
+        """
+        tiers: list[float | str] = self.fedhm["tiers"]
+        sizes = self._sizes if budgets_of(tiers) else [0] * len(tiers)  # ratios alone need no model
+        both = zip(tiers, sizes, strict=True)
+        return sorted((self._nearest_ratio(n) if isinstance(tier, str) else tier for tier, n in both), reverse=True)
 
     def given_settings(self, method: str) -> Settings | None:
         """Return a config's own [method] section, for the method that it names."""
@@ -71,13 +87,14 @@ class Reference:
         return [max(1, round(size / base)) for size in self._sizes]
 
     def _one_for_each_tier(self, key: str, given: list[Number]) -> list[Number]:
-        if given and len(given) != len(self.ratios):
-            raise FedhmError(f"compare.{key} has {len(given)} sizes, but FedHM has {len(self.ratios)} tiers to match")
+        tiers = len(self.fedhm["tiers"])
+        if given and len(given) != tiers:
+            raise FedhmError(f"compare.{key} has {len(given)} sizes, but FedHM has {tiers} tiers to match")
         return given
 
     def layers(self) -> dict[str, dict[str, LayerCost]]:
         """Return tier → layer → cost, of the full model and FedHM's tiers."""
-        method, shape = self._design.method, tuple(self._design.sample.shape[1:])
+        method, (shape, _) = self._design.method, form_of(self._design.sample)
         networks = {"full": self._design.model} | {tier: method.network(tier) for tier in method.tiers}
         return {tier: by_layer(network, shape) for tier, network in networks.items()}
 
@@ -95,12 +112,26 @@ class Reference:
 
     def _narrow_size(self, width: float) -> int:
         model, sample, classifier = self._design.model, self._design.sample, self._design.classifier
+        if not isinstance(sample, Tensor):
+            raise FedhmError("methods of widths are for models whose input is one tensor: leave them out of --methods")
         return _parameters(narrowed(model, plan_widths(model, width, sample, classifier)))
 
     def _nearest_width(self, size: int) -> float:
-        """Return the width, in steps of a hundredth, at which the number of parameters is nearest to `size`."""
-        above = bisect_right(WIDTHS, size, key=self._narrow_size)  # of equal ones, the widest
-        return min(WIDTHS[max(0, above - 1) : above + 1], key=lambda width: abs(self._narrow_size(width) - size))
+        return _nearest(WIDTHS, self._narrow_size, size)
+
+    def _ratio_size(self, ratio: float) -> int:
+        model, classifier = self._design.model, self._design.classifier or "auto"
+        plan = plan_ranks(model, ratio, self.keep, classifier=classifier, form=self.fedhm["form"])
+        return _parameters(to_hybrid(model, plan, spectral=False))
+
+    def _nearest_ratio(self, size: int) -> float:
+        return _nearest(RATIOS, self._ratio_size, size)
+
+
+def _nearest(choices: Sequence[float], size_of: Callable[[float], int], size: int) -> float:
+    """Return the choice, of which larger ones are larger, at which the number of parameters is nearest to `size`."""
+    above = bisect_right(choices, size, key=size_of)  # of equal ones, the largest
+    return min(choices[max(0, above - 1) : above + 1], key=lambda choice: abs(size_of(choice) - size))
 
 
 def _parameters(network: nn.Module) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fedhm.compare.compared import Compared, computed, sent, so_far
 from fedhm.config.objective import Metric
+from fedhm.runs.history import Run
 from fedhm.server.record import Traffic
 
 
@@ -54,13 +55,42 @@ def costs_to_reach(target: float, entries: Sequence[Compared], reference: Compar
     return reached
 
 
+@dataclass(frozen=True)
+class Timed:
+    """Simulated seconds of a tier, mean over the seeds."""
+
+    entry: Compared
+    tier: str
+    to_target: float | None  # None where a seed never got there
+    of_run: float
+
+
+def times_to_reach(target: float, entries: Sequence[Compared]) -> list[Timed]:
+    """Return how long every entry's largest and smallest tier took to reach the target; nothing without devices."""
+    if not all(run.seconds_so_far() for entry in entries for run in entry.runs):
+        return []
+    return [
+        Timed(entry, tier, _spent(entry, tier, target, Run.seconds_so_far), _whole(entry))
+        for entry in entries
+        for tier in dict.fromkeys((entry.tiers[0], entry.tiers[-1]))
+    ]
+
+
+def _whole(entry: Compared) -> float:
+    return statistics.fmean(run.seconds_so_far()[-1] for run in entry.runs)
+
+
 def _cost(entry: Compared, tier: str, target: float, what: Callable[[Traffic], int]) -> float | None:
+    return _spent(entry, tier, target, lambda run: so_far(run, what))
+
+
+def _spent(entry: Compared, tier: str, target: float, so_far: Callable[[Run], Sequence[float]]) -> float | None:
     """Return what the whole federation spent to reach the target, mean over the seeds; None if a seed never did."""
-    spent: list[int] = []
+    spent: list[float] = []
     for run in entry.runs:
         rounds = (number for number, value in entry.values(run, tier).items() if entry.metric.reaches(value, target))
         first = next(rounds, None)
         if first is None:
             return None
-        spent.append(so_far(run, what)[first - 1])
+        spent.append(so_far(run)[first - 1])
     return statistics.fmean(spent)

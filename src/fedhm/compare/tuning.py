@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from fedhm.compare import TUNE_SHARE
 from fedhm.compare.cells import Cell, cells, check, check_folder, check_parts, config_of, folder_name, plan, point_name
 from fedhm.compare.entries import Entry
 from fedhm.config.method_config import Settings
@@ -17,7 +18,6 @@ from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 
 FOLDER = "tune"  # of the runs to choose by, in the comparison's
-SHARE = 0.2  # of each client's samples, held out: a few hundred in small data sets, and most is left to train on
 TUNABLE = ("train", "server", "method")  # how an entry trains is its own; data, clients and model are everybody's
 SHARED = ("train.rounds", "method.name", "method.tiers")  # but these are what is compared
 USAGE = "--tune takes KEY=A,B,…, such as train.lr=0.02,0.05,0.1"
@@ -26,7 +26,7 @@ USAGE = "--tune takes KEY=A,B,…, such as train.lr=0.02,0.05,0.1"
 @dataclass(frozen=True)
 class Tuning:
     candidates: dict[str, list[Any]]  # by dotted key
-    share: float = SHARE
+    share: float = TUNE_SHARE
     rounds: int | None = None  # of the runs to choose by; None: as many as the others have
 
     def variants(self, entry: Entry, config: Config) -> list[Entry]:
@@ -98,7 +98,7 @@ def read_tuning(options: Sequence[str], share: float | None, rounds: int | None)
         if key in candidates:
             raise FedhmError(f"--tune {key} is given twice: put all its candidates into one")
         candidates[key] = _values(option, text)
-    return Tuning(candidates, SHARE if share is None else share, rounds)
+    return Tuning(candidates, TUNE_SHARE if share is None else share, rounds)
 
 
 def _values(option: str, text: str) -> list[Any]:

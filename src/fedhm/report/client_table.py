@@ -26,8 +26,9 @@ def client_sheet(run: Run) -> Sheet | None:
     for tier, found in last.clients.items():
         # where all clients have one tier, there is nothing to tell apart
         by_tier = found.by_tier if len(found.by_tier) > 1 else {}
+        apart = {**by_tier, **{f"device {name}": group for name, group in found.by_device.items()}}
         groups.append(
-            [row(tier, EVERYBODY, found.overall), *(row(tier, whose, group) for whose, group in by_tier.items())]
+            [row(tier, EVERYBODY, found.overall), *(row(tier, whose, group) for whose, group in apart.items())]
         )
     columns = ["tier", "at", "clients", "samples", metric.name, "mean", "median", "worst tenth"]
     return Sheet(
@@ -35,7 +36,8 @@ def client_sheet(run: Run) -> Sheet | None:
         groups,
         left=2,
         title=f"{run.name}: {metric.name} at the clients, round {last.round}",
-        note=f"at: all clients, or those of one tier. {metric.name}: every sample counts alike; mean, median and worst "
+        note=f"at: all clients, or those of one tier{' or device' * bool(run.config.federation.devices)}. "
+        f"{metric.name}: every sample counts alike; mean, median and worst "
         "tenth, which is the mean over the tenth of the clients at which the model does worst: every client does. "
         f"{_cost(run)}",
     )

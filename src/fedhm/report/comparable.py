@@ -10,7 +10,7 @@ from fedhm.runs.history import Run
 MUST_AGREE = {
     "data": tuple(key for key in DataConfig.model_fields if key != "folder"),
     "model": tuple(ModelConfig.model_fields),
-    "federation": ("clients", "participation", "heterogeneity"),
+    "federation": ("clients", "participation", "heterogeneity", "devices"),
     "train": ("rounds", "epochs", "batch", "lr", "milestones", "lr_decay"),
     "evaluation": ("static_from",),
     "stop": tuple(StopConfig.model_fields),

@@ -19,7 +19,7 @@ def save_collapse_plot(runs: Sequence[Run], path: Path) -> Path | None:
     """Write the plot as a PNG file, a colour for each tier and a style for each run; None if there is nothing."""
     styles = {run.name: STYLES[number % len(STYLES)] for number, run in enumerate(runs)}
     colours = tier_colours(runs)
-    energies = {run.name: lines for run in runs if (lines := _by_tier_and_round(run))}
+    energies = {run.name: lines for run in runs if (lines := energies_by_tier(run))}
     if not energies:
         return None
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
@@ -54,7 +54,8 @@ def save_collapse_plot(runs: Sequence[Run], path: Path) -> Path | None:
     return path
 
 
-def _by_tier_and_round(run: Run) -> dict[str, dict[int, float]]:
+def energies_by_tier(run: Run) -> dict[str, dict[int, float]]:
+    """Return by tier and round which share of the energy lies beyond the tier's rank."""
     lines: dict[str, dict[int, float]] = defaultdict(dict)
     for record in run.records:
         for name, energy in record.diagnostics.items():

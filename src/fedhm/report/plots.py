@@ -31,6 +31,9 @@ def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
         for path, (axis, cost) in zip(paths, axes, strict=True):
             _draw(of_metric, metric, axis, cost, path)
         written += paths
+        if timed := [run for run in of_metric if run.seconds_so_far()]:
+            written.append(folder / f"{metric.stem}-by-time.png")
+            _draw(timed, metric, "simulated time of training (s)", None, written[-1], Run.seconds_so_far)
     return written
 
 
@@ -55,9 +58,14 @@ def _gigamacs(run: Run, tier: str) -> float | None:
 
 
 def _draw(
-    runs: Sequence[Run], metric: Metric, axis: str, cost: Callable[[Run, str], float | None] | None, path: Path
+    runs: Sequence[Run],
+    metric: Metric,
+    axis: str,
+    cost: Callable[[Run, str], float | None] | None,
+    path: Path,
+    so_far: Callable[[Run], list[float]] | None = None,
 ) -> None:
-    """Draw every tier's metric by round, or by what its rounds have cost one client so far."""
+    """Draw every tier's metric by round, by what its rounds have cost one client so far, or by what all took so far."""
     colours = tier_colours(runs)
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.subplots()
@@ -67,7 +75,7 @@ def _draw(
             if not of_round:
                 continue  # no client of this tier has trained yet
             axes.plot(
-                [record.round * of_round for record in run.evaluated],
+                _positions(run, of_round, so_far),
                 [metric.scaled(record.metrics[tier][metric.name]) for record in run.evaluated],
                 linestyle=STYLES[number % len(STYLES)],
                 color=colours[tier],
@@ -83,10 +91,16 @@ def _draw(
         low, high = axes.get_xlim()
         tens = math.floor(math.log10(high)) >= math.ceil(math.log10(low))  # a short run may lie between two of them
         axes.xaxis.set_minor_formatter(NullFormatter() if tens else "{x:g}")
-    else:
+    elif not so_far:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(axis)
     axes.set_ylabel(metric.axis(" or ".join(dict.fromkeys(run.config.evaluated_on for run in runs))))
     axes.grid(alpha=0.3)
     axes.legend(title="tier, parameters", fontsize=8)
     figure.savefig(path)
+
+
+def _positions(run: Run, of_round: float, so_far: Callable[[Run], list[float]] | None) -> list[float]:
+    if so_far:
+        return [so_far(run)[record.round - 1] for record in run.evaluated]
+    return [record.round * of_round for record in run.evaluated]

@@ -9,10 +9,11 @@ from fedhm.runs.history import Run
 
 
 def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write table and plots, and return their paths."""
+    """Write page, tables and plots, and return their paths."""
     from fedhm.report.client_plot import save_client_plots  # matplotlib takes a second to import
     from fedhm.report.energy import save_collapse_plot
     from fedhm.report.epsilon import save_epsilon_plot
+    from fedhm.report.page.write import save_page
     from fedhm.report.plots import save_plots
 
     write_atomically(folder / "report.md", markdown(runs))
@@ -22,4 +23,4 @@ def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
         plots.append(collapse)
     if promised := save_epsilon_plot(runs, folder / "epsilon-by-round.png"):
         plots.append(promised)
-    return [folder / "report.md", folder / "report.csv", *plots]
+    return [save_page(runs, folder), folder / "report.md", folder / "report.csv", *plots]

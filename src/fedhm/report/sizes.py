@@ -7,27 +7,29 @@ from rich.table import Table
 from torch import nn
 
 from fedhm.config.settings import Config
-from fedhm.measure.cost import measure
-from fedhm.measure.training import memory_of_training
+from fedhm.measure.cost import form_of, measure
 from fedhm.methods.method import AnyMethod
+from fedhm.methods.tier_work import TierWork
 from fedhm.networks.batchnorm import running_names
-from fedhm.networks.exchange import Tensors, exchanged, size_in_bytes
+from fedhm.networks.exchange import Tensors, base_of, size_in_bytes
+from fedhm.networks.inputs import Inputs, shape_of
 from fedhm.report.sheets import Sheet, readable_bytes, readable_macs, rich_table
-from fedhm.work.messages import Participant, Task
+from fedhm.work.messages import Task
 from fedhm.work.work import work_of
 
 TIER, PARAMETERS, MACS, TRAINING = "tier", "parameters", "MACs/sample", "in training"
 BOTH, DOWN, UP, MEMORY = "bytes each way", "bytes down", "up", "training memory"
 
 
-def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, shape: tuple[int, ...]) -> Table:
+def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, sample: Inputs) -> Table:
     """Return what each tier costs: a client that trains several networks holds one at a time, and exchanges all."""
-    state = method.start(exchanged(model))
+    shape = form_of(sample)[0]
+    work = TierWork(method, model, config, shape)
     macs = cache(lambda network: measure(method.network(network), shape).macs)
     rows: list[dict[str, str]] = []
     for tier in method.tiers:
         cost = measure(method.network(tier), shape)
-        tasks = list(method.tasks(state, [Participant(0, tier)], config.train.rounds))  # after a warm-up
+        tasks = work.tasks(tier)
         down, up = _bytes(method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics)
         rows.append(
             {
@@ -37,12 +39,15 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
                 TRAINING: readable_macs(sum(macs(task.network) for task in tasks)),
                 DOWN: readable_bytes(down),
                 UP: readable_bytes(up),
-                MEMORY: readable_bytes(_memory(method, tasks, config, shape)),
+                MEMORY: readable_bytes(work.memory(tier)),
             }
         )
-    title = f"{name}: one sample {'×'.join(map(str, shape))}, batch {config.train.batch}"
+    title = f"{name}: one sample {'×'.join(map(str, shape_of(sample)))}, batch {config.train.batch}"
     table = rich_table(_without_twins(rows, title), spacious=True)
     table.title_justify = "center"
+    if base := base_of(method.network(method.tiers[0])):
+        numbers = sum(tensor.numel() for tensor in base.values())
+        table.caption = f"and a frozen base of {numbers:,} parameters, {readable_bytes(size_in_bytes(base))}, not sent"
     return table
 
 
@@ -57,12 +62,6 @@ def _without_twins(rows: Sequence[dict[str, str]], title: str) -> Sheet:
     if len(shown) == len(rows[0]):
         shown[MACS], shown[DOWN], shown[MEMORY] = "MACs", "down", "memory"  # all of them have to fit 80 columns
     return Sheet(list(shown.values()), [[[row[column] for column in shown] for row in rows]], left=1, title=title)
-
-
-def _memory(method: AnyMethod, tasks: Sequence[Task], config: Config, shape: tuple[int, ...]) -> int:
-    """Return the most memory that any of a client's networks takes in training."""
-    networks = {task.network for task in tasks}
-    return max(memory_of_training(method.network(each), shape, config.train) for each in networks)
 
 
 def _bytes(method: AnyMethod, tasks: Sequence[Task], static: bool) -> tuple[int | None, int | None]:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from fedhm.report.client_table import client_sheet
 from fedhm.report.comparable import difference
+from fedhm.report.fleet_table import time_sheet
 from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs, rich_table
 from fedhm.runs.history import Run
 
@@ -92,7 +93,8 @@ def rich_tables(runs: Sequence[Run], width: int) -> list[Table]:
 
 
 def _client_sheets(runs: Sequence[Run]) -> list[Sheet]:
-    return [found for run in runs if (found := client_sheet(run))]
+    """Return the tables of clients and of their devices, of runs that have such."""
+    return [found for run in runs for make in (client_sheet, time_sheet) if (found := make(run))]
 
 
 def markdown(runs: Sequence[Run]) -> str:
@@ -107,8 +109,11 @@ def as_csv(runs: Sequence[Run]) -> str:
     out = io.StringIO()
     writer = csv.writer(out)
     private = any(record.epsilon is not None for run in runs for record in run.records)
-    writer.writerow([*WHICH, "parameters", "macs", "client_bytes_so_far", *metrics, *(["epsilon"] if private else [])])
+    timed = any(run.seconds_so_far() for run in runs)
+    more = [*(["epsilon"] if private else []), *(["simulated_seconds_so_far"] if timed else [])]
+    writer.writerow([*WHICH, "parameters", "macs", "client_bytes_so_far", *metrics, *more])
     for run in runs:
+        seconds = run.seconds_so_far()
         for record in run.evaluated:
             for tier, of_tier in record.metrics.items():
                 cost = run.costs[tier]
@@ -116,6 +121,7 @@ def as_csv(runs: Sequence[Run]) -> str:
                 sent = run.bytes_per_client(tier)
                 so_far = "" if sent is None else record.round * sent
                 values = (of_tier.get(name, "") for name in metrics)
-                stated = ["" if record.epsilon is None else record.epsilon] if private else []
+                stated: list[float | str] = ["" if record.epsilon is None else record.epsilon] if private else []
+                stated += [seconds[record.round - 1] if seconds else ""] if timed else []
                 writer.writerow([*which, cost.parameters, cost.macs, so_far, *values, *stated])
     return out.getvalue()

@@ -4,18 +4,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedhm.compare.arrange import Comparison, arrange
 from fedhm.compare.chosen import TUNE_FILE, Tuned
 from fedhm.compare.compared import Compared, difference_of_entries
-from fedhm.compare.tabulate import as_csv, differences, outcomes, spent, to_target
-from fedhm.compare.targets import Reached, common_target, costs_to_reach, full_model
+from fedhm.compare.pages.tabulate import as_csv, differences, outcomes, spent, time_to_target, to_target
+from fedhm.compare.targets import Reached, common_target, costs_to_reach, full_model, times_to_reach
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.measure.cost import LayerCost
 from fedhm.report.sheets import Sheet, markdown_table
 
-NOT_SHOWN = ("engine.", "data.folder", "seed")
+if TYPE_CHECKING:  # matplotlib takes a second to import
+    from fedhm.report.page.sections import Section
+
+NOT_SHOWN = ("engine.", "data.folder", "seed", "tracking.", "federation.plan", "federation.checkpointed")
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,17 @@ class ComparisonReport:
         if self.tuned and self.tuned.tried:
             tables.append(self.tuned.sheet)
         tables.append(spent(self.entries))
-        return [*tables, to_target(self.comparison.metric, self.target, self.reached)] if self.reached else tables
+        if self.reached:
+            tables.append(to_target(self.comparison.metric, self.target, self.reached))
+        if timed := times_to_reach(self.target, self.entries):
+            tables.append(time_to_target(self.comparison.metric, self.target, timed))
+        return tables
 
     def save(self, folder: Path) -> list[Path]:
-        from fedhm.compare import figures as draw  # matplotlib takes a second to import
+        from fedhm.compare.pages import figures as draw  # matplotlib takes a second to import
         from fedhm.report.energy import save_collapse_plot
+        from fedhm.report.page.sections import Switch
+        from fedhm.report.page.write import save_sections
 
         write_atomically(folder / "comparison.csv", as_csv(self.entries))
         stem = self.comparison.metric.stem
@@ -72,10 +82,13 @@ class ComparisonReport:
             draw.save_communication(self.comparison, folder / f"{stem}-by-communication.png"),
             draw.save_computation(self.comparison, folder / f"{stem}-by-computation.png"),
         ]
+        by_time = folder / f"{stem}-by-time.png"
         costs, layers = folder / "cost-to-target.png", folder / "parameters-and-macs-by-layer.png"
         energy = folder / "energy-beyond-rank.png"
-        for path in (costs, layers, energy, folder / TUNE_FILE):
+        for path in (by_time, costs, layers, energy, folder / TUNE_FILE):
             path.unlink(missing_ok=True)  # left by an earlier comparison, and perhaps not made by this one
+        if all(run.seconds_so_far() for entry in self.entries for run in entry.runs):
+            figures.append(draw.save_time(self.comparison, by_time))
         if self.reached:
             figures.append(draw.save_costs_to_target(self.comparison, self.target, self.reached, costs))
         if self.layers:
@@ -86,11 +99,36 @@ class ComparisonReport:
         pictures = "\n".join(f"![{path.stem}]({path.name})" for path in figures)
         tables = "\n".join(markdown_table(sheet) for sheet in self.sheets)
         write_atomically(folder / "comparison.md", f"{self._settings()}\n{tables}\n{pictures}\n")
-        plain = [folder / "comparison.csv", *([self.tuned.save(folder)] if self.tuned else [])]
+        switches = [Switch("run", "Methods", list(self.comparison.columns))]
+        page = save_sections("Comparison", self._sections(), switches, folder)
+        plain = [page, folder / "comparison.csv", *([self.tuned.save(folder)] if self.tuned else [])]
         return [folder / "comparison.md", *plain, *figures]
+
+    def _sections(self) -> "list[Section]":
+        """Return what the comparison's page shows."""
+        from fedhm.compare.pages import web
+        from fedhm.report.page.by_round import spectrum
+        from fedhm.report.page.sections import Section
+
+        paper, *others = self.sheets
+        several = [entry.first for entry in self.entries if len(entry.tiers) > 1]
+        beyond = spectrum([run for run in several if run.config.method.rank_ratios])
+        costs = [web.costs_to_target(self.comparison, self.target, self.reached)] if self.reached else []
+        return [
+            Section("The paper's table", [self._in_words, paper]),
+            Section("The paper's figures", [web.convergence(self.comparison), *web.by_cost(self.comparison), *costs]),
+            Section("Tables", others),
+            *([Section("Spectrum", [beyond])] if beyond else []),
+            *([Section("Layers", web.by_layer(self.layers))] if self.layers else []),
+            Section("Settings", [f"Made by: {self.command}", self._entries]),
+        ]
 
     def _settings(self) -> str:
         """Return the settings of the comparison, as they stand above its tables."""
+        return "\n\n".join(["# Comparison", f"`{self.command}`", self._in_words, markdown_table(self._entries)])
+
+    @property
+    def _in_words(self) -> str:
         config = self.entries[0].first.config
         federation, seeds = config.federation, ", ".join(map(str, self.entries[0].seeds))
         tiers = next((e.first.config.federation.heterogeneity for e in self.entries if len(e.tiers) > 1), None)
@@ -101,16 +139,17 @@ class ComparisonReport:
         def said(key: str) -> str:
             return "tuned" if f"train.{key}" in self._tuned_keys else f"{getattr(config.train, key):g}"
 
-        lines = [
-            "# Comparison",
-            f"`{self.command}`",
+        return (
             f"{model}{data}{federation.clients} clients, of which {share} take part in a round"
             f"{f', with {tiers} tiers' if tiers else ''}; {config.train.rounds} rounds; local epochs {said('epochs')}, "
-            f"batch {said('batch')}, learning rate {said('lr')}; seeds {seeds}.",
-        ]
+            f"batch {said('batch')}, learning rate {said('lr')}; seeds {seeds}."
+        )
+
+    @property
+    def _entries(self) -> Sheet:
         labels = [entry.label for entry in self.entries]
         rows = [list(row) for row in zip(labels, _own_settings(self.entries, self._tuned_keys), strict=True)]
-        return "\n\n".join([*lines, markdown_table(Sheet(["entry", "settings"], [rows], left=2))])
+        return Sheet(["entry", "settings"], [rows], left=2)
 
 
 def _own_settings(entries: Sequence[Compared], tuned: Sequence[str]) -> list[str]:

@@ -13,10 +13,11 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 
 from fedhm.compare.arrange import Comparison, Place
 from fedhm.compare.compared import computed, sent, so_far
-from fedhm.compare.tabulate import readable_count
+from fedhm.compare.pages.tabulate import readable_count
 from fedhm.compare.targets import Reached
 from fedhm.measure.cost import LayerCost
 from fedhm.report.plots import plain
+from fedhm.runs.history import Run
 from fedhm.server.record import Traffic
 
 # the ten dark ones first, then their light twins
@@ -53,15 +54,27 @@ def save_computation(comparison: Comparison, path: Path) -> Path:
     return _save_by_cost(comparison, computed, axis, EngFormatter(), path)
 
 
+def save_time(comparison: Comparison, path: Path) -> Path:
+    """Draw the same by the simulated time of training on the clients' devices."""
+    axis = "simulated time of training so far"
+    return _save_by(comparison, Run.seconds_so_far, axis, EngFormatter(unit="s"), path)
+
+
 def _save_by_cost(
     comparison: Comparison, what: Callable[[Traffic], int], axis: str, unit: EngFormatter, path: Path
+) -> Path:
+    return _save_by(comparison, lambda run: so_far(run, what), axis, unit, path)
+
+
+def _save_by(
+    comparison: Comparison, spent: Callable[[Run], Sequence[float]], axis: str, unit: EngFormatter, path: Path
 ) -> Path:
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, choose, title in zip(panels, (min, max), ("largest", "smallest"), strict=True):
         for number, (name, places) in enumerate(comparison.columns.items()):
             place = places[choose(places)]
-            _draw(axes, number, name, place, _spent_so_far(place, what))
+            _draw(axes, number, name, place, _spent_so_far(place, spent))
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(unit)
@@ -101,9 +114,9 @@ def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[
         axes.fill_between(positions, means - around, means + around, color=colour, alpha=0.12, linewidth=0)
 
 
-def _spent_so_far(place: Place, what: Callable[[Traffic], int]) -> list[float]:
-    """Return what was sent, or computed, up to each evaluated round, mean over the seeds."""
-    sums = [so_far(run, what) for run in place.entry.runs]
+def _spent_so_far(place: Place, spent: Callable[[Run], Sequence[float]]) -> list[float]:
+    """Return what was spent up to each evaluated round, mean over the seeds."""
+    sums = [spent(run) for run in place.entry.runs]
     return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in place.entry.curve(place.tier)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedhm.compare.arrange import Comparison, Place
 from fedhm.compare.compared import Compared, Spread, computed, sent, so_far
-from fedhm.compare.targets import Reached
+from fedhm.compare.targets import Reached, Timed
 from fedhm.config.objective import Metric
 from fedhm.report.sheets import Sheet, readable_bytes, readable_macs
 
@@ -97,21 +97,41 @@ def to_target(metric: Metric, target: float, reached: Sequence[Reached]) -> Shee
     return Sheet(["entry", "tier", "communication", "computation"], [rows], left=2, title=title, note=note)
 
 
+def time_to_target(metric: Metric, target: float, timed: Sequence[Timed]) -> Sheet:
+    rows = [
+        [
+            *(t.entry.label, t.tier, "not reached" if t.to_target is None else f"{t.to_target:,.1f}"),
+            *(f"{t.of_run:,.1f}", f"{t.of_run / len(t.entry.first.records):.3g}"),
+            _shown(t.entry.final(t.tier), metric),
+        ]
+        for t in timed
+    ]
+    note = (
+        "Simulated seconds of training on the clients' devices: until the tier first reaches the target, of the whole "
+        "run, and of a round in the mean. Evaluating takes no time here."
+    )
+    columns = ["entry", "tier", "s to target", "s in all", "s per round", metric.name]
+    return Sheet(columns, [rows], left=2, title=f"Time to {metric.goal(target)}", note=note)
+
+
 def as_csv(entries: Sequence[Compared]) -> str:
     """Return plain numbers, a line for each entry, seed, evaluated round and tier."""
     out = io.StringIO()
     writer = csv.writer(out)
     metrics = [metric.name for metric in entries[0].first.config.objective.metrics]
-    writer.writerow([*CSV, *metrics])
+    timed = any(run.seconds_so_far() for entry in entries for run in entry.runs)
+    writer.writerow([*CSV, *metrics, *(["simulated_seconds_so_far"] if timed else [])])
     for entry in entries:
         for run in entry.runs:
             bytes_so_far, macs_so_far = so_far(run, sent), so_far(run, computed)
             for record in run.evaluated:
+                seconds = [next(iter(run.seconds_so_far()[record.round - 1 :]), "")] if timed else []
                 spent = (bytes_so_far[record.round - 1], macs_so_far[record.round - 1])
                 for tier, of_tier in record.metrics.items():
                     cost = run.costs[tier]
                     where = (entry.label, run.config.seed, record.round, tier)
-                    writer.writerow([*where, cost.parameters, cost.macs, *spent, *(of_tier[name] for name in metrics)])
+                    values = [of_tier[name] for name in metrics]
+                    writer.writerow([*where, cost.parameters, cost.macs, *spent, *values, *seconds])
     return out.getvalue()
 
 

@@ -1,0 +1,1 @@
+"""What a comparison shows and leaves on disk: tables, figures, pages."""

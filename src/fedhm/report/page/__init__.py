@@ -1,0 +1,1 @@
+"""One page for runs and comparisons, `report.html`: it needs no network, and no scripts to be read."""

@@ -1,0 +1,119 @@
+"""`fedhm watch` without a browser: who may ask for what."""
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from fedhm.cli import main
+from fedhm.report.page.serve import PageServer, Watched
+from fedhm.runs.folder import RunFolder
+from fedhm.runs.records import append_record
+from made_runs import eventful_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = eventful_run()
+    path = tmp_path_factory.mktemp("runs") / "run"
+    with RunFolder.create(path, run.config.resolved()) as begun:
+        begun.save_costs(run.costs)
+        append_record(path / "records.jsonl", run.records[0])
+    return path
+
+
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageServer]:
+    monkeypatch.setattr("fedhm.report.page.html.picture", lambda _: "<svg></svg>")
+    with PageServer(Watched([folder])) as serving:
+        thread = Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield serving
+        serving.shutdown()
+        thread.join()
+
+
+def ask(server: PageServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_it_gives_the_page_and_its_changing_part_once(server: PageServer) -> None:
+    status, headers, text = ask(server, "/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert 'data-live="main"' in text
+    status, headers, part = ask(server, "/main")
+    assert status == 200
+    assert "<main>" in part
+    assert "plotly.js" not in part
+    status, _, nothing = ask(server, "/main", **{"If-None-Match": headers["ETag"]})
+    assert (status, nothing) == (304, "")
+
+
+@pytest.mark.parametrize(
+    "path", ["/config.toml", "/../run/config.toml", "//etc/passwd", "/%2e%2e/config.toml", "/main/x"]
+)
+def test_nothing_else_can_be_asked_for(server: PageServer, path: str) -> None:
+    assert ask(server, path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS"])
+def test_it_can_only_be_read(server: PageServer, method: str) -> None:
+    assert ask(server, "/", method)[0] == 501
+
+
+def test_pages_of_others_cannot_read_it_by_a_name_of_theirs(server: PageServer) -> None:
+    assert ask(server, "/", Host=f"evil.example:{server.server_port}")[0] == 403
+    assert ask(server, "/", Host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_it_listens_on_this_machine_alone(server: PageServer) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_run_that_is_about_to_begin_is_waited_for(folder: Path, server: PageServer) -> None:
+    costs = (folder / "tiers.json").read_bytes()
+    (folder / "tiers.json").unlink()
+    try:
+        status, headers, text = ask(server, "/")
+    finally:
+        (folder / "tiers.json").write_bytes(costs)
+    assert (status, headers["Refresh"]) == (503, "2")
+    assert "tiers.json" in text
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_none_are_sentences(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["watch", str(folder), "--port", str(port)]) == 1
+    assert f"cannot listen on port {port}" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path)]) == 1
+    assert "is not the folder of a run" in capsys.readouterr().err
+    assert main(["watch", str(folder), "--port", "70000"]) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_without_a_word(folder: Path) -> None:
+    command = [sys.executable, "-m", "fedhm", "watch", str(folder)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
