@@ -1,0 +1,12 @@
+"""Trackers: TensorBoard, MLflow and Weights & Biases are told how a run goes, each by its own client.
+
+`fedhm.run(..., watchers=[fedhm.tracking.TensorBoard("boards")])`, or the section `[tracking]` of a config. A watcher
+of your own (`fedhm.Watcher`) may be anything else.
+"""
+
+from fedhm.tracking.ml_flow import MLflow
+from fedhm.tracking.tensor_board import TensorBoard
+from fedhm.tracking.tracker import Tracker
+from fedhm.tracking.weights_biases import Wandb
+
+__all__ = ["MLflow", "TensorBoard", "Tracker", "Wandb"]
