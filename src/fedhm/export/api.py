@@ -1,0 +1,103 @@
+"""`fedhm.export`: the tier of a run, or a network of your own, as a file for a device."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.assembly import dtype_of
+from fedhm.config.objective import Objective
+from fedhm.config.plugins import make
+from fedhm.data.batches import Preprocessing
+from fedhm.data.federation import own_samples
+from fedhm.errors import FedhmError
+from fedhm.export.of_run import COMPARED, subjects_of_run
+from fedhm.export.subject import Subject
+from fedhm.export.write import Exported, write
+from fedhm.networks.inputs import one_tensor
+
+MADE_UP = 8  # random inputs
+
+
+def export(
+    model: nn.Module | str | Path,
+    sample_shape: Sequence[int] | None = None,
+    *,
+    to: str = "onnx",
+    tier: str | None = None,
+    out: str | Path | None = None,
+    int8: bool = False,
+    samples: Any = None,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+    classes: Sequence[str] = (),
+    objective: Objective | str = "classification",
+) -> Exported:
+    """Write a network for a device's runtime, and return what that runtime makes of it.
+
+    model         the folder of a finished run, with `tier`; or a network, with `sample_shape` such as (3, 32, 32)
+    to            "onnx", "torch" (a .pt2 file) or "executorch" (a .pte file)
+    out           the folder to write into: by default `export` in the run's, or here
+    int8          8-bit weights and activations, for onnx: needs samples, of which a run has its own
+    samples       pairs (inputs, labels) to compare and measure on; without, random inputs are compared
+    mean, std     of a network's own images, by channel and for pixels in 0…1: the file then takes uint8 images
+    classes       what the outputs stand for, kept in the file
+    """
+    if isinstance(model, nn.Module):
+        if tier is not None:
+            raise FedhmError("tier= is for the folder of a run; a network is exported as it is")
+        subject = _own(model, sample_shape, samples, mean, std, classes, objective)
+        return write(subject, to, Path(out or "export"), int8=int8)
+    if sample_shape is not None or samples is not None or mean or std:
+        raise FedhmError("sample_shape, samples, mean and std are for a network: a run's folder says them")
+    if tier is None:
+        raise FedhmError("name the tier of the run that is to be exported, such as tier='1/8'")
+    (subject,) = subjects_of_run(Path(model), [tier], classes)
+    return write(subject, to, Path(out or Path(model) / "export"), int8=int8)
+
+
+def _own(
+    model: nn.Module,
+    shape: Sequence[int] | None,
+    given: Any,
+    mean: Sequence[float],
+    std: Sequence[float],
+    classes: Sequence[str],
+    objective: Objective | str,
+) -> Subject:
+    if shape is None:
+        raise FedhmError("say the shape of one input, without the batch axis: sample_shape=(3, 32, 32)")
+    if len(mean) != len(std) or (mean and len(mean) != shape[0]):
+        raise FedhmError(f"mean and std have a number for each of the {shape[0]} channels")
+    if mean and len(shape) != 3:
+        raise FedhmError(f"mean and std are for images (C, H, W), not for inputs of shape {tuple(shape)}")
+    learned = make("objectives", objective) if isinstance(objective, str) else objective
+    test = None if given is None else own_samples(given, "samples", dtype_of(model), learned)
+    inputs = _random(model, shape, images=bool(mean)) if test is None else one_tensor(test.inputs, "export")
+    if tuple(inputs.shape[1:]) != tuple(shape):
+        raise FedhmError(f"the samples have inputs of shape {tuple(inputs.shape[1:])}, not {tuple(shape)}")
+    if (inputs.dtype == torch.uint8) != bool(mean):
+        raise FedhmError("uint8 images need mean and std, by which the network was trained, and other inputs have none")
+    preprocessing = Preprocessing(tuple(mean), tuple(std)) if mean else None
+    subject = Subject(
+        model, "model", inputs[:COMPARED], test is None, preprocessing, tuple(classes), learned, test,
+        None if test is None else inputs[:COMPARED],
+    )  # fmt: skip
+    try:
+        outputs = subject.outputs(subject.inputs[:1])
+    except Exception as error:  # whatever a foreign model raises
+        raise FedhmError(f"the model does not accept one input of shape {tuple(shape)}: {error}") from error
+    if not isinstance(outputs, Tensor):
+        raise FedhmError(f"the model must give a tensor, not a {type(outputs).__name__}")
+    if classes and outputs.shape[-1] != len(classes):
+        raise FedhmError(f"the model has {outputs.shape[-1]} outputs, but there are {len(classes)} names for them")
+    return subject
+
+
+def _random(model: nn.Module, shape: Sequence[int], *, images: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if images:
+        return torch.randint(0, 256, (MADE_UP, *shape), dtype=torch.uint8, generator=generator)
+    return torch.randn(MADE_UP, *shape, dtype=dtype_of(model), generator=generator)

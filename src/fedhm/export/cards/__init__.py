@@ -1,0 +1,1 @@
+"""What exported files are worth: cards, with latency and memory measured here."""

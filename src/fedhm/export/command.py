@@ -1,0 +1,45 @@
+"""`fedhm export`: the tiers of a finished run as files, and what each is worth."""
+
+import argparse
+
+from rich.console import Console
+
+from fedhm.config.objective import Metric
+from fedhm.errors import FedhmError
+from fedhm.export.formats import find_format
+from fedhm.export.of_run import subjects_of_run
+from fedhm.export.write import Exported, write
+from fedhm.report.sheets import readable_bytes
+
+
+def export(options: argparse.Namespace, console: Console) -> None:
+    wanted = [(to, False) for to in dict.fromkeys(options.to)]
+    for to, _ in wanted:
+        find_format(to)  # before anything is read
+    if options.int8:
+        if "onnx" not in options.to:
+            raise FedhmError("--int8 writes ONNX files: it goes with --to onnx")
+        wanted.append(("onnx", True))
+    out = options.out or options.folder / "export"
+    exported: dict[str, list[Exported]] = {}
+    subjects = subjects_of_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
+    for subject in subjects:
+        for to, int8 in wanted:
+            done = write(subject, to, out, int8=int8)
+            exported.setdefault(subject.name, []).append(done)
+            assert subject.objective is not None
+            console.print(sentence(done, subject.objective.headline), highlight=False, markup=False, soft_wrap=True)
+    if options.card:
+        from fedhm.export.cards.card import write_cards
+
+        for path in write_cards(subjects, exported, out):
+            console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+
+
+def sentence(done: Exported, metric: Metric) -> str:
+    """Return what a user is told of a file."""
+    size = readable_bytes(done.path.stat().st_size)
+    known = f", {metric.name} {metric.shown(done.metrics[metric.name])}" if metric.name in done.metrics else ""
+    on = "random inputs" if done.random else "the run's samples"
+    apart = f"outputs within {done.difference:.1e} of the network's on {on}"
+    return f"{done.path}: {size}{known}, {apart}"
