@@ -6,42 +6,112 @@ each version to full shape, averages, and factorizes again. The way data goes:
     data → federation (one set of samples per client)
     method.tasks(state, participants, round) → engine.run(tasks) → work.run on the client → update
          → admission → method.merge(state, updates, round) → server optimizer → state
-         → evaluate each tier by the objective → record → checkpoint · progress · report
+         → evaluate each tier by the objective → record → checkpoint · progress · trackers · report
 
 `experiment.py` holds that loop, `assembly.py` puts its parts together, `methods/` has a file for each method and
 `lowrank/` the mathematics. `run` trains a model of your own on data of your own; `resume` finishes a run that a config
-names. To bring a method, subclass `MethodConfig` for its settings and `Method` for what runs; an `Objective` says what
-is learned and by which metrics it is told; a `Watcher` is told how a run goes.
+names; `export` writes a tier's model for a device. To bring a method, subclass `MethodConfig` for its settings and
+`Method` for what runs; an `Objective` says what is learned and by which metrics it is told; a `Watcher` is told how a
+run goes, as the trackers in `tracking/` are.
 """
 
-from importlib.metadata import version
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from fedhm import models
-from fedhm.assembly import assemble
-from fedhm.config.method_config import MethodConfig
-from fedhm.config.objective import Metric, Metrics, Objective
-from fedhm.config.reading import load_config
-from fedhm.config.settings import Config
-from fedhm.data.batches import Preprocessing
-from fedhm.data.federation import Federation
-from fedhm.data.samples import Samples
-from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment, Result
-from fedhm.lowrank.hybrid import to_full, to_hybrid
-from fedhm.lowrank.layers import LowRankConv2d, LowRankLinear
-from fedhm.lowrank.plan import RankPlan, plan_ranks
-from fedhm.measure.cost import Cost, measure, training_memory
-from fedhm.methods.method import Method, ModelState, State
-from fedhm.run import prepare, resume, run
-from fedhm.runs.tier_files import load_tier
-from fedhm.server.record import Record, Watcher
-from fedhm.work.messages import Participant, Task, Update
+if TYPE_CHECKING:
+    from fedhm import models, tracking
+    from fedhm.assembly import assemble
+    from fedhm.config.method_config import MethodConfig
+    from fedhm.config.objective import Metric, Metrics, Objective
+    from fedhm.config.reading import load_config
+    from fedhm.config.settings import Config
+    from fedhm.data.batches import Preprocessing
+    from fedhm.data.federation import Federation
+    from fedhm.data.samples import Samples
+    from fedhm.errors import FedhmError
+    from fedhm.experiment import Experiment
+    from fedhm.export.api import export
+    from fedhm.export.write import Exported
+    from fedhm.lowrank.hybrid import to_full, to_hybrid
+    from fedhm.lowrank.layers import LowRankConv2d, LowRankLinear
+    from fedhm.lowrank.plan import RankPlan, plan_ranks
+    from fedhm.measure.cost import Cost, measure, training_memory
+    from fedhm.measure.fit import Fit, fit
+    from fedhm.methods.method import Method, ModelState, State
+    from fedhm.run import prepare, resume, run
+    from fedhm.runs.result import Result
+    from fedhm.runs.tier_files import load_tier
+    from fedhm.server.record import Record
+    from fedhm.server.watcher import About, RunWatcher, Watcher
+    from fedhm.work.messages import Participant, Task, Update
 
-__version__ = version("fedhm")
+    __version__: str
 
 __all__ = [
-    "Config", "Cost", "Experiment", "Federation", "FedhmError", "LowRankConv2d", "LowRankLinear", "Method",
-    "MethodConfig", "Metric", "Metrics", "ModelState", "Objective", "Participant", "Preprocessing", "RankPlan",
-    "Record", "Result", "Samples", "State", "Task", "Update", "Watcher", "assemble", "load_config", "load_tier",
-    "measure", "models", "plan_ranks", "prepare", "resume", "run", "to_full", "to_hybrid", "training_memory",
+    "About", "Config", "Cost", "Experiment", "Exported", "Federation", "FedhmError", "Fit", "LowRankConv2d",
+    "LowRankLinear", "Method", "MethodConfig", "Metric", "Metrics", "ModelState", "Objective", "Participant",
+    "Preprocessing", "RankPlan", "Record", "Result", "RunWatcher", "Samples", "State", "Task", "Update", "Watcher",
+    "assemble", "export", "fit",
+    "load_config", "load_tier", "measure", "models", "plan_ranks", "prepare", "resume", "run", "to_full", "to_hybrid",
+    "tracking", "training_memory",
 ]  # fmt: skip
+
+# Where each of these names lives: nothing is imported before one of its names is used, for torch takes seconds.
+_HOMES = {
+    "assembly": "assemble",
+    "config.method_config": "MethodConfig",
+    "config.objective": "Metric Metrics Objective",
+    "config.reading": "load_config",
+    "config.settings": "Config",
+    "data.batches": "Preprocessing",
+    "data.federation": "Federation",
+    "data.samples": "Samples",
+    "errors": "FedhmError",
+    "experiment": "Experiment",
+    "export.api": "export",
+    "export.write": "Exported",
+    "lowrank.hybrid": "to_full to_hybrid",
+    "lowrank.layers": "LowRankConv2d LowRankLinear",
+    "lowrank.plan": "RankPlan plan_ranks",
+    "measure.cost": "Cost measure training_memory",
+    "measure.fit": "Fit fit",
+    "methods.method": "Method ModelState State",
+    "run": "prepare resume run",
+    "runs.result": "Result",
+    "runs.tier_files": "load_tier",
+    "server.record": "Record",
+    "server.watcher": "About RunWatcher Watcher",
+    "work.messages": "Participant Task Update",
+}
+_HOME = {name: f"fedhm.{home}" for home, names in _HOMES.items() for name in names.split()}
+
+
+class _Package(ModuleType):
+    """The package, in which `run`, `measure` and `export` are functions though modules have these names, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value: Any = version("fedhm")
+        elif name in _HOME:
+            value = getattr(import_module(_HOME[name]), name)
+        elif name in ("models", "tracking"):
+            value = import_module(f"fedhm.{name}")
+        else:
+            raise AttributeError(f"module 'fedhm' has no attribute '{name}'")
+        setattr(self, name, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Leave out what the import system sets beside a public name: the module in which it lives."""
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__, "__version__"})
+
+
+sys.modules[__name__].__class__ = _Package

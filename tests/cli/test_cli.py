@@ -24,6 +24,7 @@ from fedhm.report.progress import LiveBar
 from fedhm.server.record import Record
 
 QUICK = ["train.rounds=3", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=1"]
+QUICK += ["data.train_samples=400"]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,8 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock", "config.toml", "records.jsonl", "tiers.json", "data.json", "checkpoints", "models",
-        "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png", "accuracy-by-macs.png",
-        "energy-beyond-rank.png",
+        "report.html", "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png",
+        "accuracy-by-macs.png", "energy-beyond-rank.png",
     }  # fmt: skip
     assert {path.name for path in (finished / "models").iterdir()} == {
         "full.safetensors", "1-2.safetensors", "1-4.safetensors", "1-8.safetensors",
@@ -59,6 +60,7 @@ def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
             assert len(picture.convert("RGB").getcolors(2**24) or []) > 50  # something is drawn
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_table_has_a_row_for_each_tier(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(finished)]) == 0
     out = capsys.readouterr().out
@@ -85,6 +87,7 @@ def test_several_runs_side_by_side(
     assert (tmp_path / "both" / "accuracy-by-bytes.png").exists()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_finished_run_can_be_resumed_and_not_overwritten(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", str(finished)]) == 0
     capsys.readouterr()

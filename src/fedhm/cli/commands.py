@@ -4,12 +4,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
 
 from fedhm.assembly import named_design
-from fedhm.config.reading import load_config, presets
+from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.report.comparable import difference
@@ -92,13 +93,24 @@ def _reading(config: Config) -> Console:
 def sizes(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.changes)
     design = named_design(config)
-    shape = tuple(design.sample.shape[1:])
-    Terminal().print(size_table(options.config, config, design.model, design.method, shape))
+    Terminal().print(size_table(options.config, config, design.model, design.method, design.sample))
 
 
 def report(options: argparse.Namespace) -> None:
     default = options.folders[0] if len(options.folders) == 1 else Path("report")
     _show(options.folders, options.out or default, Terminal())
+
+
+def watch(options: argparse.Namespace) -> None:
+    """Serve the page of runs until Ctrl-C, which is how it is meant to end."""
+    from fedhm.report.page.serve import PageServer, Watched  # matplotlib takes a second to import
+
+    for folder in options.folders:
+        read_config(folder)  # says what is wrong with it; all else may still be to come
+    console = Terminal()
+    with PageServer(Watched(options.folders), options.port) as server, suppress(KeyboardInterrupt):
+        console.print(f"{server.address} shows how it goes; Ctrl-C ends this", highlight=False, soft_wrap=True)
+        server.serve_forever()
 
 
 def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
@@ -118,9 +130,40 @@ def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
         console.print(str(path), highlight=False, soft_wrap=True, markup=False)
 
 
-def list_presets(_: argparse.Namespace) -> None:
-    for name, text in presets().items():
-        print(f"{name:24}{text.splitlines()[0].removeprefix('# ')}")
+def fit(options: argparse.Namespace) -> None:
+    from fedhm.cli.fit import fit
+
+    fit(options, Terminal())
+
+
+def plan(options: argparse.Namespace) -> None:
+    from fedhm.cli.plan import plan
+
+    plan(options, Terminal())
+
+
+def profile(options: argparse.Namespace) -> None:
+    from fedhm.cli.profile import profile
+
+    profile(options, Terminal())
+
+
+def compare(options: argparse.Namespace) -> None:
+    from fedhm.compare.command import compare
+
+    compare(options, Terminal())
+
+
+def export(options: argparse.Namespace) -> None:
+    from fedhm.export.command import export
+
+    export(options, Terminal())
+
+
+def flower_up(options: argparse.Namespace) -> None:
+    from fedhm.flower.up import up
+
+    up(options, Terminal())
 
 
 def _new_folder(name: str) -> Path:

@@ -1,0 +1,69 @@
+"""The options of `fedhm compare`, apart from what it does: that takes seconds to import."""
+
+import argparse
+from pathlib import Path
+
+from fedhm.compare import METHODS, TUNE_SHARE
+from fedhm.config.arguments import number, one_of, whole_number
+
+DESCRIPTION = """\
+Runs several methods on the same data with the same seeds and prints the paper's table: a row for each capability
+level, accuracy or another headline metric as mean ± deviation over the seeds. The same command again runs only what is
+missing."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--methods", metavar="A,B,…", help=f"docs/comparison.md has all names (default: {METHODS})")
+    parser.add_argument(
+        "--seeds", type=whole_number("--seeds"), metavar="N", help="how many, from the config's seed on (default: 3)"
+    )
+    parser.add_argument(
+        "--setting",
+        type=one_of("--setting", "fixed", "dynamic"),
+        metavar="fixed|dynamic",
+        help="clients keep their tier, or draw one every round",
+    )
+    parser.add_argument(
+        "--data",
+        type=one_of("--data", "iid", "dirichlet", "by-tier"),
+        metavar="iid|dirichlet|by-tier",
+        help="how the samples are dealt out to the clients",
+    )
+    parser.add_argument(
+        "--target",
+        metavar="VALUE",
+        help="an accuracy, or a value of another headline metric: what it costs to get there (default: what all reach)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=whole_number("--jobs"),
+        metavar="N",
+        help="runs side by side (default: one for each usable core)",
+    )
+    parser.add_argument(
+        "--tune",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,…",
+        help="choose a setting for each entry on held-out training samples, before the seeds run; several make a grid",
+    )
+    parser.add_argument(
+        "--tune-rounds",
+        type=whole_number("--tune-rounds"),
+        metavar="N",
+        help="rounds of the runs to choose by (default: train.rounds)",
+    )
+    parser.add_argument(
+        "--tune-share",
+        type=number("--tune-share", "a share between 0 and 1, such as 0.2", above=0, below=1),
+        metavar="SHARE",
+        help=f"of each client's training samples, held out to choose by (default: {TUNE_SHARE})",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-PRESET-SETTING-DATA")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="compare runs that exist (default --out: comparison)",
+    )
