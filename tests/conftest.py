@@ -3,14 +3,17 @@
 import gc
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import forked
 from fedhm.config import plugins
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config
@@ -77,14 +80,18 @@ def small_model(seed: int = 0) -> nn.Module:
         )
 
 
+def adapters(method: str, layer: str) -> dict[str, object]:
+    """Return what a method needs that trains adapters, in a model none of whose layers has a transformer's name."""
+    return {"target": [layer]} if "target" in plugins.find("methods", method).model_fields else {}
+
+
 def example(inputs: torch.Tensor, public: int = 0) -> Example:
     """A batch of one input, of the first class."""
     first = torch.zeros(len(inputs), dtype=torch.int64)
     return Example(inputs, first, plugins.make("objectives", "classification"), public)
 
 
-@pytest.fixture
-def federation() -> Federation:
+def small_federation() -> Federation:
     """Eight clients with 6×6 images of four learnable classes; some clients lack some labels."""
     rng = np.random.default_rng(0)
     prototypes = rng.integers(0, 200, (4, 1, 6, 6))
@@ -98,12 +105,24 @@ def federation() -> Federation:
 
 
 @pytest.fixture
+def federation() -> Federation:
+    return small_federation()
+
+
+@pytest.fixture
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that leave their report without its figures, which take longer than a small run: for tests of many runs."""
-    monkeypatch.setattr("fedhm.report.plots.save_plots", lambda *_: [])
-    monkeypatch.setattr("fedhm.report.energy.save_collapse_plot", lambda *_: None)
-    monkeypatch.setattr("fedhm.report.epsilon.save_epsilon_plot", lambda *_: None)
-    monkeypatch.setattr("fedhm.report.client_plot.save_client_plots", lambda *_: [])
+    for name, nothing in forked.FIGURES.items():
+        monkeypatch.setattr(name, nothing)
+
+
+@pytest.fixture(scope="module")
+def forked_runs() -> Iterator[None]:
+    """Comparisons in this process, whose runs are forks of it and leave their own figures out."""
+    as_forks = SimpleNamespace(**{**vars(subprocess), "Popen": forked.run_of_a_comparison})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedhm.compare.execute.subprocess", as_forks)
+        yield
 
 
 @pytest.fixture(autouse=True)

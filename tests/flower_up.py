@@ -2,17 +2,16 @@
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 from fedhm.flower.processes.supervisor import descendants
 
 
 def command(folder: Path, clients: int, *options: str) -> list[str]:
-    common = ["flower", "up", "--clients", str(clients), "--folder", str(folder)]
-    return [sys.executable, "-m", "fedhm", *common, *options]
+    return ["flower", "up", "--clients", str(clients), "--folder", str(folder), *options]
 
 
 def not_ignoring_ctrl_c() -> None:
@@ -25,13 +24,8 @@ class Up:
         self.folder = folder
         self.output = folder.with_name(folder.name + ".out")
         with self.output.open("w") as file:
-            self.process = subprocess.Popen(
-                command(folder, clients, *options),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=not_ignoring_ctrl_c,  # noqa: PLW1509
-            )
+            arguments = command(folder, clients, *options)
+            self.process = forked.fedhm(arguments, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
 
     @property
     def said(self) -> str:

@@ -1,13 +1,19 @@
 """Runs with records written by hand, for tests of what is computed from them."""
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from conftest import small_config
 from fedhm.config.objective import Metrics
 from fedhm.measure.cost import Cost
+from fedhm.measure.time import ClientSeconds
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.history import Run
-from fedhm.server.record import Record, Traffic
+from fedhm.runs.tier_files import Layer
+from fedhm.server.client_metrics import ClientMetrics, Tally
+from fedhm.server.record import Record, Simulated, Traffic
 from fedhm.work.messages import Participant
 
 FACTS = DataFacts(classes=4, input_shape=(1, 6, 6), clients=8, samples=160, digest="abc")
@@ -40,3 +46,49 @@ def made_run(
     ]
     costs = {tier: Cost(size, macs=7 * size, bytes=4 * size) for tier, size in sizes.items()}
     return Run(name, config.model_copy(update={"seed": seed}), records, costs, facts)
+
+
+def eventful_run(name: str = "eventful", reason: str = "it sent NaN", tier: str = "1/4", source: str = "digits") -> Run:
+    """A run of three rounds in which there is something to tell of everything that reports know."""
+    sizes = {"full": 1000, tier: 300}
+    run = made_run(
+        name,
+        sizes,
+        [{"full": 0.25 * n, tier: 0.2 * n} for n in (1, 2, 3)],
+        data={"source": source},
+        privacy={"clip": 1.0, "noise": 0.5},
+    )
+    for record in run.records:
+        record.diagnostics = {"energy_beyond/1/4": 0.5 / record.round, "kappa": 2.0}
+        record.epsilon = 1.5 * record.round
+    last = run.records[-1]
+    last.dropped = [{"client": 2, "tier": tier, "kind": "train", "reason": reason}]
+    last.clipped = [
+        {"client": 1, "tier": tier, "part": "weights", "norm": 9.0, "bound": 3.0},
+        {"client": 0, "tier": "full", "part": "statistics", "network": "full", "values": 4},
+    ]
+    last.clients = {model: _at_clients(run, right, list(sizes)) for model, right in (("full", 3), (tier, 1))}
+    last.evaluation = Traffic(8, 8, down=12_000, up=400)
+    layers = {"full": {"conv": Layer(600), "fc": Layer(400)}, tier: {"conv": Layer(100, 3), "fc": Layer(200)}}
+    return replace(run, layers=layers)
+
+
+def timed_run() -> Run:
+    """A run of three rounds on two kinds of devices, which take 10, 20 and 30 simulated seconds."""
+    devices = [{"name": "fast", "share": 0.5}, {"name": "slow", "share": 0.5}]
+    federation = {"devices": devices, "plan": ["full"] * 4 + ["1/4"] * 4}
+    sizes = {"full": 1000, "1/4": 300}
+    run = made_run("timed", sizes, [{"full": 0.3 * n, "1/4": 0.2 * n} for n in (1, 2, 3)], federation=federation)
+    for record in run.records:
+        fast, slow = ClientSeconds("fast", 1, 2, 3), ClientSeconds("slow", 10 * record.round - 4, 2, 2)
+        record.simulated = Simulated(slow.total, {0: fast, 7: slow})
+    return run
+
+
+def _at_clients(run: Run, right: int, tiers: list[str]) -> ClientMetrics:
+    tally = Tally(run.config.objective)
+    for client in range(4):
+        found = {"correct": max(0, right - client % 2), "loss": 2.0}
+        sums = {name: torch.tensor(float(value)).double() for name, value in found.items()}
+        tally.add(client, tiers[client % 2], 4, sums)
+    return tally.result(tiers)

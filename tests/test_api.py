@@ -1,7 +1,11 @@
 """What `import fedhm` gives, and what it does not cost."""
 
+import ast
+import re
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +41,16 @@ def test_plots_flower_and_the_compiler_are_imported_by_those_who_need_them() -> 
     code += imported("matplotlib", "torch._dynamo")
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n[]\n"
+
+
+def test_what_type_checkers_see_is_what_there_is() -> None:
+    seen: set[str] = set()
+    for node in ast.walk(ast.parse(Path(fedhm.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("fedhm"):
+            for name in node.names:
+                seen.add(name.name)
+                assert getattr(fedhm, name.name) is getattr(import_module(node.module), name.name)
+    assert seen == set(fedhm.__all__) <= set(dir(fedhm))
+    assert re.match(r"\d+\.\d+", fedhm.__version__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        fedhm.nothing  # noqa: B018

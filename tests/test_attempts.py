@@ -9,11 +9,12 @@ import torch
 
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.config.settings import FederationConfig
+from fedhm.config.federation import FederationConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment, Result
+from fedhm.experiment import Experiment
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.result import Result
 from fedhm.server.flatten import flatten
 from fedhm.server.optimizer import Moments
 from fedhm.server.record import Record
@@ -175,6 +176,22 @@ def test_one_client_suffices_for_a_tiers_statistics(federation: Federation) -> N
     _, runs = run(federation, lambda task, run: run == 1 and task.client != 4, train={"rounds": 1})
     assert 4 in clients(runs[0])
     assert len(runs) == 2
+
+
+def test_statistics_of_too_few_clients_are_asked_of_others(federation: Federation) -> None:
+    at_least = {"federation": {"min_updates": 4}, "train": {"rounds": 1}}
+    _, runs = run(federation, lambda task, run: run == 1 and (task.client, task.network) == (4, "1/2"), **at_least)
+    assert 4 in clients(runs[0])
+    assert [task.network for task in runs[2]] == ["1/2"] * 4
+    assert len(runs) == 3
+    sentence = r"^too few clients' BatchNorm statistics of tier full could be used in round 1: of client 4, fault 1$"
+    with pytest.raises(FedhmError, match=sentence):
+        run(
+            federation,
+            lambda task, _: task.kind == "statistics" and task.client == 4,
+            federation={"min_updates": 4, "attempts": 1},
+            train={"rounds": 1},
+        )
 
 
 def test_by_default_a_bad_update_stops_a_local_run_and_is_dropped_on_flower() -> None:

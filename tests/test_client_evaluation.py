@@ -13,7 +13,7 @@ from fedhm.data.client_tests import ClientTests, held_out
 from fedhm.data.federation import Federation, gathered
 from fedhm.data.samples import concatenate
 from fedhm.errors import FedhmError
-from fedhm.experiment import Result
+from fedhm.runs.result import Result
 from fedhm.server.sampling import evaluators
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Failure, Reply, Task, Update

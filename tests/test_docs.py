@@ -1,12 +1,18 @@
 """The docs are true: settings are all described, links lead somewhere, examples run."""
 
 import re
+import shlex
+import subprocess
+import sys
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
+import fedhm
+from fedhm.cli.parser import make_parser
 from fedhm.config.plugins import known
 from fedhm.config.reading import _known_keys, presets
 
@@ -50,3 +56,36 @@ def test_presets_named_in_the_docs_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"fedhm (?:run|sizes|compare) ([a-z][\w-]+)", page.read_text()):
             assert name in presets(), (page.name, name)
+
+
+def test_the_exports_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), flags=re.DOTALL)
+    exec(compile(block, "docs/export.md", "exec"), {})
+    assert (tmp_path / "exported" / "model.pt2").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_can_be_written_like_that(page: Path) -> None:
+    blocks = re.findall(r"```(?:sh|bash|console)?\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    for line in "".join(blocks).replace("\\\n", " ").splitlines():
+        if line.startswith("fedhm ") and "…" not in line:
+            words = shlex.split(line, comments=True)[1:]
+            if "--help" not in words:
+                assert make_parser().parse_args(words).verb
+
+
+def test_every_name_has_its_place_in_the_reference() -> None:
+    named = re.findall(r"^::: (fedhm\S+)\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE)
+    for module, name in named:
+        assert getattr(import_module(module), name) is getattr(fedhm, name)
+    assert {name for _, name in named} == set(fedhm.__all__) - {"models", "tracking"}
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "plan_ranks" in (tmp_path / "reference" / "index.html").read_text()

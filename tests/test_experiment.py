@@ -12,7 +12,8 @@ from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment, Result
+from fedhm.experiment import Experiment
+from fedhm.runs.result import Result
 from fedhm.server.intake import in_task_order
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 

@@ -8,11 +8,11 @@ import torch
 import fedhm
 from fedhm.compare.compared import Compared, difference_of_entries
 from fedhm.errors import FedhmError
-from fedhm.experiment import Result
 from fedhm.report.tables import markdown
 from fedhm.runs.best_models import kept_best, load_best
 from fedhm.runs.folder import is_complete, read_config
 from fedhm.runs.history import read_runs
+from fedhm.runs.result import Result
 from fedhm.runs.tier_files import load_tier, tier_file
 from made_runs import made_run
 from test_without_server_test import SETTINGS, clients, model

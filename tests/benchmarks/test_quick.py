@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-NO_RATIOS = ("digests.py",)  # it tells whether two versions give the same, not how fast they are
+# digests tells whether two versions give the same; of LoRA's, one has a test of its own, the other needs real weights
+NO_RATIOS = ("digests.py", "lora_server.py", "lora_intents.py")
 SCRIPTS = sorted(
     p for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in p.read_text() and p.name not in NO_RATIOS
 )
@@ -27,6 +28,18 @@ PROMISED = {
         f"{who}, {defence}, seed 0": {"full", "1/2", "1/4", "1/8"}
         for who in ("nobody attacks", "flip by 1")
         for defence in ("none", "clip")
+    },
+    "agreement.py": {"iid, clip, seed 0": {"full", "1/2", "1/4", "1/8", "updates", "left out", "cut", "lowest margin"}},
+    "export_speed.py": {"tiers": {"full", "1/8"}, "macs": {"full", "1/8"}},
+    "layer_ranks.py": {
+        "error": {f"{ratio}, {how}" for ratio in ("1/2", "1/4", "1/8") for how in ("one ratio", "by layer")}
+    },
+    "memory.py": {
+        "predicted_of_measured": {
+            "full, plain, as glibc has it",
+            "full, plain",
+            "1/8, checkpointing, micro-batches of 4",
+        }
     },
     "tiers.py": {"tiers": {"full", "1/2", "1/4", "1/8"}, "layers": {"full", "1/2", "1/4", "1/8"}},
     "scale.py": {"clients": {"5", "20"}, "layers": {"64", "128"}},
@@ -66,6 +79,14 @@ def test_a_quick_run_gives_ratios(script: Path, tmp_path: Path) -> None:
         assert 0 < each["low"] <= each["median"] <= each["high"]
     for section, names in PROMISED[script.name].items():
         assert written[section].keys() == names
+
+
+@pytest.mark.slow
+def test_the_server_of_adapters_is_timed_with_each_rule() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "lora_server.py"), "--clients", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(rule in done.stdout for rule in ("models", "updates", "bands"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")

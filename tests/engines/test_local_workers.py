@@ -26,8 +26,8 @@ from fedhm.data.federation import Federation
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.engines.pool import WINDOW
 from fedhm.errors import FedhmError
-from fedhm.experiment import Result
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.result import Result
 from fedhm.server.intake import in_task_order
 from fedhm.server.record import Record
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update

@@ -3,13 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import forked
 from fedhm.cli import main
 from fedhm.runs.folder import RunFolder, read_config, rounds_done
 from run_outcome import outcome
@@ -22,10 +22,9 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 def process(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     """A long run with two workers in a process group of its own, after some rounds."""
     settings = [*SMALL, "train.rounds=500", "engine.workers=2"]
-    command = [sys.executable, "-m", "fedhm", "run", "digits", "--set", *settings, "--out", str(tmp_path / "run")]
-    started = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = ["run", "digits", "--set", *settings, "--out", str(tmp_path / "run")]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    started = forked.fedhm(command, **streams, start_new_session=True)
     try:
         while started.poll() is None and rounds_done(tmp_path / "run") < 2:
             time.sleep(0.02)
@@ -95,9 +94,9 @@ def test_a_killed_worker_ends_the_run_in_a_sentence(process: "subprocess.Popen[s
 @pytest.mark.usefixtures("without_figures")
 def test_a_stopped_run_ends_the_same_with_other_workers(tmp_path: Path) -> None:
     settings = [*SMALL, "train.rounds=12"]
-    run = [sys.executable, "-m", "fedhm", "run", "digits", "--out", str(tmp_path / "run")]
-    process = subprocess.Popen([*run, "--set", *settings, "engine.workers=3"], stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    command = ["run", "digits", "--out", str(tmp_path / "run"), "--set", *settings, "engine.workers=3"]
+    nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = forked.fedhm(command, **nowhere, start_new_session=True)
     while process.poll() is None and rounds_done(tmp_path / "run") < 3:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)

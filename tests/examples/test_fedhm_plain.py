@@ -79,7 +79,7 @@ def digits() -> Federation:
     return Federation(clients, test, source.classes, Preprocessing())
 
 
-def _config(weighting: str, heterogeneity: str, aggregate: str = "models") -> Config:
+def _config(weighting: str, heterogeneity: str, aggregate: str = "models", evaluate_every: int = 1) -> Config:
     return Config.model_validate(
         {
             "seed": SEED,
@@ -102,6 +102,7 @@ def _config(weighting: str, heterogeneity: str, aggregate: str = "models") -> Co
                 "aggregate": aggregate,
                 "start": "whole",
             },
+            "evaluation": {"every": evaluate_every},
             "engine": {"threads": 1},
         }
     )
@@ -159,7 +160,7 @@ def _seeded(make: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("heterogeneity", ["fixed", "dynamic"])
 @pytest.mark.parametrize("aggregate", ["models", "bands"])
 def test_library_gives_the_plain_result(digits: Federation, weighting: str, heterogeneity: str, aggregate: str) -> None:
-    model, config = _seeded(Residual), _config(weighting, heterogeneity, aggregate)
+    model, config = _seeded(Residual), _config(weighting, heterogeneity, aggregate, evaluate_every=5)
     result = assemble(model, digits, config).run()
     *_, final = _rounds(model, digits, config, _settings(config), _held(digits))
     assert _difference(final, model) > 0.1  # it has moved

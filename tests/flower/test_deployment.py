@@ -15,6 +15,7 @@ import torch
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from faulty import task
 
+import forked
 from fedhm.assembly import assemble
 from fedhm.cli import main
 from fedhm.config.reading import load_config, parse, parse_flat
@@ -54,8 +55,8 @@ def test_a_server_that_is_killed_resumes_on_the_same_supernodes(up: Up, tmp_path
     changes = ["data.train_samples=240", "federation.clients=2", "federation.participation=1.0", "train.rounds=2"]
     changes += ["evaluation.every=2", "engine.threads=1", "engine.server_threads=1"]
     flower = [*changes, "engine.name=flower", f"engine.superlink={up.folder}"]
-    command = [sys.executable, "-m", "fedhm", "run", "digits", "--set", *flower, "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = ["run", "digits", "--set", *flower, "--out", str(out)]
+    with forked.fedhm(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until(lambda: len(read_records(out / "records.jsonl")) >= 1 or process.poll() is not None)
             os.kill(up.pid_of("flwr-serverapp"), signal.SIGKILL)

@@ -141,7 +141,7 @@ def test_nodes_of_no_use_are_left_out(stranger: LoopbackNode, reason: str, said:
 @pytest.mark.parametrize(
     ("stranger", "reason"),
     [
-        (node(1, memory="much"), "FedhmError: the node config's memory must be a whole number of MiB, not 'much'"),
+        (node(1, memory="much"), "FedhmError: the node config's memory: 'much' is no size"),
         (LoopbackNode(client_app(build_model, lambda _: 1 / 0), {"partition-id": 1}), "division by zero"),  # type: ignore[arg-type]
         (claiming(problem="[/red]\x1b[31m no disk"), "[/red]�[31m no disk"),
     ],

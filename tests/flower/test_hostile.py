@@ -16,12 +16,12 @@ from fedhm.assembly import assemble
 from fedhm.config.reading import parse
 from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import remote_federation
-from fedhm.experiment import Result
 from fedhm.flower import client_app
 from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import OwnModel
 from fedhm.flower.nodes import Roster
 from fedhm.flower.wire import NOTE, Terms, greeting, read_replies, read_tasks, reply_parcel
+from fedhm.runs.result import Result
 from fedhm.work.messages import Failure, Reply, Task, Update
 from flower_loopback import GarbledError, Loopback, LoopbackNode
 

@@ -1,5 +1,6 @@
 """The server side of an app, on nodes in this process: tiers by node configs, folders, errors."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,13 @@ SETTINGS = {
 }
 
 
-def build_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 3))
+def build_model(width: int = 128) -> nn.Module:
+    return nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def build_large_model() -> nn.Module:
+    """Of which every tier takes some MiB in training."""
+    return build_model(1024)
 
 
 def samples(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,14 +52,16 @@ def samples(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs[:, :3].argmax(dim=1)
 
 
-def node(client: int, **config: str | int) -> LoopbackNode:
-    app = client_app(build_model, lambda context: samples(int(context.node_config["partition-id"])))
+def node(client: int, build: Callable[[], nn.Module] = build_model, **config: str | int) -> LoopbackNode:
+    app = client_app(build, lambda context: samples(int(context.node_config["partition-id"])))
     return LoopbackNode(app, {"partition-id": client, "num-partitions": 3, **config})
 
 
-def run(grid: Loopback, out: Path | None = None, **changes: object) -> None:
+def run(
+    grid: Loopback, out: Path | None = None, build: Callable[[], nn.Module] = build_model, **changes: object
+) -> None:
     config = parse_flat({**SETTINGS, **{key.replace("__", "."): value for key, value in changes.items()}}, "test")
-    run_on(grid, config, OwnModel(build_model, 0), federation, out, [])
+    run_on(grid, config, OwnModel(build, 0), federation, out, [])
 
 
 def federation(sizes: tuple[int, ...]) -> Federation:
@@ -83,17 +91,20 @@ def test_memory_buys_the_largest_tier_that_fits(tmp_path: Path) -> None:
     room = {tier: -(-memory(config, tier) >> 20) for tier in ("full", "1/4", "1/16")}  # in whole MiB
     assert room["full"] > room["1/4"] > room["1/16"]
     asked = [room["1/4"], room["full"] + 100, room["1/16"]]
-    run(Loopback({number: node(number, memory=asked[number]) for number in range(3)}), tmp_path / "run")
+    nodes = {number: node(number, build_large_model, memory=asked[number]) for number in range(3)}
+    run(Loopback(nodes), tmp_path / "run", build_large_model, train__rounds=1)
     assert assigned(tmp_path / "run") == ("1/4", "full", "1/16")
 
 
 def memory(config: Config, tier: str) -> int:
-    method = design(config, OwnModel(build_model, 0).build(), torch.zeros(1, 12), 3).method
+    method = design(config, OwnModel(build_large_model, 0).build(), torch.zeros(1, 12), 3).method
     return training_memory(method.network(tier), (12,), config.train.batch)
 
 
 def test_a_client_whose_wish_cannot_be_met_takes_no_part(tmp_path: Path) -> None:
-    run(Loopback({1: node(0, tier="1/3"), 2: node(1), 3: node(2, memory=1)}), tmp_path / "run")
+    wishes = ({"tier": "1/3"}, {}, {"memory": 1})
+    nodes = {1 + number: node(number, build_large_model, **wish) for number, wish in enumerate(wishes)}
+    run(Loopback(nodes), tmp_path / "run", build_large_model)
     assert assigned(tmp_path / "run") == ("1/16", "1/4", "1/16")
     for record in read_records(tmp_path / "run" / "records.jsonl"):
         reasons = {each["client"]: each["reason"] for each in record.dropped}

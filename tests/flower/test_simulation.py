@@ -1,16 +1,20 @@
 """Runs on Flower's simulation, by real processes: they end in the very weights of the local engine."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import forked
 from fedhm.cli import main
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
+from fedhm.flower.processes.connection import status as status_of
 from fedhm.flower.processes.connection import submit
 from fedhm.flower.processes.superlink import simulation_superlink
 from fedhm.flower.processes.supervisor import descendants
@@ -18,7 +22,7 @@ from fedhm.flower.status import is_gone, read_status
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records
-from flower_up import not_ignoring_ctrl_c, wait_until
+from flower_up import wait_until
 from installed import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -55,6 +59,13 @@ def run_locally(config: Config, out: Path) -> None:
         prepare(config).run(folder)
 
 
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""  # ended meanwhile
+
+
 def assert_same_models(one: Path, other: Path) -> None:
     names = sorted(path.name for path in (one / "models").iterdir())
     assert names == sorted(path.name for path in (other / "models").iterdir())
@@ -63,17 +74,11 @@ def assert_same_models(one: Path, other: Path) -> None:
 
 
 def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tmp_path: Path) -> None:
-    changes = [*SMALL, "train.rounds=4", "evaluation.every=4", "engine.name=flower"]
-    command = [sys.executable, "-m", "fedhm", "run", "digits", "--set", *changes, "--out", str(tmp_path / "run")]
-    started = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=not_ignoring_ctrl_c,  # noqa: PLW1509
-    )
-    with started as process:
+    boards = tmp_path / "boards"
+    changes = [*SMALL, "train.rounds=4", "evaluation.every=4", "engine.name=flower", f"tracking.tensorboard={boards}"]
+    command = ["run", "digits", "--set", *changes, "--out", str(tmp_path / "run")]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with forked.fedhm(command, **streams, start_new_session=True) as process:
         try:
             wait_until(lambda: read_records(tmp_path / "run" / "records.jsonl") or process.poll() is not None)
             below = list(descendants(process.pid))
@@ -98,6 +103,9 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
             assert down < traffic.down < down + 5000 * traffic.clients
             assert up < traffic.up < up + 5000 * traffic.clients
     assert (tmp_path / "run" / "report.md").exists()
+    board = EventAccumulator(str(boards / "run"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("participants")] == [1, 2, 3, 4]
 
 
 def test_every_kind_of_method_ends_as_with_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +116,20 @@ def test_every_kind_of_method_ends_as_with_the_local_engine(tmp_path: Path, monk
         "configs": json.dumps({name: config.to_toml() for name, config in configs.items()}),
         "out": str(tmp_path / "flower"),
         "status": str(news),
+        "nodes": str(tmp_path / "nodes.json"),
     }
+    before, below = set(descendants(os.getpid())), set[int]()
     with simulation_superlink(tmp_path / "superlink") as connection:
-        submit(connection, APPS / "methods", given, "num-supernodes=4 client-resources-num-cpus=1")
+        run = submit(connection, APPS / "methods", given, "num-supernodes=4 client-resources-num-cpus=1")
+        wait_until((tmp_path / "nodes.json").exists)
+        assert status_of(connection, run) == "running"
+        if sys.platform == "linux":
+            below = set(descendants(os.getpid())) - before
+            assert any("raylet" in command_line(pid) for pid in below)
         wait_until(lambda: (read_status(news) or {}).get("state") == "ended" or (news.exists() and is_gone(news)), 600)
+    assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]  # Ray below it ended with the SuperLink
+    nodes = json.loads((tmp_path / "nodes.json").read_text())
+    assert sorted(node["partition-id"] for node in nodes) == [0, 1, 2, 3]
     status = read_status(news)
     assert status is not None
     assert status["state"] == "ended"

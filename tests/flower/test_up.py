@@ -61,9 +61,10 @@ def test_all_of_it_listens_on_the_loopback_only(up: Up) -> None:
 
 
 def test_a_second_one_in_its_folder_is_refused(up: Up) -> None:
-    second = subprocess.run(command(up.folder, 2), capture_output=True, text=True, timeout=60, check=False)
-    assert second.returncode == 1
-    assert second.stderr == (f"fedhm: a federation runs in {up.folder} already; end it, or name another --folder\n")
+    second = [sys.executable, "-m", "fedhm", *command(up.folder, 2)]
+    done = subprocess.run(second, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (f"fedhm: a federation runs in {up.folder} already; end it, or name another --folder\n")
     assert statuses(up.folder) == ["online", "online"]
 
 

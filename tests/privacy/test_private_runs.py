@@ -13,13 +13,13 @@ from dp_accounting.rdp import RdpAccountant
 from private_runs import SERVER, normal_federation, plain_model, private_config, settings
 
 import fedhm
+from fedhm.config.federation import FederationConfig
 from fedhm.config.privacy import PrivacyConfig
-from fedhm.config.settings import FederationConfig
 from fedhm.errors import FedhmError
-from fedhm.experiment import Result
 from fedhm.machine import files
 from fedhm.privacy.accountant import ORDERS, epsilon, epsilon_after
 from fedhm.runs import secret
+from fedhm.runs.result import Result
 from fedhm.server.record import Record
 from fedhm.server.sampling import expected_to_train, independently
 from fedhm.work.messages import Participant

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,13 +15,14 @@ import torch
 from torch import nn
 
 import fedhm
+import forked
 from conftest import small_model
 from fedhm.cli import main
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.experiment import Result
 from fedhm.machine import files
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.result import Result
 from fedhm.server.record import Record
 from run_outcome import outcome
 
@@ -183,7 +183,7 @@ def test_kill_9_from_the_shell(tmp_path: Path) -> None:
     settings += ["data.train_samples=400"]
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "fedhm", *arguments], stdout=subprocess.DEVNULL)
+        return forked.fedhm(arguments, stdout=subprocess.DEVNULL)
 
     assert main(["run", "digits", "--set", *settings, "--out", str(tmp_path / "whole")]) == 0
 

@@ -11,9 +11,9 @@ from torch import nn
 import fedhm
 from fedhm.cli import main
 from fedhm.errors import FedhmError
-from fedhm.experiment import Result
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records
+from fedhm.runs.result import Result
 from run_outcome import outcome
 
 pytestmark = pytest.mark.usefixtures("without_figures")

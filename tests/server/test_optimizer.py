@@ -7,18 +7,21 @@ from typing import Literal
 import pytest
 import torch
 
-from conftest import small_config, small_model
+from conftest import adapters, small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.config.plugins import known
 from fedhm.config.training import ServerConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.methods.method import ModelState
+from fedhm.methods.recovered import factorized
 from fedhm.networks.batchnorm import running_names
 from fedhm.runs.checkpoint import newest_checkpoint
 from fedhm.runs.folder import RunFolder
 from fedhm.server.flatten import flatten
 from fedhm.server.optimizer import Moments, ServerOptimizer
+
+WITHOUT_A_MEAN = ["fedmd", "flora", "lora"]  # models that clients keep; factors that are made anew in every round
 
 
 def steps(config: ServerConfig, means: list[float], running: float = 7.0) -> list[ModelState]:
@@ -71,12 +74,12 @@ def test_momentum_zero_is_the_mean_itself() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", sorted(set(known("methods")) - {"fedmd"}))
+@pytest.mark.parametrize("method", sorted({*known("methods")} - {*WITHOUT_A_MEAN}))
 def test_it_steps_after_every_methods_mean(method: str, federation: Federation) -> None:
     """In the first round, momentum with η = ½ goes half of the way from the start to the mean."""
     federation = replace(federation, public=federation.test)
     # running averages travel
-    own = {"name": method, **({"steps": 2} if method == "feddf" else {})}
+    own = {"name": method, **({"steps": 2} if method == "feddf" else {}), **adapters(method, "7")}
     sections = {
         "method": own,
         "evaluation": {"static_from": "never"},
@@ -111,17 +114,18 @@ def test_what_fedhm_sends_follows_the_step(federation: Federation) -> None:
     config = small_config(method={"name": "fedhm", "tiers": [1, "1/2"]}, server={"optimizer": "momentum", "lr": 0.5})
     experiment = assemble(small_model(), federation, config)
     moved = next_state(experiment)
-    factors, _ = experiment.method._factorized(moved.weights)
+    factors, _ = factorized(moved.weights, experiment.method.plans.values(), "spatial")
     for layer, expected in factors.items():
         torch.testing.assert_close(
             moved.factors[layer].left @ moved.factors[layer].right, expected.left @ expected.right, rtol=1e-4, atol=1e-5
         )
 
 
-def test_a_method_without_a_mean_is_refused(federation: Federation) -> None:
+@pytest.mark.parametrize("method", WITHOUT_A_MEAN)
+def test_a_method_without_a_mean_is_refused(method: str, federation: Federation) -> None:
     federation = replace(federation, public=federation.test)
-    config = small_config(method={"name": "fedmd"}, server={"optimizer": "adam"})
-    with pytest.raises(FedhmError, match=r"fedmd averages no weights: server.optimizer must be 'none'"):
+    config = small_config(method={"name": method, **adapters(method, "7")}, server={"optimizer": "adam"})
+    with pytest.raises(FedhmError, match=rf"{method} averages no weights: server.optimizer must be 'none'"):
         assemble(small_model(), federation, config)
 
 

@@ -4,8 +4,8 @@ import pytest
 
 import fedhm
 from fedhm.assembly import read_federation
+from fedhm.config.federation import FederationConfig
 from fedhm.config.reading import load_config
-from fedhm.config.settings import FederationConfig
 from fedhm.errors import FedhmError
 from fedhm.server.sampling import participants, with_a_network
 from fedhm.work.messages import Participant

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import fedhm.assembly as assembly
-from conftest import small_config
+from conftest import adapters, small_config
 from fedhm.assembly import assemble
 from fedhm.config.plugins import known
 from fedhm.data.federation import Federation
-from fedhm.experiment import Result
 from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.runs.result import Result
 from fedhm.work.reuse import Networks
 
 
@@ -67,7 +67,8 @@ def restless_model() -> nn.Module:
 
 def run(data: Federation, method: str, static_from: int | str) -> Result:
     few_steps = {"steps": 10} if method == "feddf" else {}  # of distillation, at the server
-    sections = {"method": {"name": method, **few_steps}, "evaluation": {"static_from": static_from}}
+    own = {"name": method, **few_steps, **adapters(method, "9")}
+    sections = {"method": own, "evaluation": {"static_from": static_from}}
     config = small_config(**sections, federation={"participation": 1.0})
     return assemble(restless_model(), replace(data, public=data.test), config).run()
 

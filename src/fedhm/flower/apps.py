@@ -1,12 +1,15 @@
 """Flower's apps: what a node does with a message, and what runs beside the SuperLink."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
+from fedhm.config.devices import read_profile
+from fedhm.config.units import size
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.flower.wire import Terms, read_tasks, reply_parcel
@@ -26,12 +29,10 @@ def make_client_app(make_client: MakeClient) -> ClientApp:
     def introduce(message: Message, context: Context) -> Message:
         terms = Terms.read(message.content)
         number, tier = client_number(context), str(context.node_config.get("tier", ""))
-        memory = context.node_config.get("memory", 0)
         try:
-            if type(memory) is not int or memory < 0:
-                raise FedhmError(f"the node config's memory must be a whole number of MiB, not {memory!r}")
+            memory, device = _spare_memory(context), _device_file(context)
             client = make_client(context, terms)
-            node = Node(number, len(client.samples), tier, memory << 20, tests=len(client.tests or ()))
+            node = Node(number, len(client.samples), tier, memory, tests=len(client.tests or ()), device=device)
         except Exception as error:  # of a user's model and data: the server shall know whose they are
             node = Node(number, 0, problem=f"{type(error).__name__}: {error}".splitlines()[0])
         return Message(node.introduction(), reply_to=message)
@@ -60,6 +61,25 @@ def client_number(context: Context) -> int:
     if type(number) is not int:
         raise FedhmError("the node config must say which client this is: partition-id=0, 1, …")
     return number
+
+
+def _spare_memory(context: Context) -> int:
+    """Return the bytes that a node can spare, by its node config: a whole number of MiB, or "512MB"."""
+    given = context.node_config.get("memory", 0)
+    try:
+        if isinstance(given, str):
+            return size(given)
+    except ValueError as error:
+        raise FedhmError(f"the node config's memory: {error}") from None
+    if type(given) is not int or given < 0:
+        raise FedhmError(f"the node config's memory must be a whole number of MiB, or a size, not {given!r}")
+    return given << 20
+
+
+def _device_file(context: Context) -> str:
+    """Return the content of the device file that a node config names; empty if it names none."""
+    given = str(context.node_config.get("device-file", ""))
+    return read_profile(Path(given)).model_dump_json(exclude_none=True) if given else ""
 
 
 def _answer(client: Client, number: int, task: Task) -> Reply:

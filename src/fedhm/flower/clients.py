@@ -23,6 +23,8 @@ from fedhm.machine.device import find_device
 from fedhm.work.client import Client
 from fedhm.work.reuse import Networks
 
+Format = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
 
 def client_app(
     model: Callable[[], nn.Module],
@@ -44,7 +46,8 @@ def client_app(
             without, they are the server's (`privacy.where = "client"`), which then has to be trusted with them
 
     A node config says which client this is (`partition-id=0`), and may say which tier it can afford (`tier="1/4"`) or
-    how many MiB it can spare for training (`memory=512`), and where it computes (`device="cuda"`).
+    how many MiB it can spare for training (`memory=512`), or the file that `fedhm profile` wrote on it
+    (`device-file="device.json"`), and where it computes (`device="cuda"`).
     """
 
     pinned = None if privacy is None else _own_privacy(privacy)
@@ -62,8 +65,8 @@ def client_app(
         elif terms.client_test:
             samples, tests = split_off(samples, terms.client_test, config.seed, number)
         config.objective.check(samples.labels, terms.classes, f"client {number}")
-        networks = _networks(own, terms, _device(context, config), *_format(samples, terms.preprocessing))
-        return make_client(samples, terms.preprocessing, networks, config, everybodys, tests)
+        networks = _networks(own, terms, _device(context, config), _format(samples, terms.preprocessing))
+        return make_client(samples, terms.preprocessing, networks, config.of_client(number), everybodys, tests)
 
     return make_client_app(make_one)
 
@@ -78,9 +81,10 @@ def named_client_app() -> ClientApp:
             raise FedhmError(f"this node has partition-id={number}, but the run has {len(federation.clients)} clients")
         named = NamedModel(config, federation.input_shape, federation.classes)
         input_format = _format(federation.example, federation.preprocessing)
-        networks = _networks(named, terms, _device(context, config), *input_format)
+        networks = _networks(named, terms, _device(context, config), input_format)
         samples, public = federation.clients[number], federation.public_feed()
-        return make_client(samples, federation.preprocessing, networks, config, public, federation.tests.of(number))
+        own = config.of_client(number)
+        return make_client(samples, federation.preprocessing, networks, own, public, federation.tests.of(number))
 
     return make_client_app(make_one)
 
@@ -97,10 +101,11 @@ def _device(context: Context, config: ResolvedConfig) -> str:
     return str(context.node_config.get("device", config.engine.device))
 
 
-def _format(samples: Samples, preprocessing: Preprocessing) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and type of a batch of one input."""
-    batch, _ = next(Feed(samples, preprocessing).ordered(1))
-    return tuple(batch.shape), batch.dtype
+def _format(samples: Samples, preprocessing: Preprocessing) -> Format:
+    """Return the names, shapes and types of a batch of one input; one without a name is a tensor alone."""
+    batch, _ = Feed(samples, preprocessing).one()
+    named = batch if isinstance(batch, dict) else {"": batch}
+    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
 
 
 # A SuperNode starts a process for every message; but those of a simulation do many messages, of many clients.
@@ -112,7 +117,8 @@ def _federation(config: ResolvedConfig) -> Federation:
 
 
 @lru_cache(maxsize=1)
-def _networks(model: Model, terms: Terms, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Networks:
+def _networks(model: Model, terms: Terms, device: str, inputs: Format) -> Networks:
     """Return the networks of the method, which needs no public samples here: those are the server's and the tasks'."""
-    built = design(terms.config, model.build(), torch.zeros(shape, dtype=dtype), terms.classes)
+    named = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in inputs}
+    built = design(terms.config, model.build(), named.get("", named), terms.classes)
     return Networks(built.method.network, find_device(device), terms.config.engine.compile)

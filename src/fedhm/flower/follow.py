@@ -16,7 +16,7 @@ from fedhm.flower.processes.superlink import simulation_superlink
 from fedhm.flower.status import is_gone, read_status
 from fedhm.runs.folder import how_to_resume
 from fedhm.runs.records import read_records
-from fedhm.server.record import Watcher
+from fedhm.server.watcher import Watcher
 
 APP = Path(__file__).parent / "preset_app"
 PAUSE = 0.2  # seconds between two looks

@@ -7,8 +7,9 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from fedhm.assembly import build_model, dtype_of
+from fedhm.assembly import dtype_of
 from fedhm.config.settings import ResolvedConfig
+from fedhm.models.build import build_model
 from fedhm.seeds import derive
 
 

@@ -33,6 +33,7 @@ class Node:
     memory: int = 0  # or the bytes that it can spare for training; with neither, the server chooses
     problem: str = ""  # why it cannot take part
     tests: int = 0  # how many test samples it has beside the others
+    device: str = ""  # the content of its device file, in place of a tier
 
     def introduction(self) -> RecordDict:
         return RecordDict({NOTE: ConfigRecord({**vars(self)})})
@@ -44,7 +45,7 @@ class Node:
         node = cls(**note)
         numbers = (node.client, node.samples, node.memory, node.tests)
         if not all(type(number) is int for number in numbers) or not all(
-            isinstance(text, str) for text in (node.tier, node.problem)
+            isinstance(text, str) for text in (node.tier, node.problem, node.device)
         ):
             raise ValueError("its answer holds values of wrong types")
         if node.samples < (0 if node.problem else 1) or node.memory < 0 or node.tests < 0:

@@ -1,7 +1,7 @@
 """The server side of an app: finds out which clients there are, and runs the loop on them."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from fedhm.assembly import assemble, design, read_federation
+from fedhm.config.federation import NO_TIER
 from fedhm.config.reading import parse_flat, parse_resolved
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
@@ -23,17 +24,24 @@ from fedhm.errors import FedhmError
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
 from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import Model, NamedModel, OwnModel, weights_dtype
-from fedhm.flower.nodes import Roster
+from fedhm.flower.nodes import Node, Roster
 from fedhm.flower.status import StatusFile
-from fedhm.flower.tiers import chosen_tiers, too_much
+from fedhm.flower.tiers import chosen_tiers, too_much, with_devices
 from fedhm.flower.wire import Terms, greeting
 from fedhm.machine.printable import printable
+from fedhm.measure.cost import form_of
+from fedhm.methods.method import AnyMethod
+from fedhm.methods.tier_work import TierWork, plan_fleet
+from fedhm.networks.exchange import digest_of
+from fedhm.networks.inputs import Inputs, shape_of
 from fedhm.report.progress import progress
 from fedhm.run import as_begun, report_on
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.identities import Identities
-from fedhm.server.record import Watcher
+from fedhm.server.fleet import Planned, with_plan
+from fedhm.server.intake import Intake
 from fedhm.server.sampling import check_assignment
+from fedhm.server.watcher import Watcher
 
 # Makes the federation from the number of samples at each client
 MakeFederation = Callable[[tuple[int, ...]], Federation]
@@ -81,7 +89,7 @@ def server_app(
             dtype = weights_dtype(own)
             samples, outputs, form = (test() if test else None), classes, None
             if samples is None or not outputs:
-                like = inputs if samples is None else own_samples(samples, "the test set", dtype, learned).inputs[0]
+                like = inputs if samples is None else own_samples(samples, "the test set", dtype, learned).example
                 form, outputs = made_up(like, classes, own.build(), preprocessing, learned, dtype)
             there = remote_federation(samples, outputs, sizes, preprocessing, everybodys, dtype, learned, form)
             share = default_share(test is not None) if client_test is None else check_share(client_test)
@@ -153,28 +161,28 @@ def run_on(
         folder = stack.enter_context(RunFolder.open(out)) if out and (out / "config.toml").exists() else None
         clients = settings.federation.clients
         bare = make_federation((0,) * clients)
-        batch, _ = next(Feed(bare.example, bare.preprocessing).ordered(1))
+        batch, _ = Feed(bare.example, bare.preprocessing).one()
         # what is wrong with the method or model is said before anyone waits
         method = design(settings, model.build(), batch, bare.classes, bare.public_feed()).method
         check_assignment(settings.federation, clients, method.tiers, method.levels)
         identities = Identities.read(folder.path) if folder else Identities()
         roster = Roster(grid, clients, greeting(_terms(settings, bare)), say, identities if node_keys else None)
-        if folder or settings.federation.assignment:
+        if folder or settings.federation.given_tiers:
             roster.hold_to(partial(too_much, settings, method))
         if folder:
             roster.wait(clients, settings.engine.patience)  # who is missing may come back later
         else:
             roster.require_all(settings.engine.patience)
-            tiers = chosen_tiers(settings, method, batch, roster.introduced())
-            roster.leave_out(tiers.refused)
-            changed = settings.federation.model_copy(update={"assignment": tiers.assignment})
-            settings = settings.model_copy(update={"federation": changed})
+            settings, refused = _with_tiers(
+                settings, model.build(), method, batch, make_federation, roster.introduced()
+            )
+            roster.leave_out(refused)
             roster.hold_to(partial(too_much, settings, method))
             if out:
                 folder = stack.enter_context(RunFolder.create(out, settings))
                 identities.keep_in(out)
         known = roster.introduced()
-        federation = make_federation(tuple(known[c].samples if c in known else 0 for c in range(clients)))
+        federation = make_federation(_sizes(known, clients))
         if federation.remote:
             tests = tuple(known[c].tests if c in known else 0 for c in range(clients))
             federation = replace(federation, tests=replace(federation.tests, remote=tests))
@@ -188,6 +196,37 @@ def run_on(
             raise
     if out:
         report_on(out)
+
+
+def _with_tiers(
+    config: ResolvedConfig,
+    model: nn.Module,
+    method: AnyMethod,
+    batch: Inputs,
+    make_federation: MakeFederation,
+    nodes: Mapping[int, Node],
+) -> tuple[ResolvedConfig, dict[int, str]]:
+    """Return the settings with the tiers that clients get by what their nodes say or by their devices, and who none."""
+    by_file = with_devices(config, nodes, digest_of(model, shape_of(batch)))
+    config = config.model_copy(update={"federation": by_file.federation})
+    work = TierWork(method, model, config, *form_of(batch))
+    tiers = chosen_tiers(config, work, nodes)
+    config = config.model_copy(update={"federation": tiers.federation})
+    planned: list[Planned] = []
+
+    def plan() -> list[Planned]:
+        federation = make_federation(_sizes(nodes, config.federation.clients))
+        sample = next(Feed(federation.example, federation.preprocessing).ordered(1))
+        planned.extend(plan_fleet(config, model, method, batch, Intake(method.network, federation, config, sample, ())))
+        return planned
+
+    config = with_plan(config, plan)
+    left_out = {each.client: each.problem for each in planned if each.tier == NO_TIER}
+    return config, {**tiers.refused, **left_out, **by_file.refused}
+
+
+def _sizes(nodes: Mapping[int, Node], clients: int) -> tuple[int, ...]:
+    return tuple(nodes[client].samples if client in nodes else 0 for client in range(clients))
 
 
 def _terms(config: ResolvedConfig, federation: Federation) -> Terms:

@@ -44,7 +44,8 @@ class Terms:
     client_test: float = 0.0  # the share of its samples that a client holds out, if it brings no test samples
 
     def note(self) -> dict[str, str]:
-        said = {"config": self.config.to_toml(), "classes": self.classes, "preprocessing": asdict(self.preprocessing)}
+        config = self.config.model_copy(update={"tracking": None})  # the server's alone, as are its paths
+        said = {"config": config.to_toml(), "classes": self.classes, "preprocessing": asdict(self.preprocessing)}
         if self.client_test:
             said["client_test"] = self.client_test
         return {"terms": json.dumps(said)}
