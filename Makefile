@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # many processes import the library: where this is set, each of them would compile it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick lint format torture peers nginx clean
+.PHONY: demo test quick lint format docs torture peers nginx browser plotly clean
 
 demo: .venv/demo-installed
 	$(BIN)/fedhm run digits
@@ -29,6 +29,10 @@ format: .venv/dev-installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# the site, in site/
+docs: .venv/dev-installed
+	$(BIN)/mkdocs build --strict --quiet
+
 # kills and damages real runs at random moments; make torture MINUTES=60 SEED=7 for more, and other ones
 MINUTES ?= 5
 SEED ?= 0
@@ -41,8 +45,20 @@ peers: .venv-peers/installed
 # the proxy of examples/flower-proxy is tested with Debian's nginx; it is only unpacked, so that no service is started
 nginx: .nginx/usr/sbin/nginx
 
+# the page of a report is tested in Debian's chromium, which has too many libraries to be unpacked as nginx is
+browser:
+	command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	  || { apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium chromium-driver; }
+
+# the page's plotting library, as it lies in the repository: the partial bundle that is called basic, from npm
+PLOTLY := 4.1.1
+plotly:
+	cd $$(mktemp -d) && npm pack --silent plotly.js-basic-dist-min@$(PLOTLY) && tar xzf *.tgz \
+	  && cp package/plotly-basic.min.js $(CURDIR)/src/fedhm/report/page/assets/ \
+	  && cp package/LICENSE $(CURDIR)/src/fedhm/report/page/assets/plotly-LICENSE
+
 clean:
-	rm -rf .venv .venv-peers .nginx runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-peers .nginx runs site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -38,7 +38,12 @@ class Ratio:
         return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
 
 
-def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
+def interleaved(
+    cases: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Run all cases in turns and return the seconds of each call by case; the first `warmup` turns do not count."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -47,9 +52,9 @@ def interleaved(cases: Mapping[str, Callable[[], object]], repeats: int, warmup:
             for name, case in cases.items():
                 progress.update(bar, description=name)
                 gc.collect()  # garbage of one case must not be swept on another's time
-                start = time.perf_counter()
+                start = clock()
                 case()
-                seconds = time.perf_counter() - start
+                seconds = clock() - start
                 progress.advance(bar)
                 if turn >= warmup:
                     times[name].append(seconds)

@@ -16,12 +16,15 @@ from functools import partial
 
 import torch
 
-from fedhm.assembly import build_model, read_federation
+from fedhm.assembly import read_federation
 from fedhm.config.reading import parse
 from fedhm.lowrank.unroll import join, roll, split, unroll
 from fedhm.lowrank.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
-from fedhm.methods.fedhm import FedHM, FedHMState
+from fedhm.methods.fedhm import FedHM
+from fedhm.methods.fedhm_state import FedHMState
+from fedhm.methods.recovered import largest_ranks
+from fedhm.models.build import build_model
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.run import prepare
 from fedhm.server.sampling import participants
@@ -111,15 +114,17 @@ def plain_factors(method: FedHM, weights: Tensors, tier: str) -> Tensors:
 
 def factorized_warm(method: FedHM, before: FedHMState, weights: Tensors) -> None:
     def decomposed(layer: str) -> None:
-        decompose(unroll(weights[f"{layer}.weight"]), method._largest[layer], before.factors[layer])
+        decompose(
+            unroll(weights[f"{layer}.weight"]), largest_ranks(method.plans.values())[layer], before.factors[layer]
+        )
 
-    side_by_side(decomposed, list(method._largest))
+    side_by_side(decomposed, list(largest_ranks(method.plans.values())))
 
 
 def truncation_ratios(method: FedHM, state: FedHMState) -> dict[str, float]:
     """Return, by tier, the largest ratio of a layer's truncation error to the smallest possible one."""
     worst = dict.fromkeys(method.tiers[1:], 0.0)
-    for layer in method._largest:
+    for layer in largest_ranks(method.plans.values()):
         matrix = unroll(state.weights[f"{layer}.weight"]).double()
         spectrum = torch.linalg.svdvals(matrix)
         factors = state.factors[layer]
@@ -224,7 +229,7 @@ def report(
         both = median(times["fedhm"]), median(times["averaging models"])
         show("one server round", [f"{options.aggregate}, s", "models, s", "times as long"], [(*both, longer)])
     show("truncation error / optimum, worst layer and round", list(worst), [[f"{x:.5f}" for x in worst.values()]])
-    layers = len(run.method._largest) * len(errors)
+    layers = len(largest_ranks(run.method.plans.values())) * len(errors)
     print(f"decomposed the exact way: {exact:.0f} of {layers} (layers too small to gain by a warm start are always)")
     show(
         "peak memory of merging, MiB",

@@ -1,12 +1,11 @@
 """From settings, a model and data to a ready experiment: the only place where parts are put together."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
@@ -21,24 +20,28 @@ from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of
-from fedhm.machine.cores import memory
 from fedhm.machine.device import find_device
 from fedhm.measure.self_written import self_written
 from fedhm.methods.coordinate import mean_of
 from fedhm.methods.method import AnyMethod, Setup
-from fedhm.models import MODELS
-from fedhm.networks.exchange import exchanged, size_in_bytes, untrained
+from fedhm.methods.tier_work import plan_fleet
+from fedhm.models.build import build_model
+from fedhm.models.pretrained import check_tokens
+from fedhm.networks.exchange import exchanged, untrained
+from fedhm.networks.inputs import Inputs
 from fedhm.networks.probe import probe
 from fedhm.privacy.check import check_privacy
 from fedhm.privacy.mechanism import Mechanism
 from fedhm.runs.fingerprint import data_facts, fingerprint
-from fedhm.seeds import Secret, derive
+from fedhm.seeds import Secret
+from fedhm.server.fleet import Fleet, with_plan
 from fedhm.server.guard import check_attackers
 from fedhm.server.intake import Intake
 from fedhm.server.optimizer import ServerOptimizer
-from fedhm.server.record import Watcher
 from fedhm.server.sampling import check_assignment, check_minimum, check_partition
 from fedhm.server.stopping import Stopping
+from fedhm.server.watcher import Watcher
+from fedhm.tracking.configured import trackers
 from fedhm.work.client import Client
 from fedhm.work.local_noise import LocalNoise
 from fedhm.work.reuse import Networks, check_compiler
@@ -52,12 +55,16 @@ class Design:
     config: Config
     model: nn.Module
     method: AnyMethod
-    sample: Tensor  # a batch of one input
+    sample: Inputs  # a batch of one input
     classifier: str | None = None  # the layer that gives the outputs, where there is one
 
 
-def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, public: Feed | None = None) -> Design:
+def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, public: Feed | None = None) -> Design:
     """Put a method around a model; `outputs` is how many classes there are, or numbers to predict."""
+    if config.method.adapters and find_device(config.engine.device).type != "cpu":
+        raise FedhmError(
+            "the networks of adapters share one base, for now in the CPU's memory: set engine.device = 'cpu'"
+        )
     classifier = probe(model, sample, lambda output: config.objective.check_output(output, outputs))
     setup = Setup(
         classifier,
@@ -68,6 +75,7 @@ def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, publi
         objective=config.objective,
         nested=config.train.nested_shares,
         make_mean=mean_of(config.server, config.method),
+        train=config.train,
         optimizer_follows=config.server.optimizer != "none" or config.privacy.at_server,
     )
     method = config.method.build(model, setup)
@@ -75,7 +83,7 @@ def design(config: Config, model: nn.Module, sample: Tensor, outputs: int, publi
     return Design(config, model, method, sample, classifier)
 
 
-def _check_training(model: nn.Module, method: AnyMethod, sample: Tensor) -> None:
+def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs) -> None:
     """Refuse a model whose pass in training gives no tensor, or changes weights that a tier has as factors only."""
     try:
         written = self_written(model, sample) & {name for name, _ in model.named_parameters()}
@@ -95,6 +103,10 @@ def _check_training(model: nn.Module, method: AnyMethod, sample: Tensor) -> None
 
 def named_design(config: Config) -> Design:
     """Put the method around the model that a config names, without reading data where the source is a known one."""
+    if config.model is not None and config.model.base:  # how long texts are is not known without them
+        federation = read_federation(config)
+        sample, _ = Feed(federation.example, federation.preprocessing).one()
+        return design(config, build_model(config, (), federation.classes), sample, federation.classes)
     shape, outputs = input_format(config)
     return design(config, build_model(config, shape, outputs), torch.zeros(1, *shape), outputs)
 
@@ -119,17 +131,19 @@ def assemble(
     check_optimizer(model, settings.train)
     check_memory_savings(model, settings)
     federation.check_targets(settings.objective)
+    check_tokens(model, *federation.longest_and_largest())
     public, preprocessing = federation.public_feed(), federation.preprocessing
-    sample = next(Feed(federation.example, preprocessing).ordered(1))
+    sample = Feed(federation.example, preprocessing).one()
     method = design(settings, model, sample[0], federation.classes, public).method
     check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_minimum(settings.federation, federation.size)
     check_attackers(settings.server, settings.federation.per_round(federation.size))
     check_partition(settings, method.levels)
     intake = Intake(method.network, federation, settings, sample, watchers)
-    not_weights = untrained(model).union(*(intake.untrained_names(tier) for tier in method.tiers))
+    settings = with_plan(settings, lambda: plan_fleet(settings, model, method, sample[0], intake))
+    not_weights = untrained(model).union(*(intake.facts(tier).untrained for tier in method.tiers))
     optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, not_weights)
-    costs = {tier: intake.cost(tier) for tier in method.tiers}
+    costs = {tier: intake.facts(tier).cost for tier in method.tiers}
     initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
     test = None if federation.test is None else Feed(federation.test, preprocessing, device)
     holders = federation.tests.holders([federation.samples_of(client) for client in range(federation.size)])
@@ -143,9 +157,11 @@ def assemble(
     return Experiment(
         settings, method, initial, federation.size, test, intake, optimizer,
         engine or _own_engine(settings, federation, networks, public, secret),
-        costs, partial(fingerprint, settings, initial, federation), data_facts(federation), watchers,
+        costs, partial(fingerprint, settings, initial, federation), data_facts(federation),
+        [*watchers, *trackers(settings.tracking)],
         bool(federation.remote), holders, Stopping(settings.stop, settings.objective.headline, method.tiers),
         _privacy(settings, federation, method, intake, bool(holders), secret),
+        Fleet(settings, intake) if settings.federation.devices else None,
     )  # fmt: skip
 
 
@@ -154,10 +170,10 @@ def _privacy(
 ) -> Mechanism | None:
     if not config.privacy.active:
         return None
-    running = frozenset[str]().union(*(intake.running_names(tier) for tier in method.tiers))
+    running = frozenset[str]().union(*(intake.facts(tier).running for tier in method.tiers))
     frozen = config.train.frozen_statistics
     check_privacy(config, federation, normalised=bool(running) and not frozen, tests=tests)
-    fixed = (running if frozen else frozenset()).union(*(intake.fixed_names(tier) for tier in method.tiers))
+    fixed = (running if frozen else frozenset()).union(*(intake.facts(tier).fixed for tier in method.tiers))
     return Mechanism(config, method, federation.size, fixed, secret)
 
 
@@ -168,8 +184,11 @@ def _own_engine(
         raise FedhmError("the clients' samples lie elsewhere: an experiment must be given an engine to reach them")
     if config.engine.name != "local":
         return Elsewhere()
+    tests = federation.tests.of
     clients = [
-        make_client(samples, federation.preprocessing, networks, config, public, federation.tests.of(number), secret)
+        make_client(
+            samples, federation.preprocessing, networks, config.of_client(number), public, tests(number), secret
+        )
         for number, samples in enumerate(federation.clients)
     ]
     workers = workers_for(config.engine, config.federation.per_round(federation.size))
@@ -201,32 +220,8 @@ def read_federation(config: Config) -> Federation:
             "this run has no [data] section: it was started from Python with its own data, "
             "and is resumed there, by fedhm.run with the same arguments"
         )
-    return partitioned(config.data, config.federation.clients, config.seed)
-
-
-def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
-    """Build the model that a config names, initialised from its seed."""
-    if config.model is None:
-        raise FedhmError("the config has no [model] section")
-    make = partial(MODELS[config.model.name], num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
-    if config.model.width > 2:  # none of the others is large
-        _check_size(make, config.model.width)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(config.seed, "model"))
-        return make()
-
-
-def _check_size(make: Callable[[], nn.Module], width: float) -> None:
-    """Refuse a model that this machine cannot hold, before any of it is there."""
-    try:
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            size = float(size_in_bytes(exchanged(make())))
-    except (RuntimeError, OverflowError, TypeError):  # torch cannot count so far
-        size = math.inf
-    if 4 * size > memory():  # itself, its first weights, and one that is trained with its gradients
-        raise FedhmError(
-            f"model.width = {width:g} makes a model of {size / 1e9:,.0f} GB, too large to be trained in the memory here"
-        )
+    base = config.model.base if config.model else ""
+    return partitioned(config.data, config.federation.clients, config.seed, base, config.objective.per_token)
 
 
 def input_format(config: Config) -> tuple[tuple[int, ...], int]:

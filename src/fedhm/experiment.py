@@ -1,21 +1,19 @@
 """The loop: tasks → engine → updates → admission → merge → optimizer → evaluate each tier → record → checkpoint."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import nn
 
+from fedhm.config.federation import NO_TIER
 from fedhm.config.objective import Metrics
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed
 from fedhm.engines.engine import Engine
-from fedhm.errors import FedhmWarning
 from fedhm.measure.cost import Cost
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
@@ -24,43 +22,22 @@ from fedhm.runs.best_models import keep_only, load_best, save_best
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.result import Result
 from fedhm.runs.secret import new_secret
 from fedhm.server.client_evaluation import evaluate_at_clients
 from fedhm.server.client_metrics import ClientMetrics
 from fedhm.server.flatten import check_state
+from fedhm.server.fleet import Fleet
 from fedhm.server.gather import gather_statistics
 from fedhm.server.guard import Defence
 from fedhm.server.intake import Guard, Intake, TooFewUpdatesError
 from fedhm.server.optimizer import Moments, ServerOptimizer
-from fedhm.server.record import Record, Watcher
+from fedhm.server.record import Record
 from fedhm.server.sampling import drawings, evaluators, with_a_network
 from fedhm.server.stopping import Stopping
-from fedhm.work.evaluate import evaluate
+from fedhm.server.watcher import About, Watcher, run_watchers
+from fedhm.work.evaluate import evaluate_tiers
 from fedhm.work.messages import Participant, Task, Update
-
-
-@dataclass(frozen=True)
-class Result:
-    records: list[Record]
-    networks: dict[str, nn.Module]  # the final model of every tier
-    costs: dict[str, Cost]
-    best_round: int = 0  # the best one of a run that could end early ([stop]), and every tier's model after it
-    best: dict[str, nn.Module] = field(default_factory=dict)
-
-    @property
-    def metrics(self) -> dict[str, Metrics]:
-        """Return the metrics of every tier's final model."""
-        return self.records[-1].metrics
-
-    @property
-    def clients(self) -> dict[str, ClientMetrics]:
-        """Return how every tier's final model does at the clients; empty where they have no test samples."""
-        return self.records[-1].clients
-
-    @property
-    def scores(self) -> dict[str, Metrics]:
-        """Return the metrics by the name that the first version had for them."""
-        return self.metrics
 
 
 @dataclass
@@ -83,6 +60,7 @@ class Experiment:
     holders: Sequence[int] = ()  # the clients that have test samples
     stopping: Stopping | None = None  # None: it never ends before its last round
     privacy: Mechanism | None = None  # None: nothing is hidden
+    fleet: Fleet | None = None  # None: nobody knows the clients' devices
 
     def run(self, folder: RunFolder | None = None) -> Result:
         """Run the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
@@ -92,11 +70,13 @@ class Experiment:
             return self._run(folder)
         finally:
             self.engine.close()
+            for watcher in run_watchers(self.watchers):
+                watcher.close()
             torch.set_num_threads(threads)
 
     def _run(self, folder: RunFolder | None) -> Result:
         rounds, every = self.config.train.rounds, self.config.evaluation.every
-        run = self.fingerprint(folder.begun.stated) if folder else ""
+        run = self.fingerprint(folder.stated_with_plan(self.config)) if folder else ""
         (state, moments), records = self._begin(folder, run)
         defence = Defence(self.config, self.intake, self.method.one_model, records)
         networks: dict[str, nn.Module] = {}
@@ -105,15 +85,17 @@ class Experiment:
             if records and records[-1].stopped:
                 break
             record = Record(number)
-            state, moments = self._next_state(state, moments, record, defence.guard(record))
+            before, (state, moments) = state, self._next_state(state, moments, record, defence.guard(record))
+            if (plans := self.method.planned_ranks(state)) != self.method.planned_ranks(before):
+                record.plans = plans
             defence.done(record)
             if number == 1:
                 check_state(state, self.method.state_type)  # parts that were empty at the start are there now
             record.diagnostics = state.diagnostics
             if number % every == 0 or number == rounds:
                 weights = self._tier_weights(state, record)
-                networks = self._tier_networks(weights)
-                record.clients = self._at_clients(weights, record)
+                networks = self._tier_networks(state, weights)
+                record.clients = self._at_clients(state, weights, record)
                 record.metrics = self._metrics(networks, record)
             records.append(record)
             record.epsilon = self.privacy.epsilon(records) if self.privacy else None
@@ -124,28 +106,32 @@ class Experiment:
                 if folder:
                     save_best(folder.models, number, networks)
             if folder:
+                self._save_plans(folder, state, anew=bool(record.plans))
                 folder.commit(record, Checkpoint(number, state, moments), run, self.config.checkpoints.keep)
-                self._forget_others(folder, records)
+                keep_only(folder.models, self._best_round(records))
             for watcher in self.watchers:
                 watcher.round_done(record)
         # A run that was complete already is asked for its models once more.
-        networks = networks or self._tier_networks(self._tier_weights(state, deepcopy(records[-1])))
+        networks = networks or self._tier_networks(state, self._tier_weights(state, deepcopy(records[-1])))
         if folder:
             folder.save_models(networks)
-        if folder:
-            self._forget_others(folder, records)
+            keep_only(folder.models, self._best_round(records))
+        for watcher in run_watchers(self.watchers):
+            watcher.ended(networks)
         if folder and not best:  # it was found before this process resumed the run
-            blank = {tier: travels_as(self.method.network(tier), None) for tier in self.method.tiers}
-            best = load_best(folder.models, self._best_round(records), blank)
-        return Result(records, networks, self.costs, self._best_round(records) if best else 0, best)
-
-    def _forget_others(self, folder: RunFolder, records: Sequence[Record]) -> None:
-        """Remove the models of rounds that were the best once, now that a better one counts."""
-        if best := self._best_round(records):
-            keep_only(folder.models, best)
+            best = self._saved_best(folder, records)
+        return Result(records, networks, self._costs(state), self._best_round(records) if best else 0, best)
 
     def _best_round(self, records: Sequence[Record]) -> int:
         return self.stopping.best(records) if self.stopping else 0
+
+    def _saved_best(self, folder: RunFolder, records: Sequence[Record]) -> dict[str, nn.Module]:
+        """Return the models of the best round, in networks of the ranks that were planned up to it."""
+        best = self._best_round(records)
+        plans = next((record.plans for record in reversed(records[:best]) if record.plans), {})
+        names = {t: self.method.planned_name(t, plans[t]) if t in plans else t for t in self.method.tiers}
+        blank = {tier: travels_as(self.method.network(name), None) for tier, name in names.items()}
+        return load_best(folder.models, best, blank)
 
     def _begin(self, folder: RunFolder | None, run: str) -> tuple[tuple[Any, Moments], list[Record]]:
         checkpoint, records = folder.restore(run, self.method.state_type) if folder else (None, [])
@@ -155,13 +141,28 @@ class Experiment:
             folder.save_costs(self.costs)
             if not (checkpoint and self.remote):  # of remote clients, some may be missing by now
                 folder.save_data_facts(self.data)
+        for told in run_watchers(self.watchers):
+            told.begun(About(self.config, self.costs, tuple(records), folder.path if folder else None))
         for watcher in self.watchers:
             watcher.started(len(records), self.config.train.rounds)
+        state = checkpoint.state if checkpoint else self.method.start(self.initial)
+        if folder:
+            self._save_plans(folder, state)
         if checkpoint:
-            return (checkpoint.state, checkpoint.moments), records
-        state = self.method.start(self.initial)
+            return (state, checkpoint.moments), records
         check_state(state, self.method.state_type)
         return (state, Moments()), records
+
+    def _save_plans(self, folder: RunFolder, state: Any, *, anew: bool = True) -> None:
+        """Write the ranks that a state has decided on, and what its tiers cost with them."""
+        if anew and (plans := self.method.planned_ranks(state)):
+            folder.save_plans(plans)
+            folder.save_costs(self._costs(state))
+
+    def _costs(self, state: Any) -> dict[str, Cost]:
+        if not self.method.planned_ranks(state):
+            return self.costs
+        return {tier: self.intake.facts(self.method.network_name(state, tier)).cost for tier in self.method.tiers}
 
     def _next_state(
         self, state: Any, moments: Moments, record: Record, guard: Guard | None = None
@@ -173,7 +174,8 @@ class Experiment:
             record.attempts, record.participants = attempt, chosen
             try:
                 with record.phase("merge"):
-                    tasks = list(self.method.tasks(state, chosen, record.round))
+                    tasks = list(self.method.tasks(state, [p for p in chosen if p.tier != NO_TIER], record.round))
+                    tasks = self.fleet.in_time(tasks, record) if self.fleet else tasks
                     updates = self.intake.updates(self.engine.run, tasks, record, least, guard)
                     merged, changed = self._merged(state, record.timed("train", updates), tasks, record)
                     if self.optimizer.steps and changed:
@@ -203,27 +205,33 @@ class Experiment:
     def _tier_weights(self, state: Any, record: Record) -> dict[str, Tensors]:
         """Return every tier's weights, its BatchNorm statistics gathered at the round's participants."""
         weights = {tier: self.method.weights(state, tier) for tier in self.method.tiers}
-        if self.intake.static(record.round) and any(self.intake.running_names(tier) for tier in weights):
+        names = {self.method.network_name(state, tier): tier for tier in weights}
+        if self.intake.static(record.round) and any(self.intake.facts(name).running for name in names):
             others = islice(self._drawings(record.round), record.attempts, None)
             able = with_a_network(chain([record.participants], others), self.method.tiers, self.clients)
             attempts = islice(able, self.config.federation.attempts)
             with record.phase("statistics"):
                 robust = self.config.server.robust != "none"
-                for tier, found in gather_statistics(self.intake, self.engine.run, weights, attempts, record, robust):
-                    weights[tier] = {**weights[tier], **as_types_of(weights[tier], found)}
+                least = 0 if self.privacy else self.config.federation.min_updates
+                sent = {name: weights[tier] for name, tier in names.items()}
+                asked = (self.intake, self.engine.run, sent, attempts, record, robust, least)
+                for name, found in gather_statistics(*asked):
+                    weights[names[name]] = {**sent[name], **as_types_of(sent[name], found)}
         return weights
 
-    def _tier_networks(self, weights: Mapping[str, Tensors]) -> dict[str, nn.Module]:
-        networks = {tier: load(self.method.network(tier), weights[tier]) for tier in weights}
+    def _tier_networks(self, state: Any, weights: Mapping[str, Tensors]) -> dict[str, nn.Module]:
+        network, name = self.method.network, self.method.network_name
+        networks = {tier: load(network(name(state, tier)), weights[tier]) for tier in weights}
         # from here on they are networks like any others
         return {tier: travels_as(network, None) for tier, network in networks.items()}
 
-    def _at_clients(self, weights: Mapping[str, Tensors], record: Record) -> dict[str, ClientMetrics]:
+    def _at_clients(self, state: Any, weights: Mapping[str, Tensors], record: Record) -> dict[str, ClientMetrics]:
         if not self.holders:
             return {}
         chosen = evaluators(self.config, self.holders, self.clients, self.method.levels, record.round)
         with record.phase("evaluate"):
-            return evaluate_at_clients(self.intake, self.engine.run, weights, chosen, record, self.config)
+            sent = {tier: (self.method.network_name(state, tier), tensors) for tier, tensors in weights.items()}
+            return evaluate_at_clients(self.intake, self.engine.run, sent, chosen, record, self.config)
 
     def _drawings(self, round_number: int) -> Iterator[list[Participant]]:
         if self.privacy and self.privacy.at_server:
@@ -233,15 +241,5 @@ class Experiment:
     def _metrics(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Metrics]:
         if self.test is None:
             return {tier: found.overall.pooled for tier, found in record.clients.items()}
-        batch, objective = self.config.evaluation.batch, self.config.objective
         with record.phase("evaluate"):
-            found = {tier: evaluate(network, self.test, batch, objective) for tier, network in networks.items()}
-        if lost := [tier for tier, metrics in found.items() if not all(map(math.isfinite, metrics.values()))]:
-            warn(
-                f"after round {record.round} the model of tier {lost[0]} gives NaN or infinite values for "
-                f"{self.config.evaluated_on} samples, so that some of its metrics are no numbers: lower train.lr, or "
-                "resume from an earlier round with 'fedhm resume DIR --from ROUND'",
-                FedhmWarning,
-                stacklevel=2,
-            )
-        return found
+            return evaluate_tiers(networks, self.test, self.config, record.round)

@@ -6,22 +6,24 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fedhm.assembly import assemble, build_model, dtype_of, read_federation
+from fedhm.assembly import assemble, dtype_of, read_federation
 from fedhm.config.method_config import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, provide
 from fedhm.config.reading import parse
-from fedhm.config.settings import Config, EngineConfig, FederationConfig
+from fedhm.config.settings import Config, EngineConfig
 from fedhm.data.client_tests import default_share
 from fedhm.data.federation import DataLike, PublicLike, gathered
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
-from fedhm.experiment import Experiment, Result
+from fedhm.experiment import Experiment
+from fedhm.models.build import build_model
 from fedhm.report.save import save_report
 from fedhm.runs.begun import read_begun
 from fedhm.runs.folder import RunFolder, read_config
 from fedhm.runs.history import read_runs
-from fedhm.server.record import Watcher
+from fedhm.runs.result import Result
+from fedhm.server.watcher import Watcher
 
 
 def run(
@@ -171,10 +173,13 @@ def as_begun(settings: Config, path: Path | None) -> Config:
     folder = read_begun(path)
     begun, settings = folder.config, folder.settled(settings)
     engine = {**begun.engine.model_dump(), **settings.engine.model_dump(exclude_defaults=True)}
-    federation = {**settings.federation.model_dump(), "assignment": begun.federation.assignment}
     changes: dict[str, Any] = {"engine": EngineConfig(**engine)}
-    if settings.engine.name == "flower" and not settings.federation.assignment:  # the clients' own, found at the start
-        changes["federation"] = FederationConfig(**federation)
+    kept = ["plan", "checkpointed"]  # found when the run began
+    if settings.engine.name == "flower" and not settings.federation.assignment:  # clients said more of themselves
+        kept += ["assignment", *(() if settings.federation.devices else ("devices", "unfit"))]
+    changes["federation"] = settings.federation.model_copy(
+        update={name: getattr(begun.federation, name) for name in kept}
+    )
     settings = settings.model_copy(update=changes)
     if found := folder.difference(settings.resolved()):
         raise FedhmError(f"{path} holds a run with other settings, {found}: choose another folder{folder.remark}")

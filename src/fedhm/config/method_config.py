@@ -30,6 +30,11 @@ class Sizes(Protocol):
     @property
     def fedhm(self) -> Settings: ...
     @property
+    def adapters(self) -> Settings:
+        """Return the settings of the config's adapters, if its method trains such."""
+        ...
+
+    @property
     def keep(self) -> int: ...
     @property
     def rounds(self) -> int: ...
@@ -104,6 +109,11 @@ class MethodConfig(Section, ABC):
     def rank_ratios(self) -> Sequence[float]:
         """Return the tiers that other methods' sizes are matched to, if this method is the one to match."""
         return ()
+
+    @property
+    def adapters(self) -> Settings:
+        """Return the settings of adapters that other methods are compared with, if this method trains such."""
+        return {}
 
     @property
     def column(self) -> str:

@@ -96,6 +96,7 @@ class Objective(Section, ABC):
     name: str
     metrics: ClassVar[tuple[Metric, ...]]  # the headline first
     has_labels: ClassVar[bool] = False  # a client holds some labels and lacks others
+    per_token: ClassVar[bool] = False  # every token of a sequence has a target, and the outputs are those of the base
     sum_bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}  # the least and the most that one sample can add to a
     # sum, where that is known: so much can a client lie that evaluates
 

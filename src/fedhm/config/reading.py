@@ -5,25 +5,18 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from fedhm.config.plugins import Group, UnknownNameError, find
+from fedhm.config.presets import presets
 from fedhm.config.section import Section
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.errors import FedhmError
 
 LONGEST = 120  # characters of a value in a sentence
-
-
-def presets() -> dict[str, str]:
-    """Return the TOML text of every preset by its name."""
-    folder = resources.files("fedhm.config") / "presets"
-    texts = {f.name.removesuffix(".toml"): f.read_text() for f in folder.iterdir() if f.name.endswith(".toml")}
-    return dict(sorted(texts.items()))
 
 
 def load_config(name: str, changes: Iterable[str] = ()) -> Config:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from fedhm.config.budget import read_budget
+
 
 class Section(BaseModel):
     """A section of the settings, which refuses keys that are not known, and changes after reading."""
@@ -39,8 +41,27 @@ Positive = Annotated[int, Field(ge=1, le=10**9)]  # no count of anything is larg
 Ratios = Annotated[tuple[Ratio, ...], Field(min_length=1), AfterValidator(_told_apart)]
 
 
-def tier_name(ratio: float) -> str:
-    """Return how a rank ratio is called everywhere: full, 1/2, 1/8, or the plain number."""
+def _as_tier(value: object) -> object:
+    """Read a budget as its name, and a ratio as a number."""
+    if isinstance(value, dict) or (isinstance(value, str) and ":" in value):
+        return read_budget(value).name
+    return as_ratio(value)
+
+
+def _told_apart_tiers(tiers: tuple[float | str, ...]) -> tuple[float | str, ...]:
+    _told_apart(tuple(tier for tier in tiers if not isinstance(tier, str)))
+    return tiers
+
+
+# a rank ratio, or a budget by its name
+Tier = Annotated[Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=":")], BeforeValidator(_as_tier)]
+Tiers = Annotated[tuple[Tier, ...], Field(min_length=1), AfterValidator(_told_apart_tiers)]
+
+
+def tier_name(ratio: float | str) -> str:
+    """Return how a rank ratio is called everywhere: full, 1/2, 1/8, or the plain number; a budget is its name."""
+    if isinstance(ratio, str):
+        return ratio
     if ratio == 1:
         return "full"
     fraction = Fraction(ratio).limit_denominator(64)

@@ -9,26 +9,29 @@ import tomli_w
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from pydantic_core import PydanticCustomError
 
+from fedhm.config.federation import FederationConfig
 from fedhm.config.method_config import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, make
 from fedhm.config.privacy import PrivacyConfig
 from fedhm.config.section import Positive, Ratio, Section
+from fedhm.config.tracking import TrackingConfig
 from fedhm.config.training import ServerConfig, StopConfig, TrainConfig
-from fedhm.machine.cores import usable_cores
+from fedhm.machine.cores import MOST_PROCESSES, usable_cores
 from fedhm.machine.device import find_device
 
 CLIENT_TEST = 0.2  # the share that clients hold out where there is nothing else to evaluate on
 
 
 class DataConfig(Section):
-    source: str = "digits"  # diabetes, digits, fashion-mnist, cifar10, cifar100, tinyimagenet or hf:NAME
+    source: str = "digits"  # diabetes, digits, fashion-mnist, cifar10, cifar100, tinyimagenet, hf:NAME or text:NAME
     folder: Path | None = None  # where the files are; without it FEDHM_DATA or ./data
     partition: Literal["iid", "dirichlet", "dirichlet-unequal", "by-tier"] = "iid"  # all but -unequal: equal sizes
     alpha: Annotated[float, Field(gt=0)] = 0.5
     by_tier_share: Annotated[float, Field(ge=0, le=1)] = 0.8  # of a client's samples, of the labels of its level
     by_tier_levels: Positive = 4  # as many as methods have: said here, since all methods are to have the same data
     downscale: Positive = 1  # images shrink by this: the mean of every block of so many × so many pixels
+    max_length: Positive = 128  # tokens of a text: what is longer is cut
     crop: Annotated[int, Field(ge=0)] = 0
     flip: bool = False
     train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all
@@ -54,26 +57,15 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34"] = "cnn"
+    name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34", "transformer"] = "cnn"
     width: Annotated[float, Field(gt=0)] = 1.0
+    base: str = ""  # of a transformer: the folder of a pretrained one, or the installed package that brings it
 
-
-class FederationConfig(Section):
-    clients: Positive = 20
-    participation: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of the clients sampled each round
-    heterogeneity: Literal["fixed", "dynamic"] = "fixed"  # client p has tier p mod Γ, or draws one each round
-    assignment: tuple[str, ...] = ()  # each client's tier by name, in place of p mod Γ
-    min_updates: Positive = 1  # a round that brings fewer is tried again with other clients
-    attempts: Positive = 3  # at a round, before the run ends
-
-    def per_round(self, clients: int) -> int:
-        """Return how many of so many clients take part in a round."""
-        return max(1, round(self.participation * clients))
-
-
-def fixed_level(client: int, levels: int) -> int:
-    """Return which of so many capability levels a client stays at whose tier nobody assigned; 0 is the strongest."""
-    return client % levels
+    @model_validator(mode="after")
+    def _pretrained(self) -> "ModelConfig":
+        if (self.name == "transformer") != bool(self.base):
+            raise ValueError("name = 'transformer' and a base, a pretrained model, belong together")
+        return self
 
 
 class EvaluationConfig(Section):
@@ -84,7 +76,6 @@ class EvaluationConfig(Section):
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the clients with test samples that evaluate
 
 
-MOST_PROCESSES = 1024  # of workers, or threads; OpenMP dies of many more
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Threads = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
 
@@ -157,6 +148,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     compare: CompareConfig | None = None  # no part of a single run
+    tracking: TrackingConfig | None = None  # no part of what makes a run that run
 
     @property
     def evaluated_on(self) -> str:
@@ -181,6 +173,7 @@ class Config(Section):
             engine["superlink"] = str(Path(self.engine.superlink).absolute())
         changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update=engine)}
         changes["compare"] = None
+        changes["tracking"] = self.tracking.placed() if self.tracking else None
         if self.train.on_bad_update == "auto":
             # under privacy, whether a run goes on must not depend on what one client sent
             reaction = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
@@ -190,7 +183,14 @@ class Config(Section):
             changes["server"] = self.server.model_copy(update={"robust": rule})
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
+        changes["federation"] = self.federation.with_files_read()
         return ResolvedConfig(**{name: getattr(self, name) for name in Config.model_fields} | changes)
+
+    def of_client(self, client: int) -> Self:
+        """Return the settings with which a client trains: some have devices that need checkpointing."""
+        if client not in self.federation.checkpointed or self.train.checkpointing:
+            return self
+        return self.model_copy(update={"train": self.train.model_copy(update={"checkpointing": True})})
 
     def without_place(self) -> Self:
         """Keep all that makes a run the run that it is, wherever it is resumed."""
@@ -198,7 +198,7 @@ class Config(Section):
             key: EngineConfig.model_fields[key].default for key in ("workers", "superlink", "patience", "deadline")
         }
         engine = self.engine.model_copy(update=place)
-        return self.model_copy(update={"engine": engine, "checkpoints": CheckpointsConfig()})
+        return self.model_copy(update={"engine": engine, "checkpoints": CheckpointsConfig(), "tracking": None})
 
     def dotted(self) -> dict[str, Any]:
         """Return every setting by its dotted key, as --set would change it."""

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedhm.data.samples import Samples
+from fedhm.data.tokens import TARGETS, Tokens
 from fedhm.machine.device import CPU
+from fedhm.networks.inputs import Inputs
 from fedhm.networks.parts import split
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Inputs, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,29 +55,47 @@ class Feed:
 
     def shuffled(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
         """Yield the batches of one epoch, in random order and augmented."""
+        if isinstance(self.samples.inputs, Tokens):
+            yield from map(self._padded, self.samples.inputs.buckets(size, generator))
+            return
         order = torch.randperm(len(self.samples), generator=generator)
         for indices in split(order, size):
             yield self._augmented(indices, generator), self._labels(indices)
 
     def ordered(self, size: int) -> Iterator[Batch]:
-        """Yield every sample once in batches, in order and not augmented."""
+        """Yield every sample once in batches, in order and not augmented; sequences in the order of their lengths."""
+        if isinstance(self.samples.inputs, Tokens):
+            yield from map(self._padded, self.samples.inputs.by_length(size))
+            return
         for indices in split(torch.arange(len(self.samples)), size):
             yield self._plain(indices), self._labels(indices)
+
+    def one(self) -> Batch:
+        """Return a batch of one sample that is like most: the first, or a sequence of median length."""
+        if isinstance(self.samples.inputs, Tokens):
+            return self._padded(self.samples.inputs.typical())
+        return next(self.ordered(1))
+
+    def _padded(self, indices: Tensor) -> Batch:
+        assert isinstance(self.samples.inputs, Tokens)
+        batch = {name: tensor.to(self.device) for name, tensor in self.samples.inputs.padded(indices).items()}
+        targets = batch.pop(TARGETS, None)  # of each token, where there are such
+        return batch, self._labels(indices) if targets is None else targets
 
     def _labels(self, indices: Tensor) -> Tensor:
         return self.samples.labels.index_select(0, indices).to(self.device)
 
     def _plain(self, indices: Tensor) -> Tensor:
         if not self.samples.are_images:
-            return self.samples.inputs.index_select(0, indices).to(self.device)
+            return self.samples.tensor.index_select(0, indices).to(self.device)
         return self.preprocessing.normalise(self._pixels(indices).to(self.device))
 
     def _pixels(self, indices: Tensor) -> Tensor:
         """Return pixels as (B, H, W, C); the batch alone is permuted if the samples do not lie in memory like that."""
-        whole = self.samples.inputs.permute(0, 2, 3, 1)
+        whole = self.samples.tensor.permute(0, 2, 3, 1)
         if whole.is_contiguous():
             return whole.index_select(0, indices)
-        return self.samples.inputs.index_select(0, indices).permute(0, 2, 3, 1).contiguous()
+        return self.samples.tensor.index_select(0, indices).permute(0, 2, 3, 1).contiguous()
 
     def _augmented(self, indices: Tensor, generator: torch.Generator) -> Tensor:
         pad, flip = self.preprocessing.crop, self.preprocessing.flip

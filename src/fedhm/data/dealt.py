@@ -14,14 +14,23 @@ from fedhm.data.partition import PARTITIONS
 from fedhm.data.public import set_aside
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import read_source
+from fedhm.data.sources.text import TEXT, read_text
 from fedhm.data.validation import hold_out
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
 
-def partitioned(config: DataConfig, clients: int, seed: int) -> Federation:
-    """Read the data set that `config` names and deal it out to clients."""
-    source = downscaled_source(read_source(config.source, config.folder), config.downscale)
+def partitioned(config: DataConfig, clients: int, seed: int, base: str = "", per_token: bool = False) -> Federation:
+    """Read the data set that `config` names and deal it out to clients.
+
+    base       of text: the pretrained model whose tokenizer reads it
+    per_token  of text: every token is to be predicted
+    """
+    if config.source.startswith(TEXT):
+        read = read_text(config.source.removeprefix(TEXT), config.folder, base, config.max_length, per_token)
+    else:
+        read = read_source(config.source, config.folder)
+    source = downscaled_source(read, config.downscale)
     left, public = set_aside(source.train, config, seed)
     train = _chosen(left, config.train_samples, config.source, seed)
     if clients > len(train):

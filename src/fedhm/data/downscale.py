@@ -16,7 +16,7 @@ def downscaled_source(source: Source, factor: int) -> Source:
     if factor == 1:
         return source
     train, test = downscaled(source.train, factor), downscaled(source.test, factor)
-    mean, std = channel_statistics(train.inputs)
+    mean, std = channel_statistics(train.tensor)
     return replace(source, train=train, test=test, mean=mean, std=std)
 
 
@@ -32,7 +32,7 @@ def downscaled(samples: Samples, factor: int) -> Samples:
     sums = torch.full((count, *smaller), factor**2 // 2, dtype=torch.int32)
     for row in range(factor):
         for column in range(factor):
-            sums += samples.inputs[:, :, row::factor, column::factor]
+            sums += samples.tensor[:, :, row::factor, column::factor]
     return Samples(sums.div_(factor**2, rounding_mode="floor").to(torch.uint8), samples.labels)
 
 

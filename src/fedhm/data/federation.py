@@ -15,10 +15,13 @@ from fedhm.config.plugins import make
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.client_tests import ClientTests, brought
 from fedhm.data.samples import Samples, channel_statistics, concatenate
+from fedhm.data.text import as_text
+from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
-# What a user may hand in for one client: samples, a pair of arrays, or a map-style dataset of (input, label)
+# What a user may hand in for one client: samples, a pair of arrays, or a map-style dataset of (input, label); of text,
+# a tokenizer's result with labels, or a tokenized data set of Hugging Face
 DataLike = Samples | tuple[Any, Any] | Dataset[Any]
 PublicLike = DataLike | Tensor | np.ndarray[Any, Any]  # inputs may come without labels
 
@@ -91,6 +94,12 @@ class Federation:
         if _kind(samples) != _kind(first):
             raise FedhmError(f"{name} has inputs of {_kind(samples)}, {whose} of {_kind(first)}")
 
+    def longest_and_largest(self) -> tuple[int, int]:
+        """Return how long the longest text is, and the largest of all token numbers; 0 where there is no text."""
+        texts = [samples.inputs for _, samples in self._named() if isinstance(samples.inputs, Tokens)]
+        longest = max((int(text.lengths.max()) for text in texts), default=0)
+        return longest, max((text.largest() for text in texts), default=0)
+
     @property
     def size(self) -> int:
         """Return how many clients there are."""
@@ -118,6 +127,8 @@ def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
 
 
 def _kind(samples: Samples) -> str:
+    if isinstance(samples.inputs, Tokens):
+        return samples.inputs.kind
     return f"shape {tuple(samples.inputs.shape[1:])} and type {str(samples.inputs.dtype).removeprefix('torch.')}"
 
 
@@ -149,13 +160,15 @@ def gathered(
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
-        mean, std = channel_statistics(concatenate(own).inputs)
+        mean, std = channel_statistics(concatenate(own).tensor)
     everybodys = None if public is None else own_public(public, dtype)
     return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys, tests=tests)
 
 
 def own_samples(data: DataLike, whose: str, dtype: torch.dtype, objective: Objective) -> Samples:
     """Return a user's samples; floating-point inputs are brought to `dtype`."""
+    if (text := as_text(data, whose, objective.per_token)) is not None:
+        return Samples(text.tokens, objective.as_targets(text.labels, whose, dtype))
     inputs, labels = (_dense(tensor, whose) for tensor in _as_arrays(data, whose))
     return Samples(_converted(inputs, dtype), objective.as_targets(labels, whose, dtype))
 
@@ -199,7 +212,7 @@ def remote_federation(
 def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:
     """Return the inputs and labels of whatever a user may hand in."""
     if isinstance(data, Samples):
-        return data.inputs, data.labels
+        return data.tensor, data.labels
     if isinstance(data, tuple) and len(data) == 2:
         try:
             return torch.as_tensor(data[0]), torch.as_tensor(data[1])

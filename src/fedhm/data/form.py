@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from fedhm.config.objective import Objective
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
+from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
+from fedhm.networks.inputs import Inputs, scores, shape_of
 
 
 def made_up(
@@ -16,11 +18,13 @@ def made_up(
 ) -> tuple[Samples, int]:
     """Return a sample of zeros, and how many outputs there are.
 
-    inputs   the shape of one input, of uint8 images where these are normalised, else of `dtype`; or an array like one
+    inputs   the shape of one input, of uint8 images where these are normalised, else of `dtype`; or an array like one,
+             or one sequence of tokens
     outputs  how many classes there are, or numbers to predict; 0: as many as the model gives for a sample
     """
-    one = _zeros(inputs, torch.uint8 if preprocessing.mean else dtype)[None]
-    batch, _ = next(Feed(Samples(one, torch.zeros(1, dtype=torch.int64)), preprocessing).ordered(1))
+    whole = torch.uint8 if preprocessing.mean else dtype
+    one = inputs if isinstance(inputs, Tokens) else _zeros(inputs, whole)[None]
+    batch, _ = Feed(Samples(one, torch.zeros(1, dtype=torch.int64)), preprocessing).one()
     outputs = outputs or _outputs(model, batch)
     return Samples(one, _targets(objective, outputs, dtype)), outputs
 
@@ -40,12 +44,11 @@ def _zeros(inputs: Any, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def _outputs(model: nn.Module, batch: Tensor) -> int:
+def _outputs(model: nn.Module, batch: Inputs) -> int:
     try:
-        return int(model.eval()(batch).shape[1:].numel())
+        return int(scores(model.eval(), batch).shape[1:].numel())
     except Exception as error:  # whatever a foreign model raises
-        shape = tuple(batch.shape[1:])
-        raise FedhmError(f"the model does not accept one input of shape {shape}: {error}") from error
+        raise FedhmError(f"the model does not accept one input of shape {shape_of(batch)}: {error}") from error
 
 
 def _targets(objective: Objective, outputs: int, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedhm.data.tokens import Tokens, joined
 from fedhm.errors import FedhmError
 
 
@@ -13,10 +14,10 @@ from fedhm.errors import FedhmError
 class Samples:
     """Samples: `inputs` (N, …), and `labels`: class numbers (N,), or numbers to predict (N,) or (N, outputs).
 
-    Images are uint8 (N, C, H, W); any other input is taken as it is.
+    Images are uint8 (N, C, H, W); text is sequences of tokens; any other input is taken as it is.
     """
 
-    inputs: Tensor
+    inputs: Tensor | Tokens
     labels: Tensor
 
     def __post_init__(self) -> None:
@@ -33,11 +34,24 @@ class Samples:
         return len(self.labels)
 
     @property
+    def tensor(self) -> Tensor:
+        """Return inputs that are one tensor."""
+        assert isinstance(self.inputs, Tensor)
+        return self.inputs
+
+    @property
+    def example(self) -> Tensor | Tokens:
+        """Return one input that is like all others."""
+        return self.inputs[self.inputs.typical()] if isinstance(self.inputs, Tokens) else self.inputs[0]
+
+    @property
     def are_images(self) -> bool:
         return self.inputs.dtype == torch.uint8 and self.inputs.ndim == 4
 
     def subset(self, indices: Tensor) -> "Samples":
         inputs = self.inputs[indices]
+        if isinstance(inputs, Tokens):
+            return Samples(inputs, self.labels[indices])
         # as networks get images; who trains on them often need not turn them each time
         return Samples(
             inputs.contiguous(memory_format=torch.channels_last) if self.are_images else inputs, self.labels[indices]
@@ -73,4 +87,6 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
-    return Samples(torch.cat([p.inputs for p in parts]), torch.cat([p.labels for p in parts]))
+    labels = torch.cat([p.labels for p in parts])
+    tokens = [p.inputs for p in parts if isinstance(p.inputs, Tokens)]
+    return Samples(joined(tokens) if tokens else torch.cat([p.tensor for p in parts]), labels)

@@ -36,6 +36,8 @@ def _of_all(config: ResolvedConfig, federation: Federation, normalised: bool) ->
         )
     if train.on_bad_update == "stop":
         yield "train.on_bad_update = 'stop' lets one client's update decide whether the run goes on: set it to 'drop'"
+    if config.federation.deadline and config.federation.late == "drop":
+        yield "federation.deadline drops clients by how many samples they have: set federation.late to 'wait'"
     if config.federation.min_updates > 1:
         yield "a private round is never tried again, as federation.min_updates > 1 may want it: set it to 1"
     if stop.active and (federation.test is None or config.evaluated_on == "validation"):

@@ -25,8 +25,8 @@ def save_best(models: Path, round_number: int, networks: Mapping[str, nn.Module]
 
 
 def keep_only(models: Path, round_number: int) -> None:
-    """Remove the models of all rounds that were best once."""
-    for number in _kept(models):
+    """Remove the models of rounds that were best once, now that a better one counts; of round 0, there is none yet."""
+    for number in _kept(models) if round_number else ():
         if number != round_number:
             shutil.rmtree(_folder(models, number))
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fedhm.config.settings import Config
 from fedhm.data.federation import Federation
+from fedhm.data.samples import Samples
+from fedhm.data.tokens import Tokens
 from fedhm.networks.exchange import Tensors
 
 
@@ -50,12 +52,19 @@ def data_facts(federation: Federation) -> DataFacts:
 def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:
     test = [] if federation.test is None else [federation.test]
     for samples in [*federation.clients, *test, *federation.tests.samples]:
-        _add(digest, "inputs", samples.inputs)
+        _add_inputs(digest, "inputs", samples)
         _add(digest, "labels", samples.labels)
     if federation.tests.share:
         digest.update(f"client_test {federation.tests.share}".encode())
     if federation.public is not None:
-        _add(digest, "public", federation.public.inputs)
+        _add_inputs(digest, "public", federation.public)
+
+
+def _add_inputs(digest: "hashlib._Hash", name: str, samples: Samples) -> None:
+    if isinstance(samples.inputs, Tokens):
+        samples.inputs.add_to(digest)
+    else:
+        _add(digest, name, samples.inputs)
 
 
 def _add(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:

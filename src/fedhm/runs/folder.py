@@ -1,6 +1,7 @@
 """A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time."""
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from fedhm.runs.taken_back import set_aside
 from fedhm.runs.tier_files import save_tier, tier_file
 from fedhm.server.record import Record
 
+TRACKING = "tracking.json"  # which tracked runs it has: `tracking/memory.py` writes it
 LOCK = ".lock"  # stays in the folder, and means nothing unless a process holds it
 
 
@@ -87,6 +89,12 @@ class RunFolder:
         """Give a run of which no round is done yet other settings."""
         write_begun(self.path, config)
         self.begun = read_begun(self.path)
+
+    def stated_with_plan(self, config: ResolvedConfig) -> Mapping[str, Any]:
+        """Write down which tier each client has by its device, if that is new; return all that the folder states."""
+        if self.config.federation.plan != config.federation.plan:  # found out when the run was put together
+            self.begin_with(config)
+        return self.begun.stated
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -147,7 +155,16 @@ class RunFolder:
     def remove_if_nothing_was_done(self) -> None:
         """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
-            for name in ("config.toml", "records.jsonl", "tiers.json", "data.json", secret.FILE, identities.FILE):
+            for name in (
+                "config.toml",
+                "records.jsonl",
+                "tiers.json",
+                "plans.json",
+                "data.json",
+                secret.FILE,
+                identities.FILE,
+                TRACKING,
+            ):
                 (self.path / name).unlink(missing_ok=True)
             if [entry.name for entry in self.path.iterdir()] == [LOCK]:
                 with suppress(OSError):  # Windows removes no open file, and a folder that holds the lock alone is free
@@ -156,6 +173,10 @@ class RunFolder:
 
     def save_costs(self, costs: dict[str, Cost]) -> None:
         write_atomically(self.path / "tiers.json", json.dumps({t: vars(cost) for t, cost in costs.items()}, indent=2))
+
+    def save_plans(self, plans: Mapping[str, Mapping[str, int]]) -> None:
+        """Write the ranks of tiers that are budgets, as they are now; records have those of earlier rounds."""
+        write_atomically(self.path / "plans.json", json.dumps({t: dict(plan) for t, plan in plans.items()}, indent=2))
 
     def save_data_facts(self, facts: DataFacts) -> None:
         write_atomically(self.path / "data.json", json.dumps(vars(facts), indent=2))

@@ -1,7 +1,8 @@
 """A finished or unfinished run, as read back from its folder."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 from fedhm.config.settings import Config
@@ -12,6 +13,7 @@ from fedhm.runs.best_models import kept_best
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
 from fedhm.runs.records import read_records
+from fedhm.runs.tier_files import Layer, read_layers, tier_file
 from fedhm.server.record import Record, Traffic
 
 
@@ -23,6 +25,7 @@ class Run:
     costs: dict[str, Cost]
     data: DataFacts | None = None  # None for a run from before they were written
     best: int = 0  # the round whose models are kept as the best; 0: none
+    layers: dict[str, dict[str, Layer]] = field(default_factory=dict)  # by tier and name, once models are written
 
     @property
     def tiers(self) -> list[str]:
@@ -63,6 +66,11 @@ class Run:
         """Return in how many rounds a client took part, in the mean over all clients."""
         return sum(len(record.participants) for record in self.records) / self.config.federation.clients
 
+    def seconds_so_far(self) -> list[float]:
+        """Return the simulated seconds up to the end of each round; empty for a run without devices."""
+        timed = [record.simulated for record in self.records if record.simulated]
+        return list(accumulate(each.seconds for each in timed)) if len(timed) == len(self.records) else []
+
     def statistics_bytes(self) -> float:
         """Return the measured bytes of BatchNorm statistics, both ways, per participant of an evaluated round."""
         gathered = sum(record.statistics.down + record.statistics.up for record in self.records)
@@ -83,7 +91,9 @@ def _read(path: Path) -> Run:
         raise FedhmError(f"there is no folder {path}")
     records = read_records(path / "records.jsonl")
     config, costs, facts = read_config(path), read_costs(path), read_data_facts(path)
-    run = Run(path.resolve().name, config, records, costs, facts, kept_best(path / "models", len(records)))
+    best = kept_best(path / "models", len(records))
+    layers = {tier: found for tier in costs if (found := read_layers(tier_file(path / "models", tier)))}
+    run = Run(path.resolve().name, config, records, costs, facts, best, layers)
     for record in run.evaluated:
         if odd := record.metrics.keys() ^ run.costs.keys():
             raise FedhmError(

@@ -1,26 +1,39 @@
 """A tier's model as a file: safetensors, whose header has all that tells its network from the full one."""
 
+import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from fedhm.adapters.adapted import described, rebuilt
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of, to_hadamard, to_hybrid
 from fedhm.lowrank.plan import RankPlan
-from fedhm.machine.files import read_tensors, write_tensors
+from fedhm.machine.files import read_shapes, read_tensors, write_tensors
 from fedhm.networks.exchange import exchanged, load
 from fedhm.networks.structure import copied
 from fedhm.widths.ensemble import Ensemble
 from fedhm.widths.resize import resize, sizes_of
 
 FORMAT = "fedhm-tier-1"
+_NOT_LEARNT = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a tier's network has of a layer."""
+
+    parameters: int = 0
+    rank: int | None = None  # None: it is dense
 
 
 def tier_file(folder: Path, tier: str) -> Path:
     """Return where the model of a tier lies in a folder of models."""
-    return folder / f"{tier.replace('/', '-')}.safetensors"
+    return folder / f"{tier.replace('/', '-').replace(':', '-')}.safetensors"
 
 
 def save_tier(path: Path, network: nn.Module, tier: str) -> None:
@@ -45,6 +58,8 @@ def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
 
 
 def _description(network: nn.Module) -> dict[str, Any]:
+    if (adapter := described(network)) is not None:
+        return {"adapter": adapter}
     if isinstance(network, Ensemble):
         return {**_description(network.members[0]), "members": len(network.members)}
     plan, composed = plan_of(network), plan_of(network, Hadamard)
@@ -52,6 +67,8 @@ def _description(network: nn.Module) -> dict[str, Any]:
 
 
 def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Module:
+    if "adapter" in header:
+        return rebuilt(model, header["adapter"])
     narrow = copied(model)
     layers, full = dict(narrow.named_modules()), sizes_of(model)
     for name, (outputs, inputs) in header.get("sizes", {}).items():
@@ -67,3 +84,23 @@ def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Modul
     if members is not None and (type(members) is not int or not 1 <= members <= tensors):  # each has some of them
         raise ValueError(f"{members} members of {tensors} tensors")
     return Ensemble(copied(network) for _ in range(members)) if members else network
+
+
+def read_layers(path: Path) -> dict[str, Layer]:
+    """Read the layers of a tier's network off its file, without the weights; there are none where it cannot be read.
+
+    It is for reports only, which a damaged model shall not keep from being written.
+    """
+    try:
+        shapes, header = read_shapes(path)
+        ranks = {**header.get("ranks", {}), **header.get("hadamard", {})}
+    except (OSError, ValueError, TypeError, FedhmError):
+        return {}
+    layers: dict[str, Layer] = {}
+    for name, shape in shapes.items():
+        layer, _, last = name.partition(".parametrizations.")[0].rpartition(".")
+        if last not in _NOT_LEARNT:
+            rank = ranks.get(re.sub(r"^members\.\d+\.", "", layer))  # of an ensemble, all members have the same
+            known = layers.get(layer, Layer()).parameters
+            layers[layer] = Layer(known + math.prod(shape), rank if type(rank) is int else None)
+    return layers

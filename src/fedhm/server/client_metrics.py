@@ -36,6 +36,7 @@ class ClientMetrics:
     overall: Group
     by_tier: dict[str, Group]  # by the clients' tiers
     each: list[OneClient]  # in the order of their numbers
+    by_device: dict[str, Group] = field(default_factory=dict)  # left out of files where there are no devices
 
 
 @dataclass
@@ -53,7 +54,9 @@ class Tally:
     """The answers of clients on one network, added up as they come."""
 
     objective: Objective
+    devices: Sequence[str] = ()  # of all clients, by name; empty: they have none
     _of_tier: dict[str, _Sums] = field(default_factory=dict)
+    _of_device: dict[str, _Sums] = field(default_factory=dict)
     _overall: _Sums = field(default_factory=_Sums)
     _each: list[OneClient] = field(default_factory=list)
 
@@ -61,14 +64,22 @@ class Tally:
         self._each.append(OneClient(client, tier, samples, self.objective.results(sums, samples)))
         self._overall.add(samples, sums)
         self._of_tier.setdefault(tier, _Sums()).add(samples, sums)
+        if self.devices:
+            self._of_device.setdefault(self.devices[client], _Sums()).add(samples, sums)
 
     def result(self, tiers: Sequence[str]) -> ClientMetrics:
         """Return what all answers come to; groups are in the order of `tiers`."""
         of_tier = {tier: [one for one in self._each if one.tier == tier] for tier in tiers if tier in self._of_tier}
+        of_device = {
+            device: [one for one in self._each if self.devices[one.client] == device]
+            for device in dict.fromkeys(self.devices)
+            if device in self._of_device
+        }
         return ClientMetrics(
             self._group(self._overall, self._each),
             {tier: self._group(self._of_tier[tier], members) for tier, members in of_tier.items()},
             self._each,
+            {device: self._group(self._of_device[device], members) for device, members in of_device.items()},
         )
 
     def _group(self, total: _Sums, members: Sequence[OneClient]) -> Group:

@@ -12,15 +12,13 @@ from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Batch
 from fedhm.data.federation import Federation
 from fedhm.defence.counts import capped, most_samples
-from fedhm.defence.moved import layout
+from fedhm.defence.network_facts import NetworkFacts, facts_of
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
-from fedhm.measure.cost import measure
-from fedhm.measure.self_written import self_written
-from fedhm.networks.batchnorm import running_names
-from fedhm.networks.exchange import Tensors, size_in_bytes, untrained
+from fedhm.networks.exchange import Tensors, size_in_bytes
 from fedhm.server.admission import objection
-from fedhm.server.record import Record, Watcher
+from fedhm.server.record import Record
+from fedhm.server.watcher import Watcher
 from fedhm.work.bounds import LARGEST_LOGIT, LARGEST_MEAN, Expected
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import Example, work_of
@@ -51,13 +49,7 @@ class Intake:
         told = (federation.remote, federation.tests.remote) if guarded else ((), ())
         self._most_samples = [most_samples(counts) for counts in told]  # to train on, and to test on
         example = Example(*sample, config.objective, self._public)
-        self.cost = cache(lambda name: measure(network(name), federation.input_shape, example.inputs.dtype))
-        self.running_names = cache(lambda name: frozenset(running_names(network(name))))
-        self.untrained_names = cache(lambda name: untrained(network(name)))
-        self._fixed_and_moving = cache(lambda name: _fixed_and_moving(network(name), example.inputs))
-        self.layout = cache(
-            lambda name: layout(network(name), self.running_names(name) | self._fixed_and_moving(name)[1])
-        )
+        self.facts: Callable[[str], NetworkFacts] = cache(lambda name: facts_of(network(name), example.inputs))
         self._blank = cache(lambda kind, name: work_of(kind).blank(network(name), example))
 
     def updates(
@@ -97,20 +89,26 @@ class Intake:
             reason = last_reason(record.dropped[before:])
             raise TooFewUpdatesError(f"{usable} could be used in round {record.round}, {count} in {attempt}: {reason}")
 
-    def fixed_names(self, network: str) -> frozenset[str]:
-        """Return the names of the tensors that training leaves alone."""
-        fixed: frozenset[str] = self._fixed_and_moving(network)[0]
-        return fixed
-
     def static(self, round_number: int) -> bool:
         start = self._config.evaluation.static_from
         return start != "never" and round_number > start and not self._config.train.frozen_statistics
+
+    def sizes(self, task: Task) -> tuple[int, int]:
+        """Return the bytes of tensors that a task takes down, and its update up, whichever engine carries them."""
+        work, task = work_of(task.kind), self._as_it_travels(task)
+        up = work.loaded(task) if work.returns_network else self._blank(task.kind, task.network)
+        down, back = (size_in_bytes(tensors) for tensors in (task.tensors, up))
+        return (down // 2, back // 2) if self._halved else (down, back)
+
+    def passes(self, task: Task) -> int:
+        """Return how many samples go forward through a task's network."""
+        return work_of(task.kind).passes(task, self.samples(task), self._public, self._config.train)
 
     def _as_it_travels(self, task: Task) -> Task:
         """Leave running averages out, which under static batch normalisation travel only to be evaluated with."""
         if not self.static(task.round) or work_of(task.kind).tests:
             return task
-        names = self.running_names(task.network)
+        names = self.facts(task.network).running
         return replace(task, tensors={name: t for name, t in task.tensors.items() if name not in names})
 
     def _judged(self, reply: Reply, task: Task) -> Reply:
@@ -127,7 +125,7 @@ class Intake:
         """Give back their digits to tensors that training leaves alone, where these were lost on the way."""
         if not self._halved or not work_of(task.kind).returns_network:
             return update
-        fixed, _ = self._fixed_and_moving(task.network)
+        fixed = self.facts(task.network).fixed
         return replace(update, tensors={n: task.tensors[n] if n in fixed else t for n, t in update.tensors.items()})
 
     @property
@@ -136,22 +134,22 @@ class Intake:
 
     def _expected(self, task: Task) -> Expected:
         work, config = work_of(task.kind), self._config
-        fixed, moving = self._fixed_and_moving(task.network)
+        facts = self.facts(task.network)
         return Expected(
             work.loaded(task) if work.returns_network else self._blank(task.kind, task.network),
             # What a remote client says of itself may change; its engine holds it to what it said last.
-            0 if self._federation.remote else self._samples(task),
+            0 if self._federation.remote else self.samples(task),
             self._federation.classes,
             work.trains and config.train.masked_loss and config.objective.has_labels,
-            self.running_names(task.network) | moving,
-            fixed,
+            facts.layout.averages,
+            facts.fixed,
             self._halved,
             LARGEST_LOGIT if config.objective.has_labels else LARGEST_MEAN,
             config.train.max_change,
             config.objective,
         )
 
-    def _samples(self, task: Task) -> int:
+    def samples(self, task: Task) -> int:
         """Return how many samples a task's client has for this kind of work."""
         tests, client = work_of(task.kind).tests, task.client
         return self._federation.tests.count(client) if tests else self._federation.samples_of(client)
@@ -169,20 +167,7 @@ class Intake:
 
     def _macs(self, task: Task) -> int:
         """Return the MACs that a task spends, as the paper counts them: those of the samples' forward passes."""
-        macs: int = self.cost(task.network).macs
-        return macs * work_of(task.kind).passes(task, self._samples(task), self._public, self._config.train)
-
-
-def _fixed_and_moving(network: nn.Module, sample: Tensor) -> tuple[frozenset[str], frozenset[str]]:
-    """Return which tensors training leaves alone, and which it changes without stepping on them."""
-    names = untrained(network) - running_names(network)
-    if not names:
-        return names, names
-    try:
-        written = self_written(network, sample)
-    except Exception:  # whatever a foreign model raises: it may need another batch, and need not be told here
-        return frozenset(), names
-    return names - written, names & written
+        return self.facts(task.network).cost.macs * self.passes(task)
 
 
 def in_task_order(replies: Iterable[Reply], count: int) -> Iterator[Reply]:

@@ -5,12 +5,14 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from fedhm.config.objective import Metrics
 from fedhm.defence.counts import typical_loss
+from fedhm.defence.standing import Seen
+from fedhm.measure.time import ClientSeconds
 from fedhm.networks.exchange import size_in_bytes
 from fedhm.server.client_metrics import ClientMetrics
 from fedhm.work.messages import Participant, Reply, Task, Update
@@ -32,6 +34,14 @@ class Traffic:
 
 
 @dataclass
+class Simulated:
+    """The time that training takes on the clients' devices, which is computed and not waited for."""
+
+    seconds: float = 0.0  # of the round, all attempts: the slowest client's, or the deadline if one is later
+    clients: dict[int, ClientSeconds] = field(default_factory=dict)  # also of those who are late
+
+
+@dataclass
 class Record:
     round: int
     participants: list[Participant] = field(default_factory=list)  # of the attempt that counted
@@ -42,7 +52,10 @@ class Record:
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
     # By part of the updates, tier and client: how far it moved, as the bounds of later rounds follow from it
     norms: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
+    plans: dict[str, dict[str, int]] = field(default_factory=dict)  # by tier: ranks that were chosen after this round
     clipped: list[dict[str, Any]] = field(default_factory=list)  # updates that were longer than their bound
+    # By client: how it went along with the others, their median and spread, as later rounds judge by it
+    agreement: dict[int, Seen] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
     stopped: str = ""  # why the run ended with this round, before its last one
@@ -50,6 +63,7 @@ class Record:
     # Of clients that evaluate; both are left out of files where none did
     clients: dict[str, ClientMetrics] = field(default_factory=dict)  # by tier of the network
     evaluation: Traffic = field(default_factory=Traffic)
+    simulated: Simulated | None = None  # None, and left out of files: the config has no devices
     _losses: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)  # by tier
 
     @property
@@ -104,13 +118,17 @@ class Record:
         table = asdict(self)
         del table["_losses"]
         table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
-        if self.epsilon is None:
-            del table["epsilon"]
-        for name in ("stopped", "norms", "clipped"):  # most runs have no such
+        for name in ("epsilon", "simulated"):
+            if table[name] is None:
+                del table[name]
+        for name in ("stopped", "norms", "plans", "clipped", "agreement"):  # most runs have no such
             if not table[name]:
                 del table[name]
         if not self.evaluation.clients:
             del table["clients"], table["evaluation"]
+        for of_tier in table.get("clients", {}).values():
+            if not of_tier["by_device"]:
+                del of_tier["by_device"]
         # metrics are called scores on disk, as they were from the first version on
         return json.dumps({"scores" if name == "metrics" else name: value for name, value in table.items()})
 
@@ -135,18 +153,13 @@ class _Line(BaseModel):
     diagnostics: dict[str, float] = {}
     dropped: list[dict[str, Any]] = []
     norms: dict[str, dict[str, dict[int, float]]] = {}
+    plans: dict[str, dict[str, int]] = {}
     clipped: list[dict[str, Any]] = []
+    agreement: dict[int, Seen] = {}
     seconds: dict[str, float] = {}
     attempts: int = 1
     stopped: str = ""
     epsilon: float | None = None
     clients: dict[str, ClientMetrics] = {}
     evaluation: Traffic = Traffic()
-
-
-class Watcher(Protocol):
-    """An object that is told how a run goes."""
-
-    def started(self, done: int, rounds: int) -> None: ...
-    def task_done(self, round_number: int, what: str, done: int, of: int) -> None: ...
-    def round_done(self, record: Record) -> None: ...
+    simulated: Simulated | None = None

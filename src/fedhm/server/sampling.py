@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
-from fedhm.config.settings import Config, FederationConfig, fixed_level
+from fedhm.config.federation import FederationConfig, fixed_level
+from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator, secret_uniforms
 from fedhm.work.messages import Participant
@@ -50,8 +51,8 @@ def expected_to_train(config: FederationConfig, clients: int, levels: Sequence[s
     """Return how many clients with a network take part in a round of independent sampling, in the mean."""
     if config.heterogeneity == "dynamic":
         able = clients * sum(level in tiers for level in levels) / len(levels)
-    elif config.assignment:
-        able = sum(tier in tiers for tier in config.assignment)
+    elif config.given_tiers:
+        able = sum(tier in tiers for tier in config.given_tiers)
     else:
         able = sum(levels[fixed_level(client, len(levels))] in tiers for client in range(clients))
     return config.participation * able
@@ -92,8 +93,8 @@ def _at_their_tiers(
     if config.heterogeneity == "dynamic":
         drawn = numpy_generator(seed, "tiers", round_number).integers(len(levels), size=clients)
         return [Participant(client, levels[drawn[client]]) for client in chosen]
-    if config.assignment:
-        return [Participant(client, config.assignment[client]) for client in chosen]
+    if config.given_tiers:
+        return [Participant(client, config.given_tiers[client]) for client in chosen]
     return [Participant(client, levels[fixed_level(client, len(levels))]) for client in chosen]
 
 
@@ -124,9 +125,10 @@ def check_partition(config: Config, levels: Sequence[str]) -> None:
         raise FedhmError(
             "data.partition = 'by-tier' needs clients that stay at their tiers: set federation.heterogeneity to 'fixed'"
         )
-    if config.federation.assignment:
+    if config.federation.assignment or config.federation.devices:
+        setting = "assignment" if config.federation.assignment else "devices"
         raise FedhmError(
-            "data.partition = 'by-tier' goes by the clients' numbers, as tiers do without federation.assignment: "
+            f"data.partition = 'by-tier' goes by the clients' numbers, as tiers do without federation.{setting}: "
             "leave that empty"
         )
     # of a method with a single tier all clients have it, whatever their samples are

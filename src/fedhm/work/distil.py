@@ -17,6 +17,7 @@ from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Batch, Feed
 from fedhm.networks.batchnorm import by_batch
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.inputs import scores
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.seeds import torch_generator
 from fedhm.work.bounds import Expected, outside
@@ -58,7 +59,7 @@ class Distil:
 
     @torch.no_grad()
     def blank(self, network: nn.Module, example: Example) -> Tensors:
-        output: Tensor = network.eval()(example.inputs)
+        output = scores(network.eval(), example.inputs)
         return {LOGITS: output.new_zeros(example.public, *output.shape[1:])}
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
@@ -78,7 +79,7 @@ def follow(network: nn.Module, targets: Tensor, loss: Loss, optimizer: Steps, ba
     with by_batch(network):
         for inputs, rows in batches:
             optimizer.zero_grad()
-            loss(network(inputs), targets[rows]).backward()
+            loss(scores(network, inputs), targets[rows]).backward()
             optimizer.step()
 
 
@@ -90,7 +91,7 @@ def logits(network: nn.Module, public: Feed, batch: int) -> Tensor:
     """
     network.eval()
     with by_batch(network):
-        return torch.cat([network(inputs) for inputs, _ in public.ordered(batch)])
+        return torch.cat([scores(network, inputs) for inputs, _ in public.ordered(batch)])
 
 
 ENTRY_POINT = Distil()

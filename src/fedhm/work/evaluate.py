@@ -4,17 +4,22 @@ Sums and counts of several clients add up to those of their joint samples, so me
 """
 
 import math
+from collections.abc import Mapping
 from functools import reduce
 from operator import add
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from fedhm.config.objective import Metrics, Objective
+from fedhm.config.settings import Config
 from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed
+from fedhm.errors import FedhmWarning
 from fedhm.machine.device import CPU
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.inputs import scores
 from fedhm.work.bounds import LARGEST_MEAN, Expected, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
@@ -41,7 +46,7 @@ class Evaluate:
 
     @torch.no_grad()
     def blank(self, network: nn.Module, example: Example) -> Tensors:
-        found = example.objective.sums(network.eval()(example.inputs), example.targets)
+        found = example.objective.sums(scores(network.eval(), example.inputs), example.targets)
         return {name: value.double() for name, value in found.items()}
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
@@ -71,13 +76,28 @@ def evaluate(network: nn.Module, feed: Feed, batch: int, objective: Objective) -
     return objective.results(sums, len(feed.samples))
 
 
+def evaluate_tiers(networks: Mapping[str, nn.Module], feed: Feed, config: Config, after: int) -> dict[str, Metrics]:
+    """Return the metrics of every tier's network after a round, with a warning where some are no numbers."""
+    batch, objective = config.evaluation.batch, config.objective
+    found = {tier: evaluate(network, feed, batch, objective) for tier, network in networks.items()}
+    if lost := [tier for tier, metrics in found.items() if not all(map(math.isfinite, metrics.values()))]:
+        warn(
+            f"after round {after} the model of tier {lost[0]} gives NaN or infinite values for "
+            f"{config.evaluated_on} samples, so that some of its metrics are no numbers: lower train.lr, or "
+            "resume from an earlier round with 'fedhm resume DIR --from ROUND'",
+            FedhmWarning,
+            stacklevel=2,
+        )
+    return found
+
+
 @torch.no_grad()
 def sums_over(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Tensors:
     """Return the objective's sums over all samples of the feed; the network is where these will be."""
     network.eval()
     found: dict[str, list[Tensor]] = {}  # of each batch, summed at the end: none waits for its result
     for inputs, targets in feed.ordered(batch):
-        for name, value in objective.sums(network(inputs), targets).items():
+        for name, value in objective.sums(scores(network, inputs), targets).items():
             found.setdefault(name, []).append(value)
     return {name: reduce(add, torch.stack(values).cpu().double()) for name, values in found.items()}
 

@@ -7,12 +7,15 @@ For every batch one of the smaller tiers is drawn at random. With w = `train.nes
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from fedhm.config.training import TrainConfig
 from fedhm.lowrank.nested import inside_of
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.inputs import Inputs, scores
 from fedhm.networks.parts import Loss
 from fedhm.seeds import numpy_generator
 from fedhm.work.bounds import Expected, change
@@ -45,20 +48,20 @@ class Nested:
         def beside() -> Loss:
             smaller = drawn()  # one for all parts of a batch
 
-            def loss(inputs: Tensor, targets: Tensor) -> Tensor:
-                own = loss_of(ready.forward(inputs), targets) / (1 + train.nested)
+            def loss(inputs: Inputs, targets: Tensor) -> Tensor:
+                own = loss_of(scores(ready.forward, inputs), targets) / (1 + train.nested)
                 own.backward()  # at once, so that one network's activations are in memory at a time
-                return own.detach() + loss_of(smaller(inputs), targets) * train.nested / (1 + train.nested)
+                return own.detach() + loss_of(scores(smaller, inputs), targets) * train.nested / (1 + train.nested)
 
             return loss
 
         def instead() -> Loss:
             forward = drawn() if draw.random() < train.nested else ready.forward
-            return lambda inputs, targets: loss_of(forward(inputs), targets)
+            return lambda inputs, targets: loss_of(scores(forward, inputs), targets)
 
-        def drawn() -> Callable[[Tensor], Tensor]:
+        def drawn() -> Callable[..., Any]:
             number = int(draw.integers(len(inside.networks)))
-            return lambda inputs: inside.forward(number, network, bases, inputs)
+            return partial(inside.forward, number, network, bases)
 
         with task_seed(client, task):
             mean = fit(client, task, ready, held, beside if train.nested_form == "beside" else instead)

@@ -7,6 +7,7 @@ network keeps in attributes, lists or buffers that are not saved.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class Ready:
     """A network that is prepared for training."""
 
     network: nn.Module
-    forward: Callable[[Tensor], Tensor]  # the network, perhaps compiled
+    forward: Callable[..., Any]  # the network, perhaps compiled
     discarded: bool = True  # nobody uses it after its task
 
     def hand_over(self, names: Iterable[str]) -> Tensors:

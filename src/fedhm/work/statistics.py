@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedhm.config.training import TrainConfig
 from fedhm.networks.batchnorm import tracked_layers
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.inputs import Inputs, repeated, scores
 from fedhm.work.bounds import Expected, moments, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
@@ -43,7 +44,7 @@ class Statistics:
 
         A layer that never runs gives nothing.
         """
-        two = torch.cat([example.inputs, example.inputs])  # one sample alone may have no variance
+        two = repeated(example.inputs, 2)  # one sample alone may have no variance
         gathered = gather(network, [two])
         return {name: t / 2 if name.endswith("/values") else torch.zeros_like(t) for name, t in gathered.items()}
 
@@ -76,7 +77,7 @@ class ChannelMoments(NamedTuple):
 
 
 @torch.no_grad()
-def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
+def gather(network: nn.Module, inputs: Iterable[Inputs]) -> Tensors:
     """Return the input statistics of every BatchNorm layer over all batches, as tensors to send.
 
     With momentum 1 a layer's running statistics are those of its last batch, which it computes anyway.
@@ -101,7 +102,7 @@ def gather(network: nn.Module, inputs: Iterable[Tensor]) -> Tensors:
             layer.train()
             layer.momentum = 1.0
         for batch in inputs:
-            network(batch)
+            scores(network, batch)
     finally:
         for name, layer in layers.items():
             layer.momentum = momenta[name]

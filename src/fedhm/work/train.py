@@ -12,10 +12,12 @@ from fedhm.config.training import TrainConfig
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
+from fedhm.machine.allocator import give_back_at_once
 from fedhm.machine.device import seeded
 from fedhm.networks.batchnorm import freeze_statistics, running_names
 from fedhm.networks.checkpointing import check_blocks, checkpoint_blocks
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.inputs import Inputs, scores
 from fedhm.networks.parts import Loss, backward
 from fedhm.networks.precision import precise
 from fedhm.networks.sgd import SGD, Group, Steps
@@ -68,7 +70,7 @@ def fit(
 
     `next_loss` says what is minimised on the next batch's inputs and targets; without it, the objective's loss.
     """
-    train, feed = client.train, client.feed
+    train, feed = trained_as(client.train, task), client.feed
     generator = torch_generator(client.seed, "batches", task.round, task.client, task.network)
     network, forward = ready.network, ready.forward
     layers = factorized_layers(network) if train.frobenius_decay else []
@@ -76,8 +78,8 @@ def fit(
     trained = [p for p in network.parameters() if p.requires_grad]
     prepare(network, train)
 
-    def own_loss(inputs: Tensor, targets: Tensor) -> Tensor:
-        return client.objective.loss(forward(inputs), targets, held)
+    def own_loss(inputs: Inputs, targets: Tensor) -> Tensor:
+        return client.objective.loss(scores(forward, inputs), targets, held)
 
     total = torch.zeros(())
     for _ in range(train.epochs):
@@ -93,8 +95,19 @@ def fit(
     return total.item() / len(client.samples)
 
 
+def trained_as(train: TrainConfig, task: Task) -> TrainConfig:
+    """Return the settings of a task: where its tier is a budget of memory, it says how that is kept to."""
+    said = task.options
+    if "micro_batch" not in said:
+        return train
+    how = {"micro_batch": int(said["micro_batch"]), "checkpointing": bool(said["checkpointing"])}
+    return train.model_copy(update=how)
+
+
 def prepare(network: nn.Module, train: TrainConfig) -> None:
     """Set a network, and those inside it, up for training; it is to be thrown away afterwards."""
+    if train.checkpointing or train.micro_batch:  # or it would save nothing that can be seen from outside
+        give_back_at_once()
     network.train()
     running = [each for each, _ in run_in_training(network)]
     if train.frozen_statistics:
@@ -140,6 +153,10 @@ def check_memory_savings(model: nn.Module, config: Config) -> None:
     check_blocks(model, train.checkpointing)
     if train.checkpointing and config.engine.compile:
         raise FedhmError("train.checkpointing and engine.compile do not go together: set one of them to false")
+    if config.objective.per_token and 0 < train.micro_batch < train.batch:
+        raise FedhmError(
+            f"train.micro_batch counts all samples of a batch alike, {config.objective.name} all tokens: set it to 0"
+        )
     if train.frozen_statistics and not running_names(model):
         raise FedhmError("train.frozen_statistics = true, but the model has no BatchNorm layer that stores statistics")
     if 0 < train.micro_batch < train.batch and running_names(model) and not train.frozen_statistics:

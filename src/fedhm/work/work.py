@@ -13,6 +13,7 @@ from fedhm.config.objective import Objective
 from fedhm.config.plugins import find
 from fedhm.config.training import TrainConfig
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.inputs import Inputs
 from fedhm.work.bounds import Expected
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
@@ -33,7 +34,7 @@ class Answer:
 class Example:
     """One sample, and what else a kind of work needs to know of a run to tell what its answers look like."""
 
-    inputs: Tensor  # a batch of one
+    inputs: Inputs  # a batch of one
     targets: Tensor  # likewise
     objective: Objective
     public: int = 0  # how many public samples there are

@@ -37,6 +37,14 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "tinyimagenet": ((3, 64, 64), 200),
 }
 
+# what the labels stand for, where a data set's files do not say
+CLASS_NAMES: dict[str, tuple[str, ...]] = {
+    "fashion-mnist": (
+        "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+    ),
+    "cifar10": ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Files:
@@ -73,7 +81,9 @@ def read_source(name: str, folder: Path | None) -> Source:
     if name not in SOURCES:
         nearest = get_close_matches(name.lower(), SOURCES, n=1)
         guess = f"did you mean {nearest[0]!r}? " if nearest else ""
-        raise FedhmError(f"there is no data source {name!r}: {guess}Known are {', '.join(SOURCES)} and hf:NAME.")
+        raise FedhmError(
+            f"there is no data source {name!r}: {guess}Known are {', '.join(SOURCES)}, hf:NAME and text:NAME."
+        )
     return SOURCES[name](_place(name, folder))
 
 

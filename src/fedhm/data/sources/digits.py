@@ -27,7 +27,7 @@ def read_digits() -> Source:
         Samples(torch.from_numpy(images[chosen]), torch.from_numpy(labels[chosen]))
         for chosen in (~for_testing, for_testing)
     )
-    mean, std = channel_statistics(train.inputs)
+    mean, std = channel_statistics(train.tensor)
     return Source(train, test, CLASSES, mean, std)
 
 

@@ -28,7 +28,7 @@ def read_fashion_mnist(folder: Path) -> Source:
     train, test = (_read_part(folder, part) for part in PARTS)
     if train.inputs.shape[1:] != test.inputs.shape[1:]:
         raise FedhmError(f"{folder} holds training images of {_size(train)} but test images of {_size(test)} pixels")
-    mean, std = channel_statistics(train.inputs)
+    mean, std = channel_statistics(train.tensor)
     return Source(train, test, CLASSES, mean, std)
 
 

@@ -30,7 +30,7 @@ def read_tiny_imagenet(place: Path) -> Source:
 
     train = _decode(_training_files(folder / "train", class_of))
     test = _decode(_validation_files(folder / "val", class_of))
-    mean, std = channel_statistics(train.inputs)
+    mean, std = channel_statistics(train.tensor)
     return Source(train, test, len(wnids), mean, std)
 
 
