@@ -13,7 +13,8 @@ from fedhm.config.plugins import Group, UnknownNameError, find, provide
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig
 from fedhm.data.client_tests import default_share
-from fedhm.data.federation import DataLike, PublicLike, gathered
+from fedhm.data.federation import gathered
+from fedhm.data.own import DataLike, PublicLike
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedhm.config.plugins import make
 from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.federation import own_samples
+from fedhm.data.own import own_samples
 from fedhm.data.samples import Samples, concatenate
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError

@@ -2,28 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import numpy as np
 import torch
-from PIL.Image import Image
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.client_tests import ClientTests, brought
+from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
 from fedhm.data.samples import Samples, channel_statistics, concatenate
-from fedhm.data.text import as_text
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
-from fedhm.seeds import numpy_generator
-
-# What a user may hand in for one client: samples, a pair of arrays, or a map-style dataset of (input, label); of text,
-# a tokenizer's result with labels, or a tokenized data set of Hugging Face
-DataLike = Samples | tuple[Any, Any] | Dataset[Any]
-PublicLike = DataLike | Tensor | np.ndarray[Any, Any]  # inputs may come without labels
 
 
 @dataclass(frozen=True)
@@ -165,25 +154,6 @@ def gathered(
     return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys, tests=tests)
 
 
-def own_samples(data: DataLike, whose: str, dtype: torch.dtype, objective: Objective) -> Samples:
-    """Return a user's samples; floating-point inputs are brought to `dtype`."""
-    if (text := as_text(data, whose, objective.per_token)) is not None:
-        return Samples(text.tokens, objective.as_targets(text.labels, whose, dtype))
-    inputs, labels = (_dense(tensor, whose) for tensor in _as_arrays(data, whose))
-    return Samples(_converted(inputs, dtype), objective.as_targets(labels, whose, dtype))
-
-
-def own_public(data: PublicLike, dtype: torch.dtype) -> Samples:
-    """Return public samples in random order: they may come sorted, and BatchNorm would see batches of one label."""
-    if isinstance(data, Tensor | np.ndarray):
-        if not data.ndim:
-            raise FedhmError("the public set must be an array of inputs, not a single number")
-        data = (data, np.zeros(len(data)))
-    inputs = _dense(_as_arrays(data, "the public set")[0], "the public set")
-    samples = Samples(_converted(inputs, dtype), torch.zeros(len(inputs), dtype=torch.int64))
-    return samples.subset(torch.from_numpy(numpy_generator(0, "public").permutation(len(samples))))
-
-
 def remote_federation(
     test: DataLike | None,
     classes: int,
@@ -207,46 +177,3 @@ def remote_federation(
         raise FedhmError(f"uint8 images are normalised: give mean and std of each channel, {channels} of both")
     everybodys = None if public is None else own_public(public, dtype)
     return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes), form=form)
-
-
-def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:
-    """Return the inputs and labels of whatever a user may hand in."""
-    if isinstance(data, Samples):
-        return data.tensor, data.labels
-    if isinstance(data, tuple) and len(data) == 2:
-        try:
-            return torch.as_tensor(data[0]), torch.as_tensor(data[1])
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise FedhmError(f"the inputs and labels of {whose} must be arrays of numbers: {error}") from None
-    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, str):
-        kind = type(data).__name__
-        raise FedhmError(f"{whose} must be a pair (inputs, labels) or a dataset with a length, not a {kind}")
-    try:
-        pairs = [data[index] for index in range(len(data))]
-        images = [_as_tensor(pair[0]) for pair in pairs]
-        labels = [torch.as_tensor(pair[1]) for pair in pairs]
-    except Exception as error:  # whatever a user's data set raises
-        wanted = "pairs of an array and a class number, or numbers"
-        raise FedhmError(f"the samples of {whose} must be {wanted}: {error!r}") from error
-    if not pairs:
-        raise FedhmError(f"{whose} has no samples")
-    if any(x.shape != images[0].shape for x in images) or any(y.shape != labels[0].shape for y in labels):
-        raise FedhmError(f"the samples of {whose} differ in shape: bring them to one size first")
-    return torch.stack(images), torch.stack(labels)
-
-
-def _dense(tensor: Tensor, whose: str) -> Tensor:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-        raise FedhmError(f"the inputs and labels of {whose} must be plain dense tensors: bring them to that form first")
-    return tensor
-
-
-def _converted(inputs: Tensor, dtype: torch.dtype) -> Tensor:
-    return inputs.to(dtype) if inputs.is_floating_point() else inputs
-
-
-def _as_tensor(value: Any) -> Tensor:
-    if isinstance(value, Image):  # (H, W) or (H, W, C) → (C, H, W), as torchvision's data sets hold them
-        pixels = torch.from_numpy(np.array(value))
-        return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-    return torch.as_tensor(value)

@@ -11,7 +11,7 @@ from fedhm.assembly import dtype_of
 from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
 from fedhm.data.batches import Preprocessing
-from fedhm.data.federation import own_samples
+from fedhm.data.own import own_samples
 from fedhm.errors import FedhmError
 from fedhm.export.of_run import COMPARED, subjects_of_run
 from fedhm.export.subject import Subject

@@ -13,7 +13,8 @@ from fedhm.config.reading import parse
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.client_tests import split_off
-from fedhm.data.federation import DataLike, Federation, PublicLike, own_public, own_samples, public_feed
+from fedhm.data.federation import Federation, public_feed
+from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import ClientApp, Context, client_number, make_client_app

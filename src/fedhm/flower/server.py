@@ -18,8 +18,9 @@ from fedhm.config.reading import parse_flat, parse_resolved
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.client_tests import ClientTests, check_share, default_share
-from fedhm.data.federation import DataLike, Federation, PublicLike, own_samples, remote_federation
+from fedhm.data.federation import Federation, remote_federation
 from fedhm.data.form import made_up
+from fedhm.data.own import DataLike, PublicLike, own_samples
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
 from fedhm.flower.grid_engine import FlowerEngine

@@ -13,16 +13,15 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.lowrank.change import within
 from fedhm.lowrank.hybrid import plan_of
-from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, averages
 from fedhm.privacy.accountant import epsilon_after
 from fedhm.seeds import Secret, secret_normals
@@ -35,6 +34,19 @@ from fedhm.work.work import work_of
 S = TypeVar("S")
 
 
+class Averaging(Protocol):
+    """What a private round knows of a method (`methods/method.py`)."""
+
+    tiers: tuple[str, ...]
+    levels: tuple[str, ...]
+    recovers: bool
+    state_type: type[Any]
+
+    def network(self, name: str) -> nn.Module:
+        """Return a new network of a tier."""
+        ...
+
+
 class Mechanism:
     """Differential privacy of one run. Where the clients add their noise, the server only counts.
 
@@ -42,7 +54,7 @@ class Mechanism:
     secret  is to be filled in before the first round
     """
 
-    def __init__(self, config: Config, method: AnyMethod, clients: int, fixed: Set[str], secret: Secret) -> None:
+    def __init__(self, config: Config, method: Averaging, clients: int, fixed: Set[str], secret: Secret) -> None:
         self.config, self.secret, self.at_server = config.privacy, secret, config.privacy.at_server
         self._whole, self._method, self._clients, self._fixed = config, method, clients, fixed
         self._expected = expected_to_train(config.federation, clients, method.levels, method.tiers)
