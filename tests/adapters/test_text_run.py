@@ -3,13 +3,13 @@
 import csv
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import forked
 from fedhm.cli import main
 from fedhm.config.reading import load_config
 from fedhm.data.sources.text import read_text
@@ -88,8 +88,8 @@ def test_flower_ends_in_the_same_bits(place: Path, finished: Path, tmp_path: Pat
 
 def test_a_run_that_was_killed_is_resumed_bit_for_bit(place: Path, finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "fedhm", "run", "clinc150-lora", "--set", *changes(place), "--out", str(out)]
-    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["run", "clinc150-lora", "--set", *changes(place), "--out", str(out)]
+    started = forked.fedhm(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 300
     while not list(out.glob("checkpoints/*.safetensors")) and time.monotonic() < end and started.poll() is None:
         time.sleep(0.005)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import forked
 
 ROOT = Path(__file__).parent.parent.parent
 # digests tells whether two versions give the same; of LoRA's, one has a test of its own, the other needs real weights
@@ -69,9 +70,7 @@ def numbers(value: Any) -> Iterator[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_quick_run_gives_ratios(script: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(script), "--quick", "--json", str(tmp_path / "out.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = forked.script(script, "--quick", "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "out.json").read_text())
     assert all(math.isfinite(number) for number in numbers(written))
@@ -83,8 +82,7 @@ def test_a_quick_run_gives_ratios(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_server_of_adapters_is_timed_with_each_rule() -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "lora_server.py"), "--clients", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forked.script(ROOT / "benchmarks" / "lora_server.py", "--clients", "2")
     assert done.returncode == 0, done.stderr
     assert all(rule in done.stdout for rule in ("models", "updates", "bands"))
 

@@ -3,8 +3,6 @@
 import copy
 import importlib.util
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import forked
 from fedhm import Config, Federation, Samples, assemble
 from fedhm.config.section import tier_name
 from fedhm.data.batches import Feed, Preprocessing
@@ -221,10 +220,7 @@ def test_the_data_leaves_rows_untrained(digits: Federation) -> None:
 
 @pytest.mark.slow
 def test_it_runs_by_itself() -> None:
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240, check=False, env=one_thread
-    )
+    done = forked.script(EXAMPLE)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1].split()
     assert last[:2] == ["round", "12"]

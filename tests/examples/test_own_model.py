@@ -1,22 +1,18 @@
 """The example runs as a user would run it, and every tier has learnt."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model.py"
 
 
 @pytest.mark.slow
 def test_every_tier_learns() -> None:
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=240, check=False, env=one_thread
-    )
+    done = forked.script(EXAMPLE)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     accuracies = dict(re.findall(r"^tier (\S+) .* accuracy ([\d.]+)%$", done.stdout, re.MULTILINE))

@@ -1,12 +1,10 @@
 """Narrow shortcuts survive training on channels-last images: in processes of their own, since a fault kills them."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
+import forked
 from fedhm.widths.ordered import OrderedDropout
 from fedhm.work.memory_format import channels_last
 
@@ -32,7 +30,7 @@ for _ in range(15):
 @pytest.mark.parametrize("inputs", [1, 5, 9])
 def test_strided_pointwise_convolutions_of_few_channels_train(inputs: int) -> None:
     script = TRAIN.format(inputs=inputs)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = forked.code(script)
     assert done.returncode == 0, done.stderr
 
 
