@@ -44,7 +44,9 @@ def measure(model: nn.Module, input_shape: Form, dtype: torch.dtype | None = Non
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens. For a
     model that takes several tensors by name, `input_shape` is a batch of one of these.
     """
-    macs = sum(share * _macs(each, input_shape, dtype)[WHOLE] for each, share in run_in_training(model))
+    macs = sum(
+        share * _macs(each, input_shape, dtype, by_module=False)[WHOLE] for each, share in run_in_training(model)
+    )
     return Cost(_trainable(model.parameters()), int(macs), size_in_bytes(exchanged(model)))
 
 
@@ -55,7 +57,7 @@ def form_of(inputs: Inputs) -> tuple[Form, torch.dtype | None]:
 
 def by_layer(model: nn.Module, input_shape: Form, dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
     """Return each top-level part's share of what `measure` counts; a shared weight is its first owner's."""
-    macs = _macs(model, input_shape, dtype)
+    macs = _macs(model, input_shape, dtype, by_module=True)
     name_of_model = type(model).__name__  # how the counter calls the parts: CNN.conv1
     counted: set[Tensor] = set()
     parts: dict[str, LayerCost] = {}
@@ -72,10 +74,10 @@ def _trainable(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def _macs(model: nn.Module, input_shape: Form, dtype: torch.dtype | None) -> dict[str, int]:
+def _macs(model: nn.Module, input_shape: Form, dtype: torch.dtype | None, by_module: bool) -> dict[str, int]:
     """Count one sample's multiply-accumulates, by module and as a whole, without composing weights for each batch."""
     try:
-        one, two = (_flops(model, sample_of(model, batch, input_shape, dtype)) for batch in (1, 2))
+        one, two = (_flops(model, sample_of(model, batch, input_shape, dtype), by_module) for batch in (1, 2))
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {_shape(input_shape)}: {error}") from error
     return {module: (flops - one.get(module, 0)) // 2 for module, flops in two.items()}
@@ -136,8 +138,8 @@ def optimizer_of(name: str, parameters: Iterator[nn.Parameter]) -> Steps:
     return SGD([Group(list(parameters))], lr=1e-3, momentum=0.9)
 
 
-def _flops(model: nn.Module, inputs: Inputs) -> dict[str, int]:
-    counter = flop_counter({torch.ops.aten.mkldnn_rnn_layer: _lstm_flops})
+def _flops(model: nn.Module, inputs: Inputs, by_module: bool) -> dict[str, int]:
+    counter = flop_counter({torch.ops.aten.mkldnn_rnn_layer: _lstm_flops}, by_module)
     with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
         scores(model, inputs)
     return {WHOLE: 0} | {module: sum(by_kind.values()) for module, by_kind in counter.get_flop_counts().items()}

@@ -1,13 +1,13 @@
 """The structure of any network: a copy of it, who holds its weights, and what it runs in training."""
 
-import copy
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
 from torch import nn
 
 from fedhm.errors import FedhmError
+from fedhm.networks.copies import Memo, copied_tensor, deep_copy
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -15,20 +15,16 @@ def copied(model: nn.Module) -> nn.Module:
 
     What everybody has (`networks/exchange.py`) is not copied.
     """
-    memo: dict[int, object] = {}
-    for module in model.modules():  # each has a dozen empty collections of hooks, which take longest by far
-        for value in vars(module).values():
-            if type(value) in (OrderedDict, dict, set) and not value:
-                memo[id(value)] = type(value)()
+    memo: Memo = {}
     shared: frozenset[str] = vars(model).get("fedhm_everybodys", frozenset())
     try:
         for name, parameter in model.named_parameters():
             if name in shared:
                 memo[id(parameter)] = parameter
             elif type(parameter) is nn.Parameter:  # of which torch would copy the values alone
-                memory = copy.deepcopy(parameter.data, memo)
-                memo[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
-        return copy.deepcopy(model, memo)
+                memo[id(parameter)] = nn.Parameter(copied_tensor(parameter.data, memo), parameter.requires_grad)
+        copy: nn.Module = deep_copy(model, memo)
+        return copy
     except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
         raise FedhmError(f"the model cannot be copied: {error}") from error
 

@@ -13,7 +13,9 @@ from typing import Any
 import tomli_w
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.process import Process, check_installed, environment, executable
+from fedhm.flower.processes.process import Process, check_installed, executable
+from fedhm.flower.processes.process import environment as environment_of
+from fedhm.flower.processes.ready_commands import answered, is_ready
 from fedhm.machine.files import write_atomically
 from fedhm.machine.printable import printable
 
@@ -71,22 +73,30 @@ def named_connection(name: str) -> Connection:
 def flwr(connection: Connection, *arguments: str) -> str:
     """Return what `flwr ARGUMENTS NAME` prints; a connection's name comes last in all of Flower's subcommands."""
     check_installed()
-    command = [executable("flwr", connection.home), *arguments, connection.name]
+    command, environment = executable("flwr", connection.home), _environment(connection)
+    words = [*arguments, connection.name]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment(connection.home) | {"COLUMNS": "1000", "NO_COLOR": "1"},
-            timeout=ANSWER,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        if is_ready(command):
+            done = answered(words, environment, ANSWER)
+        else:
+            done = subprocess.run(
+                [command, *words],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=ANSWER,
+                check=False,
+            )
+    except (subprocess.TimeoutExpired, TimeoutError):
         raise FedhmError(f"'flwr {arguments[0]}' did not answer within {ANSWER:.0f} seconds") from None
     if done.returncode != 0:
         raise FedhmError(f"'flwr {arguments[0]}' failed: {_sentence(done.stderr or done.stdout)}")
     return done.stdout
+
+
+def _environment(connection: Connection) -> dict[str, str]:
+    return environment_of(connection.home) | {"COLUMNS": "1000", "NO_COLOR": "1"}
 
 
 def ask(connection: Connection, *arguments: str) -> dict[str, Any]:
