@@ -1,7 +1,5 @@
 """`python -m fedhm` is the command line."""
 
-import sys
+from fedhm.cli import command
 
-from fedhm.cli import main
-
-sys.exit(main())
+command()

@@ -13,13 +13,19 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NoReturn
 
 from fedhm.cli.parser import make_parser
 from fedhm.errors import FedhmError, FedhmWarning
+from fedhm.machine.ending import run_to_the_end
 from fedhm.machine.printable import printable_lines
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
+
+
+def command() -> NoReturn:
+    """Be the command `fedhm`."""
+    run_to_the_end(main)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,7 +4,7 @@ Importing takes the command longer than what it does, and a federation that come
 again and again. Here one process imports, and forks for every command. It is no child of whoever asks, so nobody has to
 end it: it ends with the process that started it, and when it has not been asked for a while.
 
-This file is run by its path, since importing the package would take time, too. Elsewhere than on Linux, where forking
+This file is run by its path, since importing its package would take time, too. Elsewhere than on Linux, where forking
 is not safe or not there, the command itself is run.
 """
 
@@ -21,6 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+
+from fedhm.machine.ending import run_to_the_end
 
 IDLE = 20.0  # seconds without a question after which the process ends
 LOOK = 0.02  # seconds between two looks at a command
@@ -107,7 +109,7 @@ def _start(environment: Mapping[str, str]) -> socket.socket:
 
 
 def _serve(told: socket.socket, run: Callable[[], Any]) -> None:
-    """Fork for every command until nobody is there to ask. Returns in the forked processes, too, as they end."""
+    """Fork for every command until nobody is there to ask."""
     while select.select([told], [], [], IDLE)[0]:
         message, streams, _, _ = socket.recv_fds(told, LONGEST, 2)
         if not message:
@@ -121,7 +123,7 @@ def _serve(told: socket.socket, run: Callable[[], Any]) -> None:
             place, *arguments = json.loads(message)
             os.chdir(place)
             sys.argv = ["flwr", *arguments]
-            sys.exit(run())
+            run_to_the_end(run)
         for stream in streams:
             os.close(stream)
         told.send(str(_ended(child, told)).encode())

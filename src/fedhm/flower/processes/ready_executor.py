@@ -4,11 +4,12 @@ Flower starts a process for every message that a node gets, and importing takes 
 Here one process imports, once there is something to do, and every process that the executor would start is a fork of
 it. That process does nothing else: it has no connection, computes nothing, and ends with the executor.
 
-This file is run by its path, `python -P ready_executor.py flower-superexec …`, since importing the package would take
+This file is run by its path, `python -P ready_executor.py flower-superexec …`, since importing its package would take
 seconds. Elsewhere than on Linux, where forking is not safe or not there, Flower's own executor is run.
 """
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -20,7 +21,9 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
+
+from fedhm.machine.ending import run_to_the_end
 
 # What the processes of each command import: the apps of this library, for a user's app too. A missing one is no harm.
 NEEDED = {
@@ -56,6 +59,7 @@ def _fork_for_each(told: socket.socket) -> None:
     while command := told.recv(LONGEST):
         silent, *words = json.loads(command)
         run = _imported(words[0])
+        gc.freeze()  # what a fork's collector does not look at is not copied for it
         if os.fork() == 0:
             told.close()
             _become(words, run, silent)
@@ -74,7 +78,7 @@ def _imported(name: str) -> Callable[[], Any] | None:
         return None
 
 
-def _become(words: list[str], run: Callable[[], Any] | None, silent: bool) -> None:
+def _become(words: list[str], run: Callable[[], Any] | None, silent: bool) -> NoReturn:
     """Be the process that was asked for. Ends as the command does."""
     if silent:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -88,7 +92,7 @@ def _become(words: list[str], run: Callable[[], Any] | None, silent: bool) -> No
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # of which every fork would draw the same numbers
     sys.argv = words
-    sys.exit(run())
+    run_to_the_end(run)
 
 
 def _be_called(name: str) -> None:
