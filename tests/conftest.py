@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,16 @@ from fedhm.config.reading import parse
 from fedhm.config.settings import Config
 from fedhm.data.federation import Federation, gathered
 from fedhm.work.work import Example
+
+# Files, by their names, that are not one piece of work for one process. Those of many small runs go before other quick
+# ones; each test of the next is a piece of its own; those that use transformers or scikit-learn, which take seconds to
+# be imported, are one piece together.
+MANY_RUNS = ("test_robust", "test_paper_sizes", "test_local_workers", "test_experiment", "test_fleet", "test_parts")
+APART = ("test_quick", "test_demo", "test_simulation")
+TOGETHER = (
+    *("test_lora", "test_text_run", "test_objectives", "test_text_objectives", "test_regression"),
+    *("test_digits", "test_huggingface", "test_tokens"),
+)
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # of runs and of the processes that tests start; workers only where a test asks
@@ -40,7 +51,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow"):
             limit = item.get_closest_marker("timeout")
             length[item.path] = max(length.get(item.path, 0), limit.args[0] if limit else 0)
-    items.sort(key=lambda item: -length.get(item.path, -1))
+    items.sort(key=lambda item: -length.get(item.path, -0.5 if item.path.stem in MANY_RUNS else -1))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files side by side, but for some: tests that wait for nothing from each other, and those that import the same."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.partition("::")[0]).stem
+            return nodeid if name in APART else "together" if name in TOGETHER else super()._split_scope(nodeid)
+
+    return Files(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,13 @@
 """A tiny BERT with random weights, and text that can be learnt: nothing is downloaded."""
 
+from importlib.util import find_spec
+
+import pytest
 import torch
 from torch import Tensor, nn
+
+# looked for, and not imported: that takes seconds, in every process that only collects the tests
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="there is no peft here")
 
 
 def tiny_bert(classes: int = 3, seed: int = 0) -> nn.Module:

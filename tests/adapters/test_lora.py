@@ -22,10 +22,9 @@ from fedhm.networks.inputs import scores
 from fedhm.networks.structure import copied
 from fedhm.server.record import Record
 from fedhm.work.messages import Participant, Update
-from tiny_transformers import sentences, tiny_bert, tiny_llama
+from tiny_transformers import needs_peft, sentences, tiny_bert, tiny_llama
 
-pytest.importorskip("peft")
-pytestmark = pytest.mark.slow  # importing transformers takes seconds
+pytestmark = [pytest.mark.slow, needs_peft]  # importing transformers takes seconds
 
 RANKS = [4, 2, 1]
 TRAIN = {"rounds": 2, "batch": 8, "lr": 0.02, "optimizer": "adamw"}

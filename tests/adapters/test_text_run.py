@@ -16,10 +16,9 @@ from fedhm.data.sources.text import read_text
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.machine.pretrained import find_pretrained
-from tiny_transformers import tiny_bert
+from tiny_transformers import needs_peft, tiny_bert
 
-pytest.importorskip("peft")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_peft]
 WORDS = ["card", "lost", "pay", "rent", "rain", "sun", "my", "the", "is", "of"]
 
 

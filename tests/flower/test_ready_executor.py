@@ -34,6 +34,34 @@ def test_commands_run_below_one_process_that_ends_with_the_one_that_asked(tmp_pa
     wait_until(lambda: not forks.exists(), 60)
 
 
+LEARNING = """
+import importlib.util, pathlib, sys, time
+spec = importlib.util.spec_from_file_location("ready", sys.argv[1])
+ready = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(ready)
+ready.OFTEN = ("wave",)
+said = pathlib.Path("said")
+
+def run():
+    with said.open("a") as file:
+        print("wave" in sys.modules, file=file)
+    import wave
+
+ready._imported = lambda _: run
+forks = ready.Forks()
+until = time.monotonic() + 60
+while not (said.exists() and "True" in said.read_text()) and time.monotonic() < until:
+    forks.start(["flwr-clientapp"])
+    time.sleep(0.1)
+"""
+
+
+def test_what_one_process_imported_the_next_ones_have(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", LEARNING, ready_executor.__file__], cwd=tmp_path, check=True, timeout=120)
+    first, *_, last = (tmp_path / "said").read_text().split()
+    assert (first, last) == ("False", "True")
+
+
 def test_the_apps_commands_are_imported_and_others_are_left_to_themselves() -> None:
     assert all(callable(ready_executor._imported(name)) for name in ready_executor.NEEDED)
     assert ready_executor._imported("flwr-simulation") is None

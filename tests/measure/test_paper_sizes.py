@@ -60,14 +60,21 @@ def models() -> dict[str, nn.Module]:
     return {preset: build_model(load_config(preset), (3, 32, 32), count) for preset, count in classes.items()}
 
 
+@pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    return {preset: Reference(load_config(preset)) for preset in TABLE}
+
+
 @pytest.mark.parametrize(
     ("preset", "method"), [(preset, method) for preset, table in TABLE.items() for method in table]
 )
-def test_sizes_are_the_papers(preset: str, method: str, models: dict[str, nn.Module]) -> None:
+def test_sizes_are_the_papers(
+    preset: str, method: str, models: dict[str, nn.Module], references: dict[str, Reference]
+) -> None:
     model = models[preset]
     setup = Setup(find_classifier(model), torch.zeros(1, 3, 16, 16))
     found: list[tuple[float, int]] = []
-    for entry in entries([method], Reference(load_config(preset))):  # a family has one for each size
+    for entry in entries([method], references[preset]):  # a family has one for each size
         built = parse({"method": entry.method}, "test").method.build(model, setup)
         found += [(parameters(built.network(tier)), list(built.levels).count(tier)) for tier in built.tiers]
     expected = TABLE[preset][method]

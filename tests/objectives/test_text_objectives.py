@@ -4,12 +4,13 @@ import math
 
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import f1_score
 
 from fedhm.config.plugins import make
 
 
 def test_macro_f1_is_scikit_learns_also_in_batches() -> None:
+    from sklearn.metrics import f1_score
+
     generator = torch.Generator().manual_seed(0)
     objective = make("objectives", "sequence_classification")
     output, targets = torch.randn(60, 7, generator=generator), torch.randint(0, 5, (60,), generator=generator)

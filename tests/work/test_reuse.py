@@ -203,6 +203,8 @@ def test_compiled_networks_train_like_others(federation: Federation, monkeypatch
 
     plain = assemble(model, federation, small_config(**sections)).run().networks["full"].state_dict()
     monkeypatch.setattr(torch, "compile", watched)
+    # or else several processes import the compiler to share what one does in a second
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     result = assemble(model, federation, small_config(**sections, engine={"threads": 1, "compile": True})).run()
     found = result.networks["full"].state_dict()
     assert found.keys() == plain.keys()
@@ -226,5 +228,6 @@ except FedhmError as error:
 def test_a_machine_without_compiler_is_told(tmp_path: Path) -> None:
     """In a process of its own, since torch reads once which compiler there is."""
     environment = {**os.environ, "CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True)
     assert "engine.compile = true, but torch.compile does not work here" in done.stdout

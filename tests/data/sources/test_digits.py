@@ -1,12 +1,13 @@
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 
 from fedhm.data.sources.digits import read_digits
 
 
 def test_every_digit_is_there_once_and_scaled_to_bytes() -> None:
     source = read_digits()
+    from sklearn.datasets import load_digits
+
     pixels, labels = load_digits(return_X_y=True)
     expected = sorted(
         (int(label), bytes(round(value * 255 / 16) for value in image.astype(int).tolist()))

@@ -2,6 +2,8 @@ import io
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,14 @@ from PIL import Image
 from fedhm.data.sources.huggingface import read_huggingface
 from fedhm.errors import FedhmError
 
-datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="there is no package datasets here")
+
+
+@pytest.fixture(scope="module")
+def datasets() -> Any:
+    """The package, imported by who runs a test of it: it takes seconds, in every process that only collects them."""
+    return import_module("datasets")
+
 
 GREY = [np.full((2, 3), value, np.uint8) for value in (0, 7, 255)]
 COLOUR = [np.arange(start, start + 18, dtype=np.uint8).reshape(2, 3, 3) for start in (0, 50, 200)]
@@ -59,7 +68,7 @@ def test_greyscale_images_keep_one_channel(tmp_path: Path) -> None:
     assert source.mean == pytest.approx([(0 + 7 + 255) / 3 / 255])
 
 
-def test_files_with_the_features_of_datasets(tmp_path: Path) -> None:
+def test_files_with_the_features_of_datasets(datasets: Any, tmp_path: Path) -> None:
     features = datasets.Features({"img": datasets.Image(), "fine": datasets.ClassLabel(names=["a", "b", "c", "d"])})
     for name, labels in (("train", [3, 0, 3]), ("validation", [1, 2, 3])):
         images = [Image.fromarray(pixels) for pixels in COLOUR]
@@ -133,7 +142,7 @@ def test_a_configuration_is_a_folder(tmp_path: Path) -> None:
         read_huggingface("org/name@large", tmp_path)
 
 
-def test_of_several_class_labels_the_fine_one_is_learnt(tmp_path: Path) -> None:
+def test_of_several_class_labels_the_fine_one_is_learnt(datasets: Any, tmp_path: Path) -> None:
     features = datasets.Features(
         {
             "img": datasets.Image(),
@@ -224,7 +233,7 @@ def test_a_folder_without_files(tmp_path: Path) -> None:
         read_huggingface("x", tmp_path / "none")
 
 
-def test_a_split_without_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_without_samples(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     split = datasets.Dataset.from_dict({"image": stored(GREY), "label": [0, 1, 2]})
     splits = datasets.DatasetDict({"train": split, "test": split.select([])})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
@@ -239,7 +248,7 @@ def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
         read_huggingface("x", tmp_path)
 
 
-def test_the_hub_is_asked_for_name_and_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_asked_for_name_and_configuration(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     split = datasets.Dataset.from_dict({"image": stored(GREY), "label": [0, 1, 2]})
 
@@ -254,7 +263,7 @@ def test_the_hub_is_asked_for_name_and_configuration(monkeypatch: pytest.MonkeyP
     assert asked == [(("org/name", "small"), no_scripts), (("org/name", None), no_scripts)]
 
 
-def test_a_data_set_without_a_test_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_without_a_test_split(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     split = datasets.Dataset.from_dict({"image": stored(GREY), "label": [0, 1, 2]})
     splits = datasets.DatasetDict({"train": split, "extra": split})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
@@ -262,7 +271,7 @@ def test_a_data_set_without_a_test_split(monkeypatch: pytest.MonkeyPatch) -> Non
         read_huggingface("x")
 
 
-def test_a_test_split_without_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_split_without_labels(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     split = datasets.Dataset.from_dict({"image": stored(GREY), "label": [0, 1, 2]})
     splits = datasets.DatasetDict({"train": split, "test": split.remove_columns("label")})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: splits)
@@ -270,7 +279,7 @@ def test_a_test_split_without_labels(monkeypatch: pytest.MonkeyPatch) -> None:
         read_huggingface("x")
 
 
-def test_a_class_label_without_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_label_without_a_class(datasets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=2)})
     rows = {"image": [Image.fromarray(GREY[0])], "label": [-1]}  # the hub's way to keep test labels secret
     split = datasets.Dataset.from_dict(rows, features=features)

@@ -8,6 +8,7 @@ This file is run by its path, `python -P ready_executor.py flower-superexec …`
 seconds. Elsewhere than on Linux, where forking is not safe or not there, Flower's own executor is run.
 """
 
+import atexit
 import ctypes
 import gc
 import json
@@ -27,9 +28,11 @@ from fedhm.machine.ending import run_to_the_end
 
 # What the processes of each command import: the apps of this library, for a user's app too. A missing one is no harm.
 NEEDED = {
-    "flwr-clientapp": ["fedhm.flower.clients", "fedhm.assembly", "sklearn.datasets"],
+    "flwr-clientapp": ["fedhm.flower.clients", "fedhm.assembly"],
     "flwr-serverapp": ["fedhm.flower.server", "fedhm.assembly"],
 }
+# What else apps import that takes seconds: imported here, too, once a process was seen to have done so
+OFTEN = ("sklearn.datasets", "pandas", "torchvision", "datasets", "transformers", "peft")
 SET_NAME = 15  # of prctl(2)
 LONGEST = 65536  # bytes of a command
 
@@ -56,12 +59,18 @@ def _fork_for_each(told: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # for those who do something; this one ends with them
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    seen, by_others = os.pipe()
+    os.set_blocking(seen, False)
     while command := told.recv(LONGEST):
         silent, *words = json.loads(command)
         run = _imported(words[0])
+        with suppress(BlockingIOError):  # nobody has imported anything
+            for name in {*os.read(seen, LONGEST).decode().split()} & {*OFTEN}:
+                _try_to_import(name)
         gc.freeze()  # what a fork's collector does not look at is not copied for it
         if os.fork() == 0:
             told.close()
+            atexit.register(_tell_what_was_imported, by_others)
             _become(words, run, silent)
     os._exit(0)
 
@@ -69,13 +78,25 @@ def _fork_for_each(told: socket.socket) -> None:
 def _imported(name: str) -> Callable[[], Any] | None:
     """Return what a command runs, all that it needs being imported; None if it is not known here."""
     for module in NEEDED.get(name, ()):
-        with suppress(Exception):  # whoever needs it will say so
-            import_module(module)
+        _try_to_import(module)
     found = list(entry_points(group="console_scripts", name=name))
     try:
         return found[0].load() if found and name in NEEDED else None
     except Exception:  # the command itself will say why
         return None
+
+
+def _try_to_import(module: str) -> None:
+    if module not in sys.modules:
+        with suppress(Exception):  # whoever needs it will say so
+            import_module(module)
+
+
+def _tell_what_was_imported(pipe: int) -> None:
+    """Tell the process that forks, which is of the same user, what the next one is likely to need."""
+    if found := [name for name in OFTEN if name in sys.modules]:
+        with suppress(OSError):
+            os.write(pipe, f"{' '.join(found)} ".encode())
 
 
 def _become(words: list[str], run: Callable[[], Any] | None, silent: bool) -> NoReturn:
