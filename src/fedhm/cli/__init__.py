@@ -17,6 +17,7 @@ from typing import Any
 
 from fedhm.cli.parser import make_parser
 from fedhm.errors import FedhmError, FedhmWarning
+from fedhm.machine.places import in_words
 from fedhm.machine.printable import printable_lines
 
 __all__ = ["main"]
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _failed(f"stopped{_resume_hint(options)}", 130, before="\n")
     except OSError as error:  # a full disk, a folder that may not be written
-        return _failed(f"{error}{_resume_hint(options)}", 1)
+        return _failed(f"{in_words(error)}{_resume_hint(options)}", 1)
     except UnicodeEncodeError as error:  # of a path in a config, in an argument or in the environment
         line = error.object[: error.start].rpartition("\n")[2] + error.object[error.start :].partition("\n")[0]
         shown = line.encode(errors="surrogateescape").decode(errors="backslashreplace").strip()

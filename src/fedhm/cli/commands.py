@@ -10,9 +10,11 @@ from pathlib import Path
 from rich.console import Console
 
 from fedhm.assembly import named_design
+from fedhm.compare import is_comparison
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
+from fedhm.machine.places import check_folder
 from fedhm.report.comparable import difference
 from fedhm.report.progress import progress
 from fedhm.report.save import save_report
@@ -52,6 +54,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def resume(options: argparse.Namespace) -> None:
+    if is_comparison(options.folder):
+        from fedhm.compare.again import read_stated
+
+        raise FedhmError(
+            f"{options.folder} is the folder of a comparison, which the same command resumes: "
+            f"{read_stated(options.folder).command}"
+        )
     config = read_config(options.folder)
     if config.engine.name == "flower":
         with RunFolder.open(options.folder) as folder:  # which nobody else is writing
@@ -98,6 +107,12 @@ def sizes(options: argparse.Namespace) -> None:
 
 def report(options: argparse.Namespace) -> None:
     default = options.folders[0] if len(options.folders) == 1 else Path("report")
+    check_folder(options.out or default)
+    if len(options.folders) == 1 and is_comparison(options.folders[0]):
+        from fedhm.compare.command import report_again
+
+        report_again(options, Terminal())
+        return
     _show(options.folders, options.out or default, Terminal())
 
 

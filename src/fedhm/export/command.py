@@ -9,6 +9,7 @@ from fedhm.errors import FedhmError
 from fedhm.export.formats import find_format
 from fedhm.export.of_run import subjects_of_run
 from fedhm.export.write import Exported, write
+from fedhm.machine.places import check_folder
 from fedhm.report.sheets import readable_bytes
 
 
@@ -21,6 +22,7 @@ def export(options: argparse.Namespace, console: Console) -> None:
             raise FedhmError("--int8 writes ONNX files: it goes with --to onnx")
         wanted.append(("onnx", True))
     out = options.out or options.folder / "export"
+    check_folder(out)
     exported: dict[str, list[Exported]] = {}
     subjects = subjects_of_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
     for subject in subjects:

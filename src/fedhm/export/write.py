@@ -14,6 +14,7 @@ from fedhm.export.formats import Format, Outputs, find_format
 from fedhm.export.formats.quantize import quantize
 from fedhm.export.program import as_program
 from fedhm.export.subject import Subject
+from fedhm.machine.places import file_name, make_folder
 from fedhm.networks.inputs import one_tensor
 
 TOLERANCE = 1e-4  # of the largest output: sums in another order differ by less, anything wrong by more
@@ -40,11 +41,8 @@ def write(subject: Subject, to: str, folder: Path, *, int8: bool = False) -> Exp
     if int8 and subject.calibration is None:
         raise FedhmError("8 bits need samples to find the ranges of the activations by: give some with samples=")
     program = as_program(subject, made.MOST)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FedhmError(f"cannot make the folder {folder}: {error.strerror}") from None
-    name = f"{subject.name.replace('/', '-')}{'.int8' if int8 else ''}{made.SUFFIX}"
+    make_folder(folder)
+    name = f"{file_name(subject.name)}{'.int8' if int8 else ''}{made.SUFFIX}"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as beside:
         written = Path(beside) / name
         try:

@@ -12,6 +12,7 @@ from fedhm.export.cards.timing import Timed, timed
 from fedhm.export.subject import Subject
 from fedhm.export.write import Exported
 from fedhm.machine.files import write_atomically
+from fedhm.machine.places import file_name
 from fedhm.measure.cost import Cost, measure
 from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs
 
@@ -60,7 +61,7 @@ def write_cards(subjects: Sequence[Subject], exported: Mapping[str, Sequence[Exp
     written: list[Path] = []
     for subject in subjects:
         own = [row for row in rows if row.subject is subject]
-        path = out / f"card-{subject.name.replace('/', '-')}.md"
+        path = out / f"card-{file_name(subject.name)}.md"
         write_atomically(path, _card(subject, own, objective.headline))
         written.append(path)
     table = out / "cards.md"
