@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         for refuse in (check_folder, make_folder):
             with pytest.raises(FedhmError, match=rf"cannot make the folder {path}: {file} is a file; choose another"):
                 refuse(path)
-    with pytest.raises(FedhmError, match="cannot make the folder .*: file name too long"):
+    with pytest.raises(FedhmError, match=r"cannot make the folder .*: file name too long"):
         make_folder(tmp_path / ("x" * 300))
     with pytest.raises(FedhmError, match=f"cannot write the file {tmp_path}: it is a folder"):
         check_file(tmp_path)
