@@ -254,7 +254,7 @@ def test_other_verbs_say_what_a_comparisons_folder_is(finished: Path, capsys: py
     one = finished / "fedavg-seed0"
     for verb in ("export", "watch"):
         said = failure(capsys, verb, str(finished))
-        assert f"{finished} is not the folder of a run: it holds several, of which name one: {one}" in said
+        assert f"{finished} is not the folder of a run: it holds runs, of which name one: {one}" in said
     said = failure(capsys, "resume", str(finished))
     assert "is the folder of a comparison, which the same command resumes: fedhm compare digits --methods" in said
     assert f"of which name one: {one}" in failure(capsys, "report", str(finished), str(one))

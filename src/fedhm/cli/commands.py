@@ -14,7 +14,7 @@ from fedhm.compare import is_comparison
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
-from fedhm.machine.places import check_folder
+from fedhm.machine.places import check_folder, make_folder
 from fedhm.report.comparable import difference
 from fedhm.report.progress import progress
 from fedhm.report.save import save_report
@@ -107,7 +107,8 @@ def sizes(options: argparse.Namespace) -> None:
 
 def report(options: argparse.Namespace) -> None:
     default = options.folders[0] if len(options.folders) == 1 else Path("report")
-    check_folder(options.out or default)
+    if options.out:
+        check_folder(options.out)
     if len(options.folders) == 1 and is_comparison(options.folders[0]):
         from fedhm.compare.command import report_again
 
@@ -136,6 +137,7 @@ def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
     runs = [run for run in runs if run.evaluated]
     if not runs:
         raise FedhmError("there is nothing to report")
+    make_folder(out)
     written = save_report(runs, out)
     for table in rich_tables(runs, console.width):
         console.print(table)

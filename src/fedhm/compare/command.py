@@ -78,6 +78,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
 def report_again(options: argparse.Namespace, console: Console) -> None:
     """Write the report of a comparison that lies on disk, and of what is complete in it, once more."""
     (folder,) = options.folders
+    make_folder(options.out or folder)
     _show(reported_again(folder), options.out or folder, console)
 
 

@@ -22,7 +22,8 @@ def export(options: argparse.Namespace, console: Console) -> None:
             raise FedhmError("--int8 writes ONNX files: it goes with --to onnx")
         wanted.append(("onnx", True))
     out = options.out or options.folder / "export"
-    check_folder(out)
+    if options.out:
+        check_folder(out)
     exported: dict[str, list[Exported]] = {}
     subjects = subjects_of_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
     for subject in subjects:

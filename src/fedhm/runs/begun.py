@@ -76,7 +76,7 @@ def _what_is_there(path: Path) -> str:
     if not path.is_dir():
         return "it is a file"
     within = min(path.glob(f"*/{FILE}"), default=None)
-    return f"there is no {FILE} in it" if within is None else f"it holds several, of which name one: {within.parent}"
+    return f"there is no {FILE} in it" if within is None else f"it holds runs, of which name one: {within.parent}"
 
 
 def write_begun(path: Path, config: ResolvedConfig) -> None:
