@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fedhm.assembly import named_design
+from fedhm.cli.interrupts import ended_at_once
 from fedhm.compare import is_comparison
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
@@ -173,8 +174,11 @@ def compare(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     from fedhm.export.command import export
+    from fedhm.export.write import forget_unfinished
 
-    export(options, Terminal())
+    out = options.out or options.folder / "export"
+    with ended_at_once(lambda: forget_unfinished(out)):
+        export(options, Terminal())
 
 
 def flower_up(options: argparse.Namespace) -> None:

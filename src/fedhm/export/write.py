@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,6 +20,7 @@ from fedhm.networks.inputs import one_tensor
 
 TOLERANCE = 1e-4  # of the largest output: sums in another order differ by less, anything wrong by more
 BATCH = 128
+UNFINISHED = f".writing-{os.getpid()}-"  # how folders begin in which this process writes
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def write(subject: Subject, to: str, folder: Path, *, int8: bool = False) -> Exp
     program = as_program(subject, made.MOST)
     make_folder(folder)
     name = f"{file_name(subject.name)}{'.int8' if int8 else ''}{made.SUFFIX}"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as beside:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as beside:
         written = Path(beside) / name
         try:
             made.write(program, written, _facts(subject, int8))
@@ -68,6 +70,12 @@ def write(subject: Subject, to: str, folder: Path, *, int8: bool = False) -> Exp
                 os.fsync(opened.fileno())
             file.replace(folder / file.name)
     return Exported(folder / name, to, int8, difference, subject.random, metrics)
+
+
+def forget_unfinished(folder: Path) -> None:
+    """Remove what this process was about to write, for one that is ended at once."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _facts(subject: Subject, int8: bool) -> dict[str, str]:
