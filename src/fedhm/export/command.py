@@ -10,7 +10,7 @@ from fedhm.export.formats import find_format
 from fedhm.export.of_run import subjects_of_run
 from fedhm.export.write import Exported, write
 from fedhm.machine.places import check_folder
-from fedhm.report.sheets import readable_bytes
+from fedhm.report.sheets import readable_bytes, rich_table
 
 
 def export(options: argparse.Namespace, console: Console) -> None:
@@ -35,7 +35,11 @@ def export(options: argparse.Namespace, console: Console) -> None:
     if options.card:
         from fedhm.export.cards.card import write_cards
 
-        for path in write_cards(subjects, exported, out):
+        table, written = write_cards(subjects, exported, out)
+        for part in table.split(console.width):
+            console.print(rich_table(part))
+        console.print(table.note, highlight=False, markup=False)
+        for path in written:
             console.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 
