@@ -86,6 +86,7 @@ def test_values_stand_under_the_pointer(opened: Browser) -> None:
     opened.emulate("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
     text = opened.wait(lambda: opened.run("return document.querySelector('figure .hoverlayer').textContent"))
     assert "50.00" in text
+    assert "round 2" in text
 
 
 def test_what_is_not_ours_is_text_and_no_more(opened: Browser) -> None:

@@ -75,6 +75,9 @@ def _layout(plot: Plot) -> dict[str, Any]:
         across |= _logarithmic([x for line in plot.lines for x in line.x])
     if plot.whole_x:
         across |= _whole([x for line in plot.lines for x in line.x]) | {"minallowed": 0}
+    if plot.together:
+        title = {"text": f"{escape(plot.x_label)} %{{x}}"}
+        across |= {"unifiedhovertitle": title, "spikethickness": 1, "spikedash": "dot"}
     if plot.categories and not any(line.kind == "bars" for line in plot.lines):
         names = [escape(name) for name in plot.categories]
         across |= {"tickvals": list(range(len(names))), "ticktext": names}
