@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 # many processes import the library: where this is set, each of them would compile it again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test quick lint format docs torture peers nginx browser plotly clean
+.PHONY: demo test quick lint format docs torture peers nginx browser plotly picture clean
 
 demo: .venv/demo-installed
 	$(BIN)/fedhm run digits
@@ -56,6 +56,11 @@ plotly:
 	cd $$(mktemp -d) && npm pack --silent plotly.js-basic-dist-min@$(PLOTLY) && tar xzf *.tgz \
 	  && cp package/plotly-basic.min.js $(CURDIR)/src/fedhm/report/page/assets/ \
 	  && cp package/LICENSE $(CURDIR)/src/fedhm/report/page/assets/plotly-LICENSE
+
+# the README's picture of a page, in the browser
+picture: .venv/dev-installed browser
+	$(BIN)/fedhm run digits --out runs/picture
+	$(BIN)/python tests/page_picture.py runs/picture/report.html docs/images/report-page.png
 
 clean:
 	rm -rf .venv .venv-peers .nginx runs site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

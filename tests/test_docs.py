@@ -76,11 +76,28 @@ def test_commands_can_be_written_like_that(page: Path) -> None:
                 assert make_parser().parse_args(words).verb
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_within_sentences_can_be_written_like_that(page: Path) -> None:
+    stand_for = {"N": "1", "ROUND": "1", "PORT": "80"}
+    for command in re.findall(r"`(fedhm [^`…]+)`", page.read_text()):
+        words = [re.sub(r"\b(N|ROUND|PORT)$", lambda found: stand_for[found[1]], word) for word in shlex.split(command)]
+        if len(words) > 2 and not words[-1].startswith("--") and words[1:] != ["flower", "up"]:
+            assert make_parser().parse_args(words[1:]).verb, command
+
+
 def test_every_name_has_its_place_in_the_reference() -> None:
     named = re.findall(r"^::: (fedhm\S+)\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), flags=re.MULTILINE)
-    for module, name in named:
+    own = [(module, name) for module, name in named if module != "fedhm.tracking"]
+    for module, name in own:
         assert getattr(import_module(module), name) is getattr(fedhm, name)
-    assert {name for _, name in named} == set(fedhm.__all__) - {"models", "tracking"}
+    assert {name for _, name in own} == set(fedhm.__all__) - {"models", "tracking"}
+    assert {name for pair in named if pair not in own for name in pair[1:]} == set(fedhm.tracking.__all__)
+
+
+def test_every_page_is_in_the_sites_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    named = set(re.findall(r"([\w-]+\.md)$", menu, flags=re.MULTILINE))
+    assert named == {page.name for page in (ROOT / "docs").glob("*.md")}
 
 
 @pytest.mark.slow

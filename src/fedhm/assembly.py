@@ -21,6 +21,7 @@ from fedhm.experiment import Experiment
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of
 from fedhm.machine.device import find_device
+from fedhm.machine.places import check_file_names
 from fedhm.measure.self_written import self_written
 from fedhm.methods.coordinate import mean_of
 from fedhm.methods.method import AnyMethod, Setup
@@ -136,6 +137,7 @@ def assemble(
     sample = Feed(federation.example, preprocessing).one()
     method = design(settings, model, sample[0], federation.classes, public).method
     check_assignment(settings.federation, federation.size, method.tiers, method.levels)
+    check_file_names(method.tiers)
     check_minimum(settings.federation, federation.size)
     check_attackers(settings.server, settings.federation.per_round(federation.size))
     check_partition(settings, method.levels)

@@ -76,7 +76,7 @@ def test_every_run_is_complete_and_the_tables_are_written(finished: Path) -> Non
         *(f"{entry}-seed{seed}" for entry in ("fedhm", "fedavg", "lowrank-1-8") for seed in (0, 1)),
         "report.html", "comparison.md", "comparison.csv", "convergence-smallest.png", "accuracy-by-communication.png",
         "accuracy-by-computation.png", "cost-to-target.png", "parameters-and-macs-by-layer.png",
-        "energy-beyond-rank.png",
+        "energy-beyond-rank.png", "comparison.json",
     }  # fmt: skip
     config = read_config(finished / "lowrank-1-8-seed1")
     assert (config.seed, config.compare, config.engine.threads) == (1, None, 1)
@@ -225,6 +225,39 @@ def test_a_folder_that_holds_something_else_is_not_written_to(
     assert "cannot make the folder" in failure(
         capsys, "compare", "digits", "--methods", "fedavg", "--out", str(tmp_path / "file")
     )
+
+
+@pytest.mark.slow
+def test_its_folder_is_reported_again(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    files = [out / name for name in ("report.html", "comparison.md", "comparison.csv")]
+    expected = [file.read_text() for file in files]
+    for file in files:
+        file.unlink()
+    assert main(["report", str(out)]) == 0
+    assert "What each tier spent" in capsys.readouterr().out
+    assert [file.read_text() for file in files] == expected  # by the same names, and the command that made it
+    shutil.rmtree(out / "fedavg-seed1")  # what is not complete is left out
+    assert main(["report", str(out), "--out", str(tmp_path / "other")]) == 0
+    assert "lowrank:1/8" in (tmp_path / "other" / "comparison.csv").read_text()
+    assert "fedavg" not in (tmp_path / "other" / "comparison.csv").read_text()
+    (out / "comparison.json").unlink()  # as earlier versions left it
+    assert main(["report", str(out)]) == 1
+    assert "fedavg was run with the seeds 0" in capsys.readouterr().err
+    shutil.rmtree(out / "fedavg-seed0")
+    assert main(["report", str(out)]) == 0
+
+
+@pytest.mark.slow
+def test_other_verbs_say_what_a_comparisons_folder_is(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = finished / "fedavg-seed0"
+    for verb in ("export", "watch"):
+        said = failure(capsys, verb, str(finished))
+        assert f"{finished} is not the folder of a run: it holds runs, of which name one: {one}" in said
+    said = failure(capsys, "resume", str(finished))
+    assert "is the folder of a comparison, which the same command resumes: fedhm compare digits --methods" in said
+    assert f"of which name one: {one}" in failure(capsys, "report", str(finished), str(one))
 
 
 def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

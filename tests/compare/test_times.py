@@ -36,9 +36,12 @@ def test_time_is_shown_only_where_all_runs_have_it(tmp_path: Path) -> None:
     names = {path.name for path in ComparisonReport(timed, "fedhm compare", {}).save(tmp_path)}
     assert "accuracy-by-time.png" in names
     assert "### Time to 90 % accuracy" in (tmp_path / "comparison.md").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "Accuracy of each method's smallest model by simulated time".replace("'", "&#39;") in page
     assert "simulated_seconds_so_far" in (tmp_path / "comparison.csv").read_text()
     mixed = [timed[0], entry("fedpara", {"name": "fedpara"}, 0.0, (0.5, 0.9))]
     names = {path.name for path in ComparisonReport(mixed, "fedhm compare", {}).save(tmp_path)}
     assert "accuracy-by-time.png" not in names
     assert not (tmp_path / "accuracy-by-time.png").exists()
+    assert "by simulated time" not in (tmp_path / "report.html").read_text()
     assert "### Time to" not in (tmp_path / "comparison.md").read_text()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fedhm
 from fedhm.export import formats, write
 from fedhm.export.formats import onnx_format, torch_format
+from fedhm.export.subject import Subject
 
 X, Y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
 
@@ -131,3 +132,11 @@ def test_a_file_that_its_runtime_reads_otherwise_is_not_written(
     with pytest.raises(fedhm.FedhmError, match="gives other outputs than the network"):
         fedhm.export(small(), (6,), to="torch", out=tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["an older one"]
+
+
+def test_a_tier_that_is_a_budget_has_a_file_that_every_system_takes(tmp_path: Path) -> None:
+    done = write.write(Subject(small(), "memory:5MB,bytes:1/8", X, random=True), "torch", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [done.path.name] == ["memory-5MB,bytes-1-8.pt2"]
+    extra = {torch_format.FACTS: ""}
+    torch.export.load(done.path, extra_files=extra)
+    assert json.loads(extra[torch_format.FACTS])["tier"] == "memory:5MB,bytes:1/8"

@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from PIL import Image
 from torch import nn
 
 import fedhm
+import forked
 from fedhm.cli import main
 from fedhm.data.sources.digits import read_digits
 from fedhm.export.formats import onnx_format
@@ -61,6 +65,20 @@ def test_cards_have_all_that_was_measured(exported: Path) -> None:
     assert "raw images, uint8 (N, C, H, W) of 1×8×8" in (exported / "card-1-8.md").read_text()
     with Image.open(exported / "cards.png") as picture:
         assert len(picture.convert("RGB").getcolors(2**24) or []) > 50  # something is drawn
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_at_once_and_leaves_nothing_half_written(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with forked.fedhm(["export", str(finished), "--out", str(out), "--int8"], **streams) as process:
+        while not list(out.glob(".writing-*")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "\nfedhm: stopped\n")
+    assert not list(out.glob(".*"))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

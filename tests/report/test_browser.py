@@ -13,7 +13,7 @@ from fedhm.report.page.write import save_page
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Run
 from fedhm.runs.records import append_record
-from made_runs import eventful_run
+from made_runs import eventful_run, made_run
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
@@ -86,6 +86,7 @@ def test_values_stand_under_the_pointer(opened: Browser) -> None:
     opened.emulate("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
     text = opened.wait(lambda: opened.run("return document.querySelector('figure .hoverlayer').textContent"))
     assert "50.00" in text
+    assert "round 2" in text
 
 
 def test_what_is_not_ours_is_text_and_no_more(opened: Browser) -> None:
@@ -119,6 +120,40 @@ def test_it_is_readable_without_scripts_on_a_phone_in_the_dark_and_on_paper(open
     assert sum(element.is_displayed() for element in visible) == 10  # the other metric's are folded
     assert not opened.driver.find_element("css selector", ".switches").is_displayed()
     opened.emulate("Emulation.setScriptExecutionDisabled", value=False)
+
+
+OVERLAPS = f"""{SHOWN}.flatMap((place) => {{
+  const box = (what) => place.querySelector(what)?.getBoundingClientRect(), legend = box('.legend');
+  const over = (other) => legend && other && legend.top < other.bottom - 1 && other.top < legend.bottom - 1;
+  return [box('.xtitle'), box('.xaxislayer-above'), box('.modebar')].map(over);
+}})"""
+OUTSIDE = f"""{SHOWN}.map((place) => Math.max(...[...place.querySelectorAll('text')].map(
+  (text) => text.getBoundingClientRect().right - place.getBoundingClientRect().right)))"""
+NUMBERS = f"{SHOWN}.map((place) => [...place.querySelectorAll('.%stick text')].map((text) => text.textContent))"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_lies_over_anything_else_at_any_width(browser: Browser, address: str, width: int) -> None:
+    browser.emulate("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=True)
+    try:
+        browser.open(address)
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+        overlaps = browser.run(OVERLAPS)
+        assert len(overlaps) > 20
+        assert not any(overlaps)
+        assert max(browser.run(OUTSIDE)) < 1
+    finally:
+        browser.emulate("Emulation.clearDeviceMetricsOverride")
+
+
+def test_axes_of_a_single_point_have_numbers_and_no_client_is_a_half(browser: Browser, tmp_path: Path) -> None:
+    run = made_run("short", {"full": 1000}, [{"full": 0.5}])
+    run.records[0].diagnostics = {"energy_beyond/1/8": 0.0234}
+    browser.open(save_page([run], tmp_path).as_uri())
+    across, up = browser.run(NUMBERS % "x"), browser.run(NUMBERS % "y")
+    assert len(across) == 5  # by round, bytes and computation; spectrum; who took part
+    assert min(len(numbers) for numbers in (*across, *up)) >= 2
+    assert up[-1] == ["0", "1"]
 
 
 def test_a_run_that_goes_on_shows_its_news_and_keeps_what_is_switched_off(browser: Browser, tmp_path: Path) -> None:

@@ -150,12 +150,27 @@ def test_devices_are_told_with_who_took_part() -> None:
     assert ["slow", "4", "1/4", "16", "2", "2", "3", "0"] in rows
 
 
-@pytest.mark.parametrize(("value", "tick"), [(100 * 1e-7, "1e-05"), (0.3, "0.1")])  # 100 * 1e-7 < 1e-5
-def test_a_logarithmic_axis_has_room_around_a_single_value(value: float, tick: str) -> None:
-    lines = [Line("line", [value, value], [value, value], "#000000")]
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([100 * 1e-7], ["5e-06", "1e-05", "2e-05"]),  # 100 * 1e-7 < 1e-5
+        ([0.3], ["0.1", "0.2", "0.5"]),
+        ([0.32, 0.38], ["0.32", "0.34", "0.36", "0.38"]),  # no power of ten lies between, nor 2 or 5 times one
+        ([0.3, 4, 70], ["0.5", "1", "2", "5", "10", "20", "50"]),
+        ([1e-3, 5, 9e4], ["0.001", "0.01", "0.1", "1", "10", "100", "1000", "10000", "100000"]),
+    ],
+)
+def test_a_logarithmic_axis_has_numbers_whatever_its_values(values: list[float], ticks: list[str]) -> None:
+    lines = [Line("line", values, values, "#000000")]
     drawn = picture(Plot("title", "x", "y", lines, "words", log_x=True, log_y=True))  # warnings are errors
-    ticks = re.findall(r">(\d[^<]*)</text>", drawn)
-    assert [each.replace("\N{MINUS SIGN}", "-") for each in ticks] == [tick, tick]
+    found = [each.replace("\N{MINUS SIGN}", "-") for each in re.findall(r">(\d[^<]*)</text>", drawn)]
+    assert found == [*ticks, *ticks]
+
+
+def test_clients_are_counted_in_whole_numbers() -> None:
+    lines = [Line("line", [1], [0], "#000000", kind="points"), Line("line", [2], [1], "#000000", kind="points")]
+    drawn = picture(Plot("title", "round", "client", lines, "words", whole_x=True, whole_y=True))
+    assert re.findall(r">(\d[^<]*)</text>", drawn) == ["1", "2", "0", "1"]
 
 
 def test_a_run_without_an_evaluated_round_has_a_page() -> None:

@@ -4,6 +4,7 @@ import http.client
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,15 @@ def test_pages_of_others_cannot_read_it_by_a_name_of_theirs(server: PageServer) 
 
 def test_it_listens_on_this_machine_alone(server: PageServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
+
+
+def test_a_browser_that_goes_away_is_no_news(server: PageServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as gone:
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it closes by a reset
+            gone.sendall(f"GET / HTTP/1.0\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode())
+    assert ask(server, "/")[0] == 200
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_is_about_to_begin_is_waited_for(folder: Path, server: PageServer) -> None:

@@ -262,6 +262,13 @@ def test_one_that_fails_at_the_start_is_a_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_is_a_file_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fedhm.FedhmError, match=r"TensorBoard cannot be used: cannot read or write .*file/run: not a"):
+        run(tmp_path / "run", tensorboard=str(tmp_path / "file"))
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("setting", "said"), [("tensorboard", "TensorBoard"), ("mlflow", "MLflow"), ("wandb", "Weights")]
 )

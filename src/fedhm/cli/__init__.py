@@ -3,21 +3,19 @@
 Nothing heavy is imported before a command line is known to be right: torch alone takes seconds.
 """
 
-import os
 import shlex
-import signal
 import sys
-import threading
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from fedhm.cli.interrupts import STOPPED, ended_at_once
 from fedhm.cli.parser import make_parser
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.machine.ending import run_to_the_end
+from fedhm.machine.places import in_words
 from fedhm.machine.printable import printable_lines
 
 __all__ = ["command", "main"]
@@ -36,36 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _show_as_sentences()
             make_parser().parse_args(arguments, options)
             options.command = shlex.join(["fedhm", *(sys.argv[1:] if arguments is None else arguments)])
-            with _ended_at_once():
+            with ended_at_once():
                 verb: Callable[[Namespace], None] = resolve_name(options.verb)
             verb(options)
     except FedhmError as error:
         return _failed(str(error), 1)
     except KeyboardInterrupt:
-        return _failed(f"stopped{_resume_hint(options)}", 130, before="\n")
+        return _failed(f"stopped{_resume_hint(options)}", STOPPED, before="\n")
     except OSError as error:  # a full disk, a folder that may not be written
-        return _failed(f"{error}{_resume_hint(options)}", 1)
+        return _failed(f"{in_words(error)}{_resume_hint(options)}", 1)
     except UnicodeEncodeError as error:  # of a path in a config, in an argument or in the environment
         line = error.object[: error.start].rpartition("\n")[2] + error.object[error.start :].partition("\n")[0]
         shown = line.encode(errors="surrogateescape").decode(errors="backslashreplace").strip()
         return _failed(f"there is a name that is not in UTF-8: {shown}{_resume_hint(options)}", 1)
     return 0
-
-
-@contextmanager
-def _ended_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process while modules are imported: some of them would take the exception for another."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield  # somebody else has decided what it does
-        return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(_failed("stopped", 130, before="\n")))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _show_as_sentences() -> None:

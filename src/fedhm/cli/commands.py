@@ -10,9 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from fedhm.assembly import named_design
+from fedhm.cli.interrupts import ended_at_once
+from fedhm.compare import is_comparison
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
+from fedhm.machine.places import check_folder, make_folder
 from fedhm.report.comparable import difference
 from fedhm.report.progress import progress
 from fedhm.report.save import save_report
@@ -52,6 +55,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def resume(options: argparse.Namespace) -> None:
+    if is_comparison(options.folder):
+        from fedhm.compare.again import read_stated
+
+        raise FedhmError(
+            f"{options.folder} is the folder of a comparison, which the same command resumes: "
+            f"{read_stated(options.folder).command}"
+        )
     config = read_config(options.folder)
     if config.engine.name == "flower":
         with RunFolder.open(options.folder) as folder:  # which nobody else is writing
@@ -98,6 +108,13 @@ def sizes(options: argparse.Namespace) -> None:
 
 def report(options: argparse.Namespace) -> None:
     default = options.folders[0] if len(options.folders) == 1 else Path("report")
+    if options.out:
+        check_folder(options.out)
+    if len(options.folders) == 1 and is_comparison(options.folders[0]):
+        from fedhm.compare.command import report_again
+
+        report_again(options, Terminal())
+        return
     _show(options.folders, options.out or default, Terminal())
 
 
@@ -121,6 +138,7 @@ def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
     runs = [run for run in runs if run.evaluated]
     if not runs:
         raise FedhmError("there is nothing to report")
+    make_folder(out)
     written = save_report(runs, out)
     for table in rich_tables(runs, console.width):
         console.print(table)
@@ -156,8 +174,11 @@ def compare(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     from fedhm.export.command import export
+    from fedhm.export.write import forget_unfinished
 
-    export(options, Terminal())
+    out = options.out or options.folder / "export"
+    with ended_at_once(lambda: forget_unfinished(out)):
+        export(options, Terminal())
 
 
 def flower_up(options: argparse.Namespace) -> None:

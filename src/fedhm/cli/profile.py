@@ -19,6 +19,7 @@ from fedhm.config.units import rate, size
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.machine.link import LinkServer, address, measure_link
+from fedhm.machine.places import check_file
 from fedhm.measure.cost import measure
 from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import digest_of
@@ -36,6 +37,7 @@ def profile(options: argparse.Namespace, console: Console) -> None:
     config = load_config(options.config, options.changes).resolved()
     if config.method.needs_public:
         raise FedhmError(f"{config.method.name} needs public samples: profile another method, the model is the same")
+    check_file(options.out)  # what is to be written takes minutes to measure
     design = named_design(config)
     if options.host:
         console.print(f"measuring the link to {options.host} …", highlight=False, markup=False)

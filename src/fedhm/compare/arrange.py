@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedhm.compare.compared import Compared, Spread, so_far, spread
+from fedhm.compare.compared import Compared, Spread, spread
 from fedhm.config.objective import Metric
-from fedhm.server.record import Traffic
+from fedhm.runs.history import Run
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Place:
     def final(self) -> Spread:
         return self.entry.final(self.tier)
 
-    def spent_so_far(self, what: Callable[[Traffic], int]) -> list[float]:
-        """Return what was sent, or computed, up to each evaluated round, mean over the seeds."""
-        sums = [so_far(run, what) for run in self.entry.runs]
+    def spent_so_far(self, spent: Callable[[Run], Sequence[float]]) -> list[float]:
+        """Return what was spent up to each evaluated round, mean over the seeds."""
+        sums = [spent(run) for run in self.entry.runs]
         return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in self.entry.curve(self.tier)]
 
     def minus(self, other: "Place") -> Spread:

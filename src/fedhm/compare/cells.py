@@ -13,6 +13,7 @@ from fedhm.config.reading import parse
 from fedhm.config.settings import Config, EngineConfig, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.cores import usable_cores
+from fedhm.machine.places import file_name
 from fedhm.models.build import build_model
 from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 
@@ -48,7 +49,7 @@ class Cell:
 def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs: int) -> list[Cell]:
     """Return all runs, seed by seed, so that an interrupted comparison has some seeds of every entry."""
     every = [(entry, seed) for seed in range(config.seed, config.seed + seeds) for entry in entries]
-    return plan(config, [(e, seed, f"{folder_name(e.label)}-seed{seed}") for e, seed in every], out, jobs)
+    return plan(config, [(e, seed, f"{file_name(e.label)}-seed{seed}") for e, seed in every], out, jobs)
 
 
 def plan(config: Config, wanted: Sequence[tuple[Entry, int, str]], out: Path, jobs: int) -> list[Cell]:
@@ -78,10 +79,6 @@ def config_of(table: dict[str, Any], entry: Entry, seed: int) -> Config:
 def point_name(changes: Settings) -> str:
     """Return how an entry's own changes are called: train.lr=0.05,train.momentum=0."""
     return ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changes.items())
-
-
-def folder_name(label: str) -> str:
-    return label.replace("/", "-").replace(":", "-")
 
 
 def check(planned: Sequence[Cell]) -> None:

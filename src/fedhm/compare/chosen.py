@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedhm.compare.cells import Cell, changed_setting, folder_name, point_name
+from fedhm.compare.cells import Cell, changed_setting, point_name
 from fedhm.compare.compared import Compared
 from fedhm.compare.execute import Failed
 from fedhm.compare.tuning import Tuning
@@ -16,6 +16,7 @@ from fedhm.config.method_config import Settings
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
+from fedhm.machine.places import file_name
 from fedhm.report.sheets import Sheet
 from fedhm.runs.history import read_runs
 
@@ -141,7 +142,7 @@ def _last_metrics(cell: Cell) -> tuple[dict[str, float], str]:
 
 def tuned_alike(folders: Sequence[Path], entries: Sequence[Compared]) -> Tuned | None:
     """Read how runs that exist were tuned; None unless all of them were, in the same way."""
-    metric, labels = entries[0].metric, [entry.label for entry in entries]
+    metric, names = entries[0].metric, {file_name(entry.label) for entry in entries}
     found: list[Tuned] = []
     for out in dict.fromkeys(folder.resolve().parent for folder in folders):
         try:
@@ -149,7 +150,7 @@ def tuned_alike(folders: Sequence[Path], entries: Sequence[Compared]) -> Tuned |
             tried = {
                 label: [Tried(t["settings"], t[table["metric"]], t["failed"]) for t in of_entry["tried"]]
                 for label, of_entry in table.pop("entries").items()
-                if folder_name(label) in labels
+                if file_name(label) in names
             }
             if table.pop("metric") != metric.name:
                 return None

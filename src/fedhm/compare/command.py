@@ -9,13 +9,14 @@ from pathlib import Path
 from rich.console import Console
 
 from fedhm.compare import METHODS
+from fedhm.compare.again import Stated, from_there, reported_again
 from fedhm.compare.cells import Cell, cells, check, point_name
 from fedhm.compare.chosen import Tuned, diverged_before, note_diverged, tuned_alike, tuned_by
 from fedhm.compare.compared import Compared, existing, run_folders
 from fedhm.compare.entries import entries as entries_of
 from fedhm.compare.execute import Failed, execute
 from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.reference import Reference
+from fedhm.compare.reference import Reference, layers_of
 from fedhm.compare.tuning import Tuning, read_tuning
 from fedhm.config.arguments import number
 from fedhm.config.objective import Metric
@@ -23,7 +24,7 @@ from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.cores import usable_cores
-from fedhm.measure.cost import LayerCost
+from fedhm.machine.places import check_folder, make_folder
 from fedhm.report.sheets import rich_table
 from fedhm.runs.history import read_runs
 
@@ -39,8 +40,11 @@ def compare(options: argparse.Namespace, console: Console) -> None:
         found = existing(options.runs)
         target = _target(options, found[0].metric)
         tuned = tuned_alike(run_folders(options.runs), found)
-        report = ComparisonReport(found, options.command, _layers(found), target, tuned)
-        _show(report, options.out or Path("comparison"), console)
+        report = ComparisonReport(found, options.command, layers_of(found), target, tuned)
+        out = options.out or Path("comparison")
+        make_folder(out)
+        Stated(options.command, target, runs=from_there(run_folders(options.runs), out)).save(out)
+        _show(report, out, console)
         return
     if options.config is None:
         raise FedhmError("name a preset or a config file to compare methods on; 'fedhm presets' lists the presets")
@@ -51,6 +55,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     names = [name.strip() for name in (options.methods or METHODS).split(",") if name.strip()]
     entries = entries_of(names, reference)
     out = options.out or _default_folder(options.config, config)
+    check_folder(out)
     tuning, tuned = _tuning(options), None
     options.resume_hint = "; the same command resumes what is missing"
     if tuning:
@@ -61,12 +66,20 @@ def compare(options: argparse.Namespace, console: Console) -> None:
         entries = [replace(entry, changes=tuned.chosen(entry.label)) for entry in entries]
     planned = cells(config, entries, seeds, out, jobs)
     check(planned)
-    _make(out)
+    make_folder(out)
+    Stated(options.command, target, {e.label: [c.name for c in planned if c.entry is e] for e in entries}).save(out)
     failures = _execute(planned, "runs", out, jobs, console)
     if complete := _complete(planned):
         _show(ComparisonReport(complete, options.command, reference.layers(), target, tuned), out, console)
     if failures:
         raise FedhmError("\n".join(failed.sentence for failed in failures))
+
+
+def report_again(options: argparse.Namespace, console: Console) -> None:
+    """Write the report of a comparison that lies on disk, and of what is complete in it, once more."""
+    (folder,) = options.folders
+    make_folder(options.out or folder)
+    _show(reported_again(folder), options.out or folder, console)
 
 
 def _tuning(options: argparse.Namespace) -> Tuning | None:
@@ -80,7 +93,7 @@ def _tuning(options: argparse.Namespace) -> Tuning | None:
 
 def _tuned(tuning: Tuning, to_choose_by: Sequence[Cell], out: Path, jobs: int, console: Console) -> Tuned:
     """Run what is to be chosen by, and keep what came of it."""
-    _make(out)
+    make_folder(out)
     before = diverged_before(to_choose_by)
     left = [cell for cell in to_choose_by if cell not in [failed.cell for failed in before]]
     failures = _execute(left, "tuning runs", out, jobs, console)
@@ -104,13 +117,6 @@ def _execute(planned: Sequence[Cell], called: str, out: Path, jobs: int, console
         said = f"{missing} of {len(planned)} {called} to do in {out}, {at_a_time}"
         console.print(said, highlight=False, soft_wrap=True, markup=False)
     return execute(planned, jobs, console)
-
-
-def _layers(entries: Sequence[Compared]) -> dict[str, dict[str, LayerCost]]:
-    """Return costs of the model that a config names; nothing where it was handed over in Python."""
-    configs = [entry.first.config for entry in entries if entry.first.config.model and entry.first.config.data]
-    configs.sort(key=lambda config: not config.method.rank_ratios)  # whose tiers are the ones to show
-    return Reference(configs[0]).layers() if configs else {}
 
 
 def _show(report: ComparisonReport, out: Path, console: Console) -> None:
@@ -153,13 +159,6 @@ def _config(options: argparse.Namespace) -> Config:
 def _default_folder(name: str, config: Config) -> Path:
     assert config.data is not None  # load_config sees to that
     return Path("runs") / f"compare-{Path(name).stem}-{config.federation.heterogeneity}-{config.data.partition}"
-
-
-def _make(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FedhmError(f"cannot make the folder {out}: {error.strerror}") from None
 
 
 def _complete(planned: Sequence[Cell]) -> list[Compared]:

@@ -9,6 +9,7 @@ from typing import Self, TypeVar
 from torch import Tensor, nn
 
 from fedhm.assembly import Design, named_design
+from fedhm.compare.compared import Compared
 from fedhm.config.method_config import Settings
 from fedhm.config.plugins import make
 from fedhm.config.settings import CompareConfig, Config
@@ -126,6 +127,13 @@ class Reference:
 
     def _nearest_ratio(self, size: int) -> float:
         return _nearest(RATIOS, self._ratio_size, size)
+
+
+def layers_of(entries: Sequence[Compared]) -> dict[str, dict[str, LayerCost]]:
+    """Return costs by tier and layer of the model that a config names; nothing where it was handed over in Python."""
+    configs = [entry.first.config for entry in entries if entry.first.config.model and entry.first.config.data]
+    configs.sort(key=lambda config: not config.method.rank_ratios)  # whose tiers are the ones to show
+    return Reference(configs[0]).layers() if configs else {}
 
 
 def _nearest(choices: Sequence[float], size_of: Callable[[float], int], size: int) -> float:

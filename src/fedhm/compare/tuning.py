@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fedhm.compare import TUNE_SHARE
-from fedhm.compare.cells import Cell, cells, check, check_folder, check_parts, config_of, folder_name, plan, point_name
+from fedhm.compare.cells import Cell, cells, check, check_folder, check_parts, config_of, plan, point_name
 from fedhm.compare.entries import Entry
 from fedhm.config.method_config import Settings
 from fedhm.config.reading import read_value
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
+from fedhm.machine.places import file_name
 
 FOLDER = "tune"  # of the runs to choose by, in the comparison's
 TUNABLE = ("train", "server", "method")  # how an entry trains is its own; data, clients and model are everybody's
@@ -134,11 +135,11 @@ def _has(config: Config, key: str) -> bool:
 
 
 def _name(variant: Entry) -> str:
-    return f"{FOLDER}/{folder_name(variant.label)}/{_file_name(variant.changes)}"
+    return f"{FOLDER}/{file_name(variant.label)}/{_place(variant.changes)}"
 
 
-def _file_name(point: Settings) -> str:
-    return folder_name(point_name(point)).replace(" ", "")
+def _place(point: Settings) -> str:
+    return file_name(point_name(point)).replace(" ", "")
 
 
 def _check_one_fits(possible: Sequence[Cell]) -> None:

@@ -9,7 +9,8 @@ from fedhm.errors import FedhmError
 from fedhm.export.formats import find_format
 from fedhm.export.of_run import subjects_of_run
 from fedhm.export.write import Exported, write
-from fedhm.report.sheets import readable_bytes
+from fedhm.machine.places import check_folder
+from fedhm.report.sheets import readable_bytes, rich_table
 
 
 def export(options: argparse.Namespace, console: Console) -> None:
@@ -21,6 +22,8 @@ def export(options: argparse.Namespace, console: Console) -> None:
             raise FedhmError("--int8 writes ONNX files: it goes with --to onnx")
         wanted.append(("onnx", True))
     out = options.out or options.folder / "export"
+    if options.out:
+        check_folder(out)
     exported: dict[str, list[Exported]] = {}
     subjects = subjects_of_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
     for subject in subjects:
@@ -32,7 +35,11 @@ def export(options: argparse.Namespace, console: Console) -> None:
     if options.card:
         from fedhm.export.cards.card import write_cards
 
-        for path in write_cards(subjects, exported, out):
+        table, written = write_cards(subjects, exported, out)
+        for part in table.split(console.width):
+            console.print(rich_table(part))
+        console.print(table.note, highlight=False, markup=False)
+        for path in written:
             console.print(str(path), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,10 +15,12 @@ from fedhm.export.formats import Format, Outputs, find_format
 from fedhm.export.formats.quantize import quantize
 from fedhm.export.program import as_program
 from fedhm.export.subject import Subject
+from fedhm.machine.places import file_name, make_folder
 from fedhm.networks.inputs import one_tensor
 
 TOLERANCE = 1e-4  # of the largest output: sums in another order differ by less, anything wrong by more
 BATCH = 128
+UNFINISHED = f".writing-{os.getpid()}-"  # how folders begin in which this process writes
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,9 @@ def write(subject: Subject, to: str, folder: Path, *, int8: bool = False) -> Exp
     if int8 and subject.calibration is None:
         raise FedhmError("8 bits need samples to find the ranges of the activations by: give some with samples=")
     program = as_program(subject, made.MOST)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FedhmError(f"cannot make the folder {folder}: {error.strerror}") from None
-    name = f"{subject.name.replace('/', '-')}{'.int8' if int8 else ''}{made.SUFFIX}"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as beside:
+    make_folder(folder)
+    name = f"{file_name(subject.name)}{'.int8' if int8 else ''}{made.SUFFIX}"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as beside:
         written = Path(beside) / name
         try:
             made.write(program, written, _facts(subject, int8))
@@ -70,6 +70,12 @@ def write(subject: Subject, to: str, folder: Path, *, int8: bool = False) -> Exp
                 os.fsync(opened.fileno())
             file.replace(folder / file.name)
     return Exported(folder / name, to, int8, difference, subject.random, metrics)
+
+
+def forget_unfinished(folder: Path) -> None:
+    """Remove what this process was about to write, for one that is ended at once."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _facts(subject: Subject, int8: bool) -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import combinations
 from warnings import warn
 
 from torch import nn
@@ -22,6 +23,8 @@ from fedhm.methods.method import Setup
 from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.networks.inputs import one_tensor
+
+LARGEST_FIRST = "list the largest first"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ class TierBudgets:
         modes = [Mode(train.micro_batch, bool(train.checkpointing))] if settled else None
         found: dict[str, Planned] = {}
         above: Mapping[str, int] = {}  # the full network's
+        if check:
+            self._check_order(versions)
         for tier, budget in self._tiers.items():
             if isinstance(budget, RankPlan):
                 above = budget
@@ -84,13 +89,28 @@ class TierBudgets:
             limits = self._amounts(budget, versions)
             below = self._below(tier)
             if check and below and not meets(versions.cost(below), {k: v for k, v in limits.items() if k != "memory"}):
-                raise FedhmError(f"method.tiers: '{tier}' affords less than a tier after it: list the largest first")
+                raise FedhmError(f"method.tiers: '{tier}' affords less than a tier after it: {LARGEST_FIRST}")
             fitted = fit_versions(versions.between(below or self._smallest, above), limits, modes)
+            if check and above and dict(fitted.plan) == dict(above):  # perhaps only that holds the tier back
+                whole = fit_versions(versions.between(below or self._smallest, {}), limits, modes)
+                if whole.expected.parameters > fitted.expected.parameters:
+                    raise FedhmError(f"method.tiers: '{tier}' affords more than the tier before it: {LARGEST_FIRST}")
             self._warn(tier, fitted)
             above = fitted.plan
             how = (0, False) if settled else (fitted.micro_batch, fitted.checkpointing)
             found[tier] = Planned(dict(fitted.plan), *how)
         return found
+
+    def _check_order(self, versions: Versions) -> None:
+        """Refuse a tier after one that has no more of anything, whatever the model makes of both."""
+        known: dict[str, Mapping[str, int]] = {
+            tier: vars(versions.cost(each)) if isinstance(each, RankPlan) else dict(self._amounts(each, versions))
+            for tier, each in self._tiers.items()
+        }
+        for (tier, before), (other, after) in combinations(known.items(), 2):
+            alike = isinstance(self._tiers[tier], RankPlan) == isinstance(self._tiers[other], RankPlan)
+            if alike and before != after and all(kind in before and after[kind] >= before[kind] for kind in after):
+                raise FedhmError(f"method.tiers: '{other}' affords more than '{tier}' before it: {LARGEST_FIRST}")
 
     def _below(self, tier: str) -> RankPlan | None:
         """Return the plan of the next tier that is a ratio: no budget before it has smaller ranks."""

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from fedhm.config.section import Section
 from fedhm.config.settings import DataConfig, ModelConfig
 from fedhm.config.training import StopConfig
 from fedhm.runs.history import Run
@@ -51,4 +52,6 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value) or "nothing"
+    if isinstance(value, tuple):
+        return str([v.model_dump(mode="json", exclude_defaults=True) if isinstance(v, Section) else v for v in value])
+    return str(value) or "nothing"

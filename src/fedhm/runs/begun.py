@@ -61,13 +61,22 @@ def read_begun(path: Path) -> Begun:
     check_name(path)
     file = path / FILE
     if not file.exists():
-        raise FedhmError(f"{path} is not the folder of a run: there is no {FILE} in it")
+        raise FedhmError(f"{path} is not the folder of a run: {_what_is_there(path)}")
     text = read_text(file)
     versions = tuple(_SIGNATURE.findall(text))
     try:
         return Begun(*parse_begun(text, str(file)), versions)
     except FedhmError as error:
         raise FedhmError(f"{error}{_remark(versions)}") from None
+
+
+def _what_is_there(path: Path) -> str:
+    if not path.exists():
+        return "there is no such folder"
+    if not path.is_dir():
+        return "it is a file"
+    within = min(path.glob(f"*/{FILE}"), default=None)
+    return f"there is no {FILE} in it" if within is None else f"it holds runs, of which name one: {within.parent}"
 
 
 def write_begun(path: Path, config: ResolvedConfig) -> None:

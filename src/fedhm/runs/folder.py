@@ -13,6 +13,7 @@ from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_name, write_atomically
 from fedhm.machine.locks import take_lock
+from fedhm.machine.places import check_folder, make_folder
 from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
 from fedhm.runs import identities, secret
@@ -40,6 +41,7 @@ class RunFolder:
         self.path = path
         self.begun: Begun
         self._new = False  # made by this process
+        make_folder(path)
         lock = take_lock(path / LOCK)
         if lock is None:
             raise FedhmError(f"another process is running in {path}")
@@ -48,6 +50,7 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path) -> None:
         check_name(path)
+        check_folder(path)
         if (path / "config.toml").exists():
             command = pasteable("fedhm", "resume", path)
             raise FedhmError(f"{path} holds a run already: resume it with {command}, or choose another folder")
@@ -57,10 +60,6 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: ResolvedConfig) -> "RunFolder":
         cls.check_free(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FedhmError(f"cannot make the folder {path}: {error.strerror}") from None
         folder = cls(path)
         try:
             folder.begin_with(config)

@@ -88,7 +88,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read(path: Path) -> Run:
     check_name(path.resolve())
     if not path.is_dir():
-        raise FedhmError(f"there is no folder {path}")
+        raise FedhmError(
+            f"{path} is a file, not the folder of a run" if path.exists() else f"there is no folder {path}"
+        )
     records = read_records(path / "records.jsonl")
     config, costs, facts = read_config(path), read_costs(path), read_data_facts(path)
     best = kept_best(path / "models", len(records))

@@ -14,6 +14,7 @@ from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of, to_hadamard, to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.machine.files import read_shapes, read_tensors, write_tensors
+from fedhm.machine.places import file_name
 from fedhm.networks.exchange import exchanged, load
 from fedhm.networks.structure import copied
 from fedhm.widths.ensemble import Ensemble
@@ -33,7 +34,7 @@ class Layer:
 
 def tier_file(folder: Path, tier: str) -> Path:
     """Return where the model of a tier lies in a folder of models."""
-    return folder / f"{tier.replace('/', '-').replace(':', '-')}.safetensors"
+    return folder / f"{file_name(tier)}.safetensors"
 
 
 def save_tier(path: Path, network: nn.Module, tier: str) -> None:

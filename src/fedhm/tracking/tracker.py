@@ -11,12 +11,15 @@ from warnings import warn
 from torch import nn
 
 from fedhm.errors import FedhmError, FedhmWarning
+from fedhm.machine.places import in_words
 from fedhm.machine.printable import printable
 from fedhm.runs.tier_files import save_tier, tier_file
 from fedhm.server.record import Record
 from fedhm.server.watcher import About
 from fedhm.tracking.memory import Remembered, recall, remember
 from fedhm.tracking.values import values
+
+LONGEST = 200  # characters of what a tool says
 
 
 class Tracker(ABC):
@@ -69,7 +72,7 @@ class Tracker(ABC):
         except FedhmError:
             raise
         except Exception as error:  # whatever the tool raises
-            raise FedhmError(f"{self.called} cannot be used: {printable(str(error) or repr(error))}") from error
+            raise FedhmError(f"{self.called} cannot be used: {_why(error)}") from error
         self._open, self._complete = True, False
         remember(self._folder, self._key, Remembered(self._run, held))
         self._missing = list(about.records[held:])
@@ -121,5 +124,11 @@ class Tracker(ABC):
             self._fails = True
 
     def _warn(self, error: Exception, outcome: str) -> None:
-        reason = printable(str(error) or repr(error))
-        warn(f"{self.called} fails ({reason}); {outcome}", FedhmWarning, stacklevel=3)
+        warn(f"{self.called} fails ({_why(error)}); {outcome}", FedhmWarning, stacklevel=3)
+
+
+def _why(error: Exception) -> str:
+    """Return what a tool has raised, in one line: some of them give whole paragraphs."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return in_words(error)
+    return printable(str(error) or repr(error), LONGEST)

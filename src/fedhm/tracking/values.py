@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from fedhm.config.settings import Config
+from fedhm.machine.places import file_name
 from fedhm.server.record import Record
 
 _ODD = re.compile(r"[^\w\-. /]")  # what some tracker refuses in names
@@ -41,5 +42,5 @@ def settings(config: Config) -> dict[str, Any]:
 
 
 def _one_word(name: str) -> str:
-    """Return a tier's name without the slash that would make a folder of it, as files are called."""
-    return name.replace("/", "-")
+    """Return a tier's name as its files are called: a slash would make a folder of it."""
+    return file_name(name)

@@ -1,6 +1,5 @@
 """The paper's figures of a comparison: convergence, the metric by what was spent, and costs to reach a target."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def _save_by(
     for axes, choose, title in zip(panels, (min, max), ("largest", "smallest"), strict=True):
         for number, (name, places) in enumerate(comparison.columns.items()):
             place = places[choose(places)]
-            _draw(axes, number, name, place, _spent_so_far(place, spent))
+            _draw(axes, number, name, place, place.spent_so_far(spent))
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(unit)
@@ -112,12 +111,6 @@ def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[
     axes.plot(positions, means, style, color=colour, marker=marker, linewidth=1.5, label=label)
     if around.any():
         axes.fill_between(positions, means - around, means + around, color=colour, alpha=0.12, linewidth=0)
-
-
-def _spent_so_far(place: Place, spent: Callable[[Run], Sequence[float]]) -> list[float]:
-    """Return what was spent up to each evaluated round, mean over the seeds."""
-    sums = [spent(run) for run in place.entry.runs]
-    return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in place.entry.curve(place.tier)]
 
 
 def _bars(axes: Axes, ratios: Sequence[float | None], labels: Sequence[str], colours: Sequence[Any]) -> None:

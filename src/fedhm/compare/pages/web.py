@@ -1,17 +1,18 @@
 """The page of a comparison: the paper's table and figures, to be looked at in a browser."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from matplotlib.colors import to_hex
 
 from fedhm.compare.arrange import Comparison, Place
-from fedhm.compare.compared import computed, sent
+from fedhm.compare.compared import computed, sent, so_far
 from fedhm.compare.pages.figures import COLOURS, STYLES, TIER_COLOURS
 from fedhm.compare.pages.tabulate import readable_count
 from fedhm.compare.targets import Reached
 from fedhm.measure.cost import LayerCost
 from fedhm.report.page.plot import Line, Plot, ends
-from fedhm.server.record import Traffic
+from fedhm.runs.history import Run
 
 
 def convergence(comparison: Comparison) -> Plot:
@@ -25,17 +26,28 @@ def convergence(comparison: Comparison) -> Plot:
 
 
 def by_cost(comparison: Comparison) -> list[Plot]:
-    """Return the metric of each method's largest and smallest tier by what all clients have sent, and computed."""
-    axes: list[tuple[str, Callable[[Traffic], int], float, str]] = [
-        ("communication", sent, 1e6, "MB sent by server and clients for training so far, all together"),
-        ("computation", computed, 1e9, "GMACs of all clients together for training so far"),
+    """Return the metric of each method's largest and smallest tier by what all clients have sent, and computed.
+
+    Where all runs have it, by simulated time, too.
+    """
+    axes: list[tuple[str, Callable[[Run], Sequence[float]], float, str]] = [
+        (
+            "communication",
+            partial(so_far, what=sent),
+            1e6,
+            "MB sent by server and clients together so far",
+        ),
+        ("computation", partial(so_far, what=computed), 1e9, "GMACs of all clients together for training so far"),
     ]
+    places = [place for column in comparison.columns.values() for place in column.values()]
+    if all(run.seconds_so_far() for place in places for run in place.entry.runs):
+        axes.append(("simulated time", Run.seconds_so_far, 1, "simulated seconds of training so far"))
     plots: list[Plot] = []
     for by, what, unit, axis in axes:
         for choose, which in ((min, "largest"), (max, "smallest")):
             lines = []
-            for number, (name, places) in enumerate(comparison.columns.items()):
-                place = places[choose(places)]
+            for number, (name, column) in enumerate(comparison.columns.items()):
+                place = column[choose(column)]
                 lines.append(_line(number, name, place, [spent / unit for spent in place.spent_so_far(what)]))
             title = f"{comparison.metric.name} of each method's {which} model by {by}"
             plots.append(_plot(comparison, title, axis, lines))

@@ -12,6 +12,7 @@ from fedhm.export.cards.timing import Timed, timed
 from fedhm.export.subject import Subject
 from fedhm.export.write import Exported
 from fedhm.machine.files import write_atomically
+from fedhm.machine.places import file_name
 from fedhm.measure.cost import Cost, measure
 from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs
 
@@ -48,8 +49,10 @@ class Row:
         ]
 
 
-def write_cards(subjects: Sequence[Subject], exported: Mapping[str, Sequence[Exported]], out: Path) -> list[Path]:
-    """Measure all files, in turn, and write a card for each tier, one table and one plot for all of them."""
+def write_cards(
+    subjects: Sequence[Subject], exported: Mapping[str, Sequence[Exported]], out: Path
+) -> tuple[Sheet, list[Path]]:
+    """Measure all files, in turn; write a card for each tier, and the table and one plot for all of them."""
     objective = subjects[0].objective
     if objective is None:
         raise FedhmError("a card is for the tiers of a run")
@@ -60,13 +63,13 @@ def write_cards(subjects: Sequence[Subject], exported: Mapping[str, Sequence[Exp
     written: list[Path] = []
     for subject in subjects:
         own = [row for row in rows if row.subject is subject]
-        path = out / f"card-{subject.name.replace('/', '-')}.md"
+        path = out / f"card-{file_name(subject.name)}.md"
         write_atomically(path, _card(subject, own, objective.headline))
         written.append(path)
-    table = out / "cards.md"
-    write_atomically(table, markdown_table(sheet(rows, objective.headline)))
+    table, of_all = out / "cards.md", sheet(rows, objective.headline)
+    write_atomically(table, markdown_table(of_all))
     points = [(row.subject.name, row.kind, row.found.seconds, row.size, row.file.metrics) for row in rows]
-    return [*written, table, draw(points, objective.headline, out / "cards.png")]
+    return of_all, [*written, table, draw(points, objective.headline, out / "cards.png")]
 
 
 def sheet(rows: Sequence[Row], metric: Metric) -> Sheet:

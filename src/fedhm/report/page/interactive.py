@@ -8,7 +8,7 @@ from typing import Any
 
 from fedhm.report.page.plot import DASHES, Line, Plot
 
-FEW = 12  # rounds, each of which has its number below the axis
+FEW = 12  # rounds or clients, each of which has its number beside the axis
 CLEAR = "rgba(0,0,0,0)"  # the page's own colours show through, in the light and in the dark
 
 
@@ -20,7 +20,7 @@ def figure(plot: Plot) -> dict[str, Any]:
 
 def _trace(plot: Plot, line: Line) -> dict[str, Any]:
     trace: dict[str, Any] = {
-        "name": escape(line.label),  # plotly reads tags in its texts
+        "name": _wrapped(line.label),
         "x": [plot.categories[int(x)] for x in line.x] if line.kind == "bars" else _numbers(line.x),
         "y": _numbers(line.y),
         "meta": {"run": line.run, "tier": line.tier},
@@ -72,16 +72,20 @@ def _under_pointer(plot: Plot, line: Line) -> str:
 def _layout(plot: Plot) -> dict[str, Any]:
     across: dict[str, Any] = {"title": {"text": _wrapped(plot.x_label)}, "automargin": True, "zeroline": False}
     if plot.log_x:
-        across |= {"type": "log", "dtick": "D2" if _decades(plot.lines) < 3 else 1, "tickformat": "~g"}
+        across |= _logarithmic([x for line in plot.lines for x in line.x])
     if plot.whole_x:
-        few = max((x for line in plot.lines for x in line.x), default=0) <= FEW
-        across |= {"tickformat": ",~g", "minallowed": 0} | ({"dtick": 1} if few else {})
+        across |= _whole([x for line in plot.lines for x in line.x]) | {"minallowed": 0}
+    if plot.together:
+        title = {"text": f"{escape(plot.x_label)} %{{x}}"}
+        across |= {"unifiedhovertitle": title, "spikethickness": 1, "spikedash": "dot"}
     if plot.categories and not any(line.kind == "bars" for line in plot.lines):
         names = [escape(name) for name in plot.categories]
         across |= {"tickvals": list(range(len(names))), "ticktext": names}
-    up: dict[str, Any] = {"title": {"text": _wrapped(plot.y_label)}, "automargin": True, "zeroline": False}
+    up: dict[str, Any] = {"title": {"text": _wrapped(plot.y_label, 28)}, "automargin": True, "zeroline": False}
     if plot.log_y:
-        up |= {"type": "log", "tickformat": "~g"}
+        up |= _logarithmic([y for line in plot.lines for y in line.y])
+    if plot.whole_y:
+        up |= _whole([y for line in plot.lines for y in line.y]) | {"minallowed": -0.5}  # with room below client 0
     return {
         "height": plot.height,
         "xaxis": across,
@@ -92,7 +96,7 @@ def _layout(plot: Plot) -> dict[str, Any]:
         "plot_bgcolor": CLEAR,
         "font": {"family": "system-ui, sans-serif", "size": 13},
         "margin": {"l": 60, "r": 16, "t": 32, "b": 48},
-        "legend": {"orientation": "h", "y": -0.25, "yanchor": "top", "x": 0},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
         "modebar": {"bgcolor": CLEAR},
         "showlegend": len(plot.lines) > 1,
         "uirevision": plot.key,  # zoom and switched-off lines stay when numbers change
@@ -100,14 +104,25 @@ def _layout(plot: Plot) -> dict[str, Any]:
     }
 
 
-def _wrapped(text: str) -> str:
-    """Return text in lines that fit a phone."""
-    return "<br>".join(escape(line) for line in textwrap.wrap(text, 36))
+def _logarithmic(values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis with some numbers on it, and not with so many that they overlap on a phone."""
+    known = [value for value in values if 0 < value < math.inf]
+    decades = math.log10(max(known) / min(known)) if known else 0.0
+    axis: dict[str, Any] = {"type": "log", "tickformat": "~g"}
+    if 0 < decades < 0.9:  # which has perhaps no power of ten in it
+        return axis | {"nticks": 4}
+    return axis | {"dtick": "D2" if decades < 3 else 1}  # D2: with 2 and 5 between powers of ten
 
 
-def _decades(lines: Sequence[Line]) -> float:
-    places = [x for line in lines for x in line.x if x > 0]
-    return math.log10(max(places) / min(places)) if places else 0.0
+def _whole(values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis without halves: there is no round or client between two others."""
+    few = max(values, default=0) - min(values, default=0) <= FEW
+    return {"tickformat": ",~g"} | ({"dtick": 1} if few else {})
+
+
+def _wrapped(text: str, longest: int = 36) -> str:
+    """Return text in lines that fit a phone; plotly reads tags in its texts."""
+    return "<br>".join(escape(line) for line in textwrap.wrap(text, longest))
 
 
 def _numbers(values: Sequence[float]) -> list[float | None]:

@@ -9,6 +9,7 @@ from zlib import crc32
 from fedhm.report.sheets import Sheet
 
 DASHES = ("solid", "dash", "dot", "dashdot")  # a style for each run, a colour for each tier
+HEIGHT, LEGEND_ROW, MOST_LEGEND_ROWS = 420, 19, 16  # pixels, and rows
 MOST_ROWS = 200  # of the table behind a plot, which would outweigh the page
 
 
@@ -39,11 +40,23 @@ class Plot:
     log_x: bool = False
     log_y: bool = False
     whole_x: bool = False  # rounds and clients are counted
+    whole_y: bool = False
     categories: Sequence[str] = ()  # what stands below the axis in place of 0, 1, …
     decimals: int = 4
     together: bool = False  # values of all lines under one pointer: they share their x
-    height: int = 420  # pixels
     numbers: Sheet | None = None  # the table behind it, where that is no row for each place on the axis
+
+    @property
+    def height(self) -> int:
+        """Return how high it is, in pixels, so that a long legend leaves room on a phone: there two short names fit."""
+        longest = max((len(line.label) for line in self.lines), default=0)
+        rows = len(self.lines) * (0.5 if longest < 16 else -(-longest // 36))
+        return HEIGHT + LEGEND_ROW * max(0, min(MOST_LEGEND_ROWS, round(rows)) - 2)
+
+    @property
+    def heading(self) -> str:
+        """Return its title with a capital, unless it begins with a sign such as ε."""
+        return self.title[0].upper() + self.title[1:] if self.title[0].isascii() else self.title
 
     @property
     def key(self) -> str:

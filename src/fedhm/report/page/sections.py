@@ -61,7 +61,7 @@ def _state(run: Run) -> str:
     if stopped:
         return f"{run.name} stopped after round {done} of {rounds}: {stopped}."
     if done >= rounds:
-        return f"{run.name} has done all of its {rounds} rounds."
+        return f"{run.name} has done {f'all of its {rounds} rounds' if rounds > 1 else 'its only round'}."
     return f"{run.name} has done {done} of its {rounds} rounds."
 
 

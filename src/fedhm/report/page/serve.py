@@ -4,6 +4,7 @@ The page asks for its changing part every two seconds, and gets it only if a rec
 ask for. Nothing is read by a name that a browser gives, so no file of the run can be asked for.
 """
 
+import sys
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,6 +54,11 @@ class PageServer(ThreadingHTTPServer):
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
             raise FedhmError(f"cannot listen on port {port}: {error.strerror}; choose another with --port") from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that went away before it had its answer; all else is an error of ours."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     @property
     def address(self) -> str:

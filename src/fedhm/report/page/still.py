@@ -7,10 +7,11 @@ from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from fedhm.report.page.plot import DASHES, Line, Plot
+from fedhm.report.page.plot import DASHES, HEIGHT, Line, Plot
 from fedhm.report.plots import plain
 
 INK = "#010203"  # stands for the page's own colour of text, which a file cannot know
@@ -18,7 +19,8 @@ STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 MARKERS = {"circle": "o", "x": "x", "circle-open": "o"}
 WIDTH, LEGEND_ROW = 7.2, 0.2  # inches
 COLUMNS, MOST_IN_LEGEND = 4, 40
-ROOM, LONGEST = 90, 18  # characters that fit below the axis side by side, and of one name
+ROOM, LONGEST = 90, 18  # characters that fit below the axis side by side, and of one name there
+SIGN = 6  # characters that a line in the legend takes
 
 
 def picture(plot: Plot) -> str:
@@ -27,9 +29,9 @@ def picture(plot: Plot) -> str:
     look: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": plot.key, "font.size": 9, **inked}
     with rc_context(look):
         # margins of fixed sizes: matplotlib's layout engines draw everything twice to find them
-        legend = LEGEND_ROW * -(-len(plot.lines) // COLUMNS) if _has_legend(plot) else 0.0
+        legend = LEGEND_ROW * -(-len(plot.lines) // _columns(plot)) if _has_legend(plot) else 0.0
         below = legend + (1.3 if _is_turned(plot) else 0.5)
-        height = plot.height / 96 + legend
+        height = HEIGHT / 96 + legend
         drawn = Figure(figsize=(WIDTH, height))
         axes = drawn.add_axes((0.8 / WIDTH, below / height, 1 - 1.0 / WIDTH, 1 - (below + 0.1) / height))
         bars = [line for line in plot.lines if line.kind == "bars"]
@@ -70,16 +72,14 @@ def _finish(axes: Axes, plot: Plot) -> None:
         if around := _decade([x for line in plot.lines for x in line.x]):
             axes.set_xlim(around)
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        _logarithmic(axes.xaxis, axes.get_xlim())
     if plot.log_y:
         if around := _decade([y for line in plot.lines for y in line.y]):
             axes.set_ylim(around)
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    if plot.whole_x:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        _logarithmic(axes.yaxis, axes.get_ylim())
+    for axis in [axes.xaxis] * plot.whole_x + [axes.yaxis] * plot.whole_y:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if plot.categories:
         turned = _is_turned(plot)
         names = [plain(name[-LONGEST:]) for name in plot.categories]
@@ -89,7 +89,7 @@ def _finish(axes: Axes, plot: Plot) -> None:
     axes.grid(alpha=0.25, color=INK, linewidth=0.5)
     axes.set_axisbelow(True)
     if _has_legend(plot):
-        axes.figure.legend(loc="lower left", ncols=COLUMNS, fontsize=8, frameon=False, borderaxespad=0.1)
+        axes.figure.legend(loc="lower left", ncols=_columns(plot), fontsize=8, frameon=False, borderaxespad=0.1)
 
 
 def _decade(values: list[float]) -> tuple[float, float] | None:
@@ -99,8 +99,24 @@ def _decade(values: list[float]) -> tuple[float, float] | None:
     return min(values) / math.sqrt(10), max(values) * math.sqrt(10)
 
 
+def _logarithmic(axis: Axis, limits: tuple[float, float]) -> None:
+    """Give an axis numbers that can be read, also where there is no power of ten on it."""
+    decades = math.log10(limits[1] / limits[0])
+    if decades < 0.8:
+        axis.set_major_locator(MaxNLocator(4))
+    elif decades < 3:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _has_legend(plot: Plot) -> bool:
     return 1 < len(plot.lines) <= MOST_IN_LEGEND
+
+
+def _columns(plot: Plot) -> int:
+    """Return how many names of the legend fit side by side."""
+    return max(1, min(COLUMNS, int(1.2 * ROOM) // (SIGN + max(len(line.label) for line in plot.lines))))
 
 
 def _is_turned(plot: Plot) -> bool:

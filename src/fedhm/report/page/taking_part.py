@@ -39,9 +39,10 @@ def who_took_part(run: Run, runs: Sequence[Run]) -> Plot:
         x_label="round",
         y_label="client",
         lines=lines,
-        summary=f"Clients by round: {took:,} times one took part, {dropped:,} answers were dropped and {cut:,} cut. "
+        summary=f"Clients by round. Tasks taken: {took:,}; answers dropped: {dropped:,}; cut to a bound: {cut:,}. "
         "The tables have who, and why.",
         whole_x=True,
+        whole_y=True,
         decimals=0,
         numbers=clients_sheet(run),
     )
