@@ -16,8 +16,8 @@ from fedhm.networks.initial import initialise
 SMALL: dict[str, Any] = {"width": 0.25, "depth": 2, "patch": 2, "image": (8, 8)}
 CHANGES = [
     "model.name=vit", "model.width=0.25", "model.depth=2", "model.patch=2", "data.train_samples=600",
-    "federation.clients=4", "federation.participation=1", "train.rounds=3", "train.epochs=3", "train.batch=32", "train.optimizer=adamw",
-    "train.lr=0.01", "train.milestones=[]", "evaluation.every=3", "engine.workers=1",
+    "federation.clients=4", "federation.participation=1", "train.rounds=3", "train.epochs=3", "train.batch=32",
+    "train.optimizer=adamw", "train.lr=0.01", "train.milestones=[]", "evaluation.every=3", "engine.workers=1",
 ]  # fmt: skip
 
 
