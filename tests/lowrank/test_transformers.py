@@ -1,15 +1,19 @@
 """Transformers of Hugging Face, factorized: what stays dense and why, and that the rest is still the model."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fedhm
 from fedhm.errors import FedhmError
 from fedhm.lowrank.decay import add_frobenius_decay
 from fedhm.lowrank.hadamard import HadamardTransposed
@@ -181,6 +185,16 @@ def test_decay_and_hadamard_factors_of_a_transposed_linear_layer() -> None:
     assert isinstance(composed[0], HadamardTransposed)
     model.load_state_dict(to_full(composed), strict=True)
     torch.testing.assert_close(model(x), composed(x), rtol=0, atol=1e-12)
+
+
+def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "factorized.md").read_text()
+    first, *_ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {"fedhm": fedhm, "model": tiny_bert()}
+    exec(compile(first, "docs/factorized.md", "exec"), names)
+    assert "rank 4" in capsys.readouterr().out
+    recovered = to_full(names["small"])
+    assert all(torch.equal(tensor, recovered[name]) for name, tensor in names["model"].state_dict().items())
 
 
 def test_nobody_imports_transformers_for_a_model_without_them() -> None:

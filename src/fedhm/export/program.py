@@ -49,8 +49,7 @@ def _composed(network: nn.Module) -> nn.Module:
 
 def _dense(layer: Hadamard) -> nn.Module:
     weight = layer.weight.detach()
-    if isinstance(layer, HadamardTransposed):
-        weight = weight.T.contiguous()
+    weight = (weight.T if isinstance(layer, HadamardTransposed) else weight).contiguous()
     outputs, inputs, *kernel = weight.shape
     bias = layer.bias is not None
     dense: nn.Linear | nn.Conv1d | nn.Conv2d = nn.Linear(inputs, outputs, bias=bias)
