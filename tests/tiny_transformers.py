@@ -1,4 +1,4 @@
-"""A tiny BERT with random weights, and text that can be learnt: nothing is downloaded."""
+"""Tiny transformers with random weights, and text that can be learnt: nothing is downloaded."""
 
 from importlib.util import find_spec
 
@@ -22,6 +22,19 @@ def tiny_bert(classes: int = 3, seed: int = 0) -> nn.Module:
         return BertForSequenceClassification(settings)
 
 
+def tiny_masked_bert(seed: int = 0) -> nn.Module:
+    """Return a BERT that fills in words, by a head that is tied to its embedding."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    settings = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return BertForMaskedLM(settings)
+
+
 def tiny_llama(seed: int = 0) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,6 +45,31 @@ def tiny_llama(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(settings)
+
+
+def tiny_gpt2(seed: int = 0) -> nn.Module:
+    """Return a GPT-2, with fused qkv, linear layers that hold their weights transposed, and a tied head."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings = GPT2Config(
+        vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(settings)
+
+
+def tiny_vit(classes: int = 3, seed: int = 0) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    settings = ViTConfig(
+        image_size=8, patch_size=4, num_channels=1, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=24, num_labels=classes,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ViTForImageClassification(settings)
 
 
 def sentences(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fedhm.export.api import export
     from fedhm.export.write import Exported
     from fedhm.lowrank.hybrid import to_full, to_hybrid
-    from fedhm.lowrank.layers import LowRankConv2d, LowRankLinear
+    from fedhm.lowrank.layers import LowRankConv1d, LowRankConv2d, LowRankLinear
     from fedhm.lowrank.plan import RankPlan, plan_ranks
     from fedhm.measure.cost import Cost, measure, training_memory
     from fedhm.measure.fit import Fit, fit
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "About", "Config", "Cost", "Experiment", "Exported", "Federation", "FedhmError", "Fit", "LowRankConv2d",
-    "LowRankLinear", "Method", "MethodConfig", "Metric", "Metrics", "ModelState", "Objective", "Participant",
-    "Preprocessing", "RankPlan", "Record", "Result", "RunWatcher", "Samples", "State", "Task", "Update", "Watcher",
-    "assemble", "export", "fit",
+    "About", "Config", "Cost", "Experiment", "Exported", "Federation", "FedhmError", "Fit", "LowRankConv1d",
+    "LowRankConv2d", "LowRankLinear", "Method", "MethodConfig", "Metric", "Metrics", "ModelState", "Objective",
+    "Participant", "Preprocessing", "RankPlan", "Record", "Result", "RunWatcher", "Samples", "State", "Task", "Update",
+    "Watcher", "assemble", "export", "fit",
     "load_config", "load_tier", "measure", "models", "plan_ranks", "prepare", "resume", "run", "to_full", "to_hybrid",
     "tracking", "training_memory",
 ]  # fmt: skip
@@ -73,7 +73,7 @@ _HOMES = {
     "export.api": "export",
     "export.write": "Exported",
     "lowrank.hybrid": "to_full to_hybrid",
-    "lowrank.layers": "LowRankConv2d LowRankLinear",
+    "lowrank.layers": "LowRankConv1d LowRankConv2d LowRankLinear",
     "lowrank.plan": "RankPlan plan_ranks",
     "measure.cost": "Cost measure training_memory",
     "measure.fit": "Fit fit",

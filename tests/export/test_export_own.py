@@ -1,6 +1,8 @@
 """A network of one's own as a file, from Python, and what cannot be one."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import fedhm
 from fedhm.export import formats, write
 from fedhm.export.formats import onnx_format, torch_format
 from fedhm.export.subject import Subject
+from fedhm.lowrank.hybrid import to_hadamard, to_hybrid
 
 X, Y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
 
@@ -48,6 +51,16 @@ def test_pt2_takes_raw_images_and_random_ones_are_said(tmp_path: Path) -> None:
     extra = {torch_format.FACTS: ""}
     torch.export.load(done.path, extra_files=extra)
     assert json.loads(json.loads(extra[torch_format.FACTS])["classes"]) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("make", [to_hybrid, partial(to_hadamard, generator=torch.Generator().manual_seed(0))])
+def test_convolutions_of_signals_in_any_form(make: Callable[..., nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv1d(2, 12, 5, padding=2), nn.BatchNorm1d(12), nn.Conv1d(12, 12, 3, stride=2, dilation=2)
+    network = make(nn.Sequential(*layers, nn.Flatten(), nn.Linear(12 * 8, 3)), {"0": 2, "2": 3}).eval()
+    done = fedhm.export(network, (2, 20), to="torch", out=tmp_path)
+    x = torch.randn(4, 2, 20)
+    torch.testing.assert_close(torch_format.load(done.path)(x), network(x).detach())
 
 
 def test_regression_has_its_own_metrics_and_no_classes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from fedhm.lowrank.unroll import Form, join, roll, split, unroll, unrolled_shape
 
 forms = st.sampled_from(["spatial", "pufferfish"])
 sizes = st.integers(1, 5)
-shapes = st.one_of(st.tuples(sizes, sizes), st.tuples(sizes, sizes, sizes, sizes)).map(torch.Size)
+shapes = st.lists(sizes, min_size=2, max_size=4).map(torch.Size)
 
 
 def test_rows_are_input_and_vertical_offset_columns_are_output_and_horizontal_offset() -> None:
@@ -46,6 +46,12 @@ def test_linear_is_the_convolution_of_size_one(form: Form) -> None:
     assert torch.equal(unroll(weight, form), unroll(weight[:, :, None, None], form))
 
 
+@pytest.mark.parametrize("form", ["spatial", "pufferfish"])
+def test_a_kernel_with_one_axis_is_a_column_of_a_kernel_with_two(form: Form) -> None:
+    weight = torch.arange(24).reshape(2, 3, 4)
+    assert torch.equal(unroll(weight, form), unroll(weight[:, :, :, None], form))
+
+
 @settings(deadline=None, max_examples=100)
 @given(shapes, forms)
 def test_roll_is_the_inverse_of_unroll(shape: torch.Size, form: Form) -> None:
@@ -63,7 +69,7 @@ def test_where_the_shapes_of_both_forms_agree_so_do_their_matrices(shape: torch.
     """So the form of a matrix can be told from its shape."""
     weight = torch.arange(shape.numel()).reshape(shape)
     spatial, pufferfish = unroll(weight), unroll(weight, "pufferfish")
-    assert (spatial.shape == pufferfish.shape) == (len(shape) == 2 or shape[3] == 1)
+    assert (spatial.shape == pufferfish.shape) == (len(shape) < 4 or shape[3] == 1)
     assert spatial.shape != pufferfish.shape or torch.equal(spatial, pufferfish)
 
 
@@ -75,7 +81,10 @@ def test_join_is_the_inverse_of_split(shape: torch.Size, rank: int, form: Form) 
     right = torch.arange(rank * columns).reshape(rank, columns) + 1000
     u, v = split(left, right, shape)
     n, m, *kernel = shape
-    if kernel and form == "pufferfish":
+    if len(kernel) == 1:
+        assert u.shape == (rank, m, *kernel)
+        assert v.shape == (n, rank, 1)
+    elif kernel and form == "pufferfish":
         assert u.shape == (rank, m, *kernel)
         assert v.shape == (n, rank, 1, 1)
     elif kernel:

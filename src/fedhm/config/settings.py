@@ -57,14 +57,18 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34", "transformer"] = "cnn"
+    name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34", "vit", "transformer"] = "cnn"
     width: Annotated[float, Field(gt=0)] = 1.0
+    depth: Annotated[int, Field(ge=1, le=100)] = 6  # of a vit: how many blocks it has
+    patch: Positive = 4  # of a vit: pixels of a patch's side
     base: str = ""  # of a transformer: the folder of a pretrained one, or the installed package that brings it
 
     @model_validator(mode="after")
     def _pretrained(self) -> "ModelConfig":
         if (self.name == "transformer") != bool(self.base):
             raise ValueError("name = 'transformer' and a base, a pretrained model, belong together")
+        if self.name != "vit" and (self.depth, self.patch) != (6, 4):
+            raise ValueError("depth and patch are settings of name = 'vit'")
         return self
 
 

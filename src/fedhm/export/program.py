@@ -9,7 +9,7 @@ from torch.export import Dim, ExportedProgram
 from fedhm.errors import FedhmError
 from fedhm.export.fold import fold_batchnorm
 from fedhm.export.subject import RawImages, Subject
-from fedhm.lowrank.hadamard import Hadamard, HadamardConv2d
+from fedhm.lowrank.hadamard import Hadamard, HadamardConv1d, HadamardConvolution, HadamardTransposed
 from fedhm.machine.printable import printable
 from fedhm.networks.structure import copied
 
@@ -49,11 +49,13 @@ def _composed(network: nn.Module) -> nn.Module:
 
 def _dense(layer: Hadamard) -> nn.Module:
     weight = layer.weight.detach()
+    weight = (weight.T if isinstance(layer, HadamardTransposed) else weight).contiguous()
     outputs, inputs, *kernel = weight.shape
-    dense: nn.Linear | nn.Conv2d = nn.Linear(inputs, outputs, bias=layer.bias is not None)
-    if isinstance(layer, HadamardConv2d):
-        size, bias, mode = (kernel[0], kernel[1]), layer.bias is not None, layer.padding_mode
-        shape = (size, layer.stride, layer.padding, layer.dilation)
-        dense = nn.Conv2d(inputs, outputs, *shape, bias=bias, padding_mode=mode)
+    bias = layer.bias is not None
+    dense: nn.Linear | nn.Conv1d | nn.Conv2d = nn.Linear(inputs, outputs, bias=bias)
+    if isinstance(layer, HadamardConvolution):
+        kind: Any = nn.Conv1d if isinstance(layer, HadamardConv1d) else nn.Conv2d
+        shape = (tuple(kernel), layer.stride, layer.padding, layer.dilation)
+        dense = kind(inputs, outputs, *shape, bias=bias, padding_mode=layer.padding_mode)
     dense.weight, dense.bias = nn.Parameter(weight), layer.bias
     return dense

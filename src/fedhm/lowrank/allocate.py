@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
+from fedhm.lowrank.layers import whole_rank
 from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.unroll import unroll, unrolled_shape
 from fedhm.machine.side_by_side import side_by_side
@@ -121,8 +122,7 @@ def layers_of(weights: Mapping[str, Tensor], start: RankPlan) -> dict[str, Layer
     def layer_of(name: str) -> Layer:
         weight = weights[f"{name}.weight"].detach()
         shape = unrolled_shape(weight.shape, start.form)
-        whole = weight.shape[0] if weight.ndim == 4 else min(shape)
-        return Layer(energies(unroll(weight, start.form)), shape, whole, sum(shape))
+        return Layer(energies(unroll(weight, start.form)), shape, whole_rank(weight.shape), sum(shape))
 
     names = list(start)
     return dict(zip(names, side_by_side(layer_of, names), strict=True))

@@ -7,26 +7,28 @@ With X (n, R), Y (m, R) and T (R, R, k₁, k₂) a half has rank R at most, but 
 """
 
 import math
-from typing import cast
+from collections.abc import Callable
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedhm.lowrank.layers import LowRankTransposed, forms_of
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 
 
 class Half(nn.Module):
     """A half of a weight: X Yᵀ, or T ×₁ X ×₂ Y for a convolution: x (n, R), y (m, R), t (R, R, k₁, k₂)."""
 
-    def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, generator: torch.Generator | None) -> None:
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator | None) -> None:
         super().__init__()
-        n, m, *kernel = dense.weight.shape
-        spread = factor_deviation(dense.weight.detach(), rank)
+        n, m, *kernel = weight.shape
+        spread = factor_deviation(weight.detach(), rank)
 
         def factor(*shape: int) -> nn.Parameter:
             values = torch.zeros(shape) if generator is None else spread * torch.randn(shape, generator=generator)
-            return nn.Parameter(values.to(dense.weight), requires_grad=dense.weight.requires_grad)
+            return nn.Parameter(values.to(weight), requires_grad=weight.requires_grad)
 
         self.x, self.y = factor(n, rank), factor(m, rank)
         self.t = factor(rank, rank, *kernel) if kernel else None
@@ -34,17 +36,18 @@ class Half(nn.Module):
     def forward(self) -> Tensor:
         if self.t is None:
             return self.x @ self.y.T
-        return torch.einsum("abhw,na,mb->nmhw", self.t, self.x, self.y)
+        return torch.einsum("ab...,na,mb->nm...", self.t, self.x, self.y)
 
 
 class Hadamard(nn.Module):
     """The two halves of one layer, and the dense weight that they compose, once for each batch."""
 
-    def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, generator: torch.Generator | None = None) -> None:
+    def __init__(self, dense: nn.Module, rank: int, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.rank = rank
-        self.first, self.second = Half(dense, rank, generator), Half(dense, rank, generator)
-        self.bias = dense.bias
+        weight = cast(Tensor, dense.weight)
+        self.first, self.second = Half(weight, rank, generator), Half(weight, rank, generator)
+        self.bias = cast(nn.Parameter | None, dense.bias)
         self.train(dense.training)
 
     @property
@@ -61,12 +64,21 @@ class HadamardLinear(Hadamard):
         return F.linear(x, self.weight, self.bias)
 
 
-class HadamardConv2d(Hadamard):
-    def __init__(self, dense: nn.Conv2d, rank: int, generator: torch.Generator | None = None) -> None:
+class HadamardTransposed(Hadamard):
+    """A linear layer whose weight is held as (m, n)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.T, self.bias)
+
+
+class HadamardConvolution(Hadamard):
+    convolve: ClassVar[Callable[..., Tensor]]
+
+    def __init__(self, dense: nn.Conv1d | nn.Conv2d, rank: int, generator: torch.Generator | None = None) -> None:
         super().__init__(dense, rank, generator)
-        self.stride = cast(tuple[int, int], dense.stride)
-        self.dilation = cast(tuple[int, int], dense.dilation)
-        self.padding = cast(str | tuple[int, int], dense.padding)
+        self.stride: tuple[int, ...] = dense.stride
+        self.dilation: tuple[int, ...] = dense.dilation
+        self.padding: str | tuple[int, ...] = dense.padding
         self.padding_mode = dense.padding_mode
         # (left, right, top, bottom), worked out by torch for "same" too
         self._pads: list[int] = list(dense._reversed_padding_repeated_twice)
@@ -74,8 +86,24 @@ class HadamardConv2d(Hadamard):
     def forward(self, x: Tensor) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
-            x, padding = F.pad(x, self._pads, mode=self.padding_mode), (0, 0)
-        return F.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation)
+            x, padding = F.pad(x, self._pads, mode=self.padding_mode), (0,) * len(self.stride)
+        return self.convolve(x, self.weight, self.bias, self.stride, padding, self.dilation)
+
+
+class HadamardConv1d(HadamardConvolution):
+    convolve = staticmethod(F.conv1d)
+
+
+class HadamardConv2d(HadamardConvolution):
+    convolve = staticmethod(F.conv2d)
+
+
+def hadamard_of(layer: nn.Module) -> type[Hadamard]:
+    """Return what a layer is composed as."""
+    if isinstance(layer, nn.Conv1d | nn.Conv2d):
+        return HadamardConv1d if isinstance(layer, nn.Conv1d) else HadamardConv2d
+    transposed = (forms_of(layer) or {}).get("spatial") is LowRankTransposed
+    return HadamardTransposed if transposed else HadamardLinear
 
 
 def factor_deviation(weight: Tensor, rank: int) -> float:

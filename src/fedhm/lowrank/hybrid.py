@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.hadamard import Hadamard, HadamardConv2d, HadamardLinear
-from fedhm.lowrank.layers import LAYERS, LowRank, PufferfishConv2d, largest_rank
+from fedhm.lowrank.hadamard import Hadamard, hadamard_of
+from fedhm.lowrank.layers import LowRank, PufferfishConv2d, forms_of, largest_rank
 from fedhm.lowrank.plan import RankPlan, obstacle
 from fedhm.networks.structure import copied, weight_owners
 
@@ -21,11 +22,13 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
     """
     form = plan.form if isinstance(plan, RankPlan) else "spatial"
 
-    def factorized(name: str, dense: nn.Conv2d | nn.Linear) -> LowRank:
-        rank, largest = plan[name], largest_rank(dense.weight.shape, form)
+    def factorized(name: str, dense: nn.Module) -> LowRank:
+        rank, largest = plan[name], largest_rank(cast(Tensor, dense.weight).shape, form)
         if not isinstance(rank, Integral) or not 1 <= rank <= largest:
             raise FedhmError(f"rank {rank} is impossible for layer '{name}': it must lie between 1 and {largest}")
-        return LAYERS[type(dense)][form](dense, rank, spectral=spectral)
+        forms = forms_of(dense)
+        assert forms is not None
+        return forms[form](dense, rank, spectral=spectral)
 
     return _with_new_layers(model, plan, factorized)
 
@@ -37,10 +40,8 @@ def to_hadamard(model: nn.Module, plan: Mapping[str, int], generator: torch.Gene
     network whose weights are loaded right after.
     """
 
-    def composed(name: str, dense: nn.Conv2d | nn.Linear) -> Hadamard:
-        if isinstance(dense, nn.Conv2d):
-            return HadamardConv2d(dense, plan[name], generator)
-        return HadamardLinear(dense, plan[name], generator)
+    def composed(name: str, dense: nn.Module) -> Hadamard:
+        return hadamard_of(dense)(dense, plan[name], generator)
 
     return _with_new_layers(model, plan, composed)
 
@@ -65,9 +66,7 @@ def plan_of(hybrid: nn.Module, kind: type[LowRank | Hadamard] = LowRank) -> Rank
     return RankPlan(ranks, "pufferfish" if pufferfish else "spatial")
 
 
-def _with_new_layers(
-    model: nn.Module, names: Iterable[str], make: Callable[[str, nn.Conv2d | nn.Linear], nn.Module]
-) -> nn.Module:
+def _with_new_layers(model: nn.Module, names: Iterable[str], make: Callable[[str, nn.Module], nn.Module]) -> nn.Module:
     """Return a copy of `model` in which `make` has replaced every layer of `names`."""
     hybrid = copied(model)
     layers = dict(hybrid.named_modules())
@@ -78,7 +77,6 @@ def _with_new_layers(
             raise FedhmError(f"the rank plan factorizes '{name}', but the model has no such layer")
         if reason := obstacle(dense, owners):
             raise FedhmError(f"the rank plan factorizes '{name}', but it must stay dense: {reason}")
-        assert isinstance(dense, nn.Conv2d | nn.Linear)
         new = make(name, dense)
         if dense is hybrid:
             return new

@@ -19,9 +19,10 @@ class LowRank(nn.Module):
 
     form: ClassVar[Form] = "spatial"
 
-    def __init__(self, dense: nn.Conv2d | nn.Linear, rank: int, *, spectral: bool = True) -> None:
+    def __init__(self, dense: nn.Module, rank: int, *, spectral: bool = True) -> None:
         super().__init__()
-        weight = dense.weight.detach()
+        trained = cast(Tensor, dense.weight)
+        weight = trained.detach()
         self.dense_shape = weight.shape
         self.rank = rank
         if spectral:
@@ -30,9 +31,9 @@ class LowRank(nn.Module):
             rows, columns = unrolled_shape(weight.shape, self.form)
             left, right = weight.new_zeros(rows, rank), weight.new_zeros(rank, columns)
         u, v = split(left, right, weight.shape)
-        self.u = nn.Parameter(u, requires_grad=dense.weight.requires_grad)
-        self.v = nn.Parameter(v, requires_grad=dense.weight.requires_grad)
-        self.bias = dense.bias
+        self.u = nn.Parameter(u, requires_grad=trained.requires_grad)
+        self.v = nn.Parameter(v, requires_grad=trained.requires_grad)
+        self.bias = cast(nn.Parameter | None, dense.bias)
         self.train(dense.training)
 
     @property
@@ -53,21 +54,51 @@ class LowRankLinear(LowRank):
         return f"in_features={m}, out_features={n}, rank={self.rank}, bias={self.bias is not None}"
 
 
-class LowRankConvolution(LowRank):
-    """A factorized convolution: what both forms take over from the dense one; a bias stays on the second factor."""
+class LowRankTransposed(LowRank):
+    """A factorized Linear layer that holds its weight as (m, n), as `transformers`' Conv1D does: y = (x v) u + b.
 
-    def __init__(self, dense: nn.Conv2d, rank: int, *, spectral: bool = True) -> None:
+    Everybody else takes that weight for one of a Linear from n to m. So u is (r, n) and v (m, r): what is v u to them
+    is also what x is multiplied by.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.v.T), self.u.T, self.bias)
+
+    def extra_repr(self) -> str:
+        m, n = self.dense_shape
+        return f"in_features={m}, out_features={n}, rank={self.rank}, bias={self.bias is not None}"
+
+
+class LowRankConvolution(LowRank):
+    """A factorized convolution: what all forms take over from the dense one; a bias stays on the second factor."""
+
+    def __init__(self, dense: nn.Conv1d | nn.Conv2d, rank: int, *, spectral: bool = True) -> None:
         super().__init__(dense, rank, spectral=spectral)
-        self.stride = cast(tuple[int, int], dense.stride)
-        self.dilation = cast(tuple[int, int], dense.dilation)
-        self.padding = dense.padding
+        self.stride: tuple[int, ...] = dense.stride
+        self.dilation: tuple[int, ...] = dense.dilation
+        self.padding: str | tuple[int, ...] = dense.padding
         self.padding_mode = dense.padding_mode
         # (left, right, top, bottom), worked out by torch for "same" too
         self._pads: list[int] = list(dense._reversed_padding_repeated_twice)
 
     def extra_repr(self) -> str:
-        n, m, k1, k2 = self.dense_shape
-        return f"{m}, {n}, kernel_size=({k1}, {k2}), rank={self.rank}, stride={self.stride}, padding={self.padding}"
+        n, m, *kernel = self.dense_shape
+        size = f"kernel_size={tuple(kernel)}"
+        return f"{m}, {n}, {size}, rank={self.rank}, stride={self.stride}, padding={self.padding}"
+
+
+class LowRankConv1d(LowRankConvolution):
+    """A convolution of k taps m → r, then one of a single tap r → n: r (m k + n) parameters.
+
+    It is what a Conv2d with a k×1 kernel becomes, in both forms. Stride, padding and dilation are all the first one's.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            x, padding = F.pad(x, self._pads, mode=self.padding_mode), (0,)
+        x = F.conv1d(x, self.u, None, self.stride, padding, self.dilation)
+        return F.conv1d(x, self.v, self.bias)
 
 
 class LowRankConv2d(LowRankConvolution):
@@ -111,9 +142,25 @@ class PufferfishConv2d(LowRankConvolution):
 
 # Which layers are factorized, by their exact type and the form: a row for each, to which others may be added.
 LAYERS: dict[type[nn.Module], dict[Form, type[LowRank]]] = {
+    nn.Conv1d: {"spatial": LowRankConv1d, "pufferfish": LowRankConv1d},
     nn.Conv2d: {"spatial": LowRankConv2d, "pufferfish": PufferfishConv2d},
     nn.Linear: {"spatial": LowRankLinear, "pufferfish": LowRankLinear},
 }
+# The same for layers of packages that are not imported here, by the full name of their type.
+FOREIGN: dict[str, dict[Form, type[LowRank]]] = {
+    "transformers.pytorch_utils.Conv1D": {"spatial": LowRankTransposed, "pufferfish": LowRankTransposed},
+}
+
+
+def forms_of(layer: nn.Module) -> dict[Form, type[LowRank]] | None:
+    """Return what a layer is factorized as, in each form; None if its type is not known."""
+    kind = type(layer)
+    return LAYERS.get(kind) or FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def whole_rank(shape: torch.Size) -> int:
+    """Return the rank that stands for a ratio of 1: as many as output channels, or as a matrix has directions."""
+    return shape[0] if len(shape) > 2 else min(shape)
 
 
 def largest_rank(shape: torch.Size, form: Form = "spatial") -> int:

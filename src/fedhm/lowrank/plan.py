@@ -1,24 +1,28 @@
 """Rank plans: which layers of a network are factorized, at which rank, and why the others are not.
 
 The paper's hybrid network [ρ, L, γ]: the first ρ layers, 1×1 convolutions and the classifier stay dense; every
-other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linear).
+other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linear). Of a transformer that is attention and
+MLP: embeddings, and heads that are tied to them, stay dense.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import get_args
+from typing import cast, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.layers import LAYERS, largest_rank
+from fedhm.lowrank.layers import LAYERS, forms_of, largest_rank, whole_rank
 from fedhm.lowrank.unroll import Form, unrolled_shape
 from fedhm.networks.structure import weight_owners
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+TIED = "its weight is tied to another layer's"
 ROOT = "(model)"  # a model that has weights of its own, outside its layers
 
 
@@ -99,11 +103,11 @@ def plan_ranks(
     counted = 0
     for name, layer in layers.items():
         reason = obstacle(layer, owners)
-        if isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and not pointwise:
+        if isinstance(layer, CONVOLUTIONS) and set(layer.kernel_size) == {1} and not pointwise:
             reason = reason or "a 1×1 convolution"
         elif name == classifier:
-            reason = "the classifier"
-        elif isinstance(layer, nn.Conv2d | nn.Linear):
+            reason = f"the classifier, and {reason}" if reason == TIED else "the classifier"
+        elif _counts(layer):
             counted += 1
             if counted <= keep:
                 reason = reason or f"among the first {keep} layers"
@@ -112,8 +116,7 @@ def plan_ranks(
         if reason is None and ratio == 1:
             reason = "the ratio is 1: the full network"
         if reason is None:
-            assert isinstance(layer, nn.Conv2d | nn.Linear)
-            decisions[name] = _affordable_rank(layer, ratio, form)
+            decisions[name] = _affordable_rank(cast(Tensor, layer.weight).shape, ratio, form)
         else:
             decisions[name] = reason
     return RankPlan(decisions, form)
@@ -131,23 +134,36 @@ def obstacle(layer: nn.Module, owners: Counter[int]) -> str | None:
         return "its weight is computed from other parameters"
     if any(is_lazy(p) for p in layer.parameters(recurse=False)):
         return "its weight has no shape before the model has run once"
-    if type(layer) not in LAYERS:
-        kind = type(layer).__name__
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            return f"a {kind}, whose owner may use its weight without calling it"
-        return f"a {kind}: only {' and '.join(known.__name__ for known in LAYERS)} are factorized"
-    assert isinstance(layer, nn.Conv2d | nn.Linear)
-    if not isinstance(layer._parameters.get("weight"), nn.Parameter):
+    if forms_of(layer) is None:
+        return _unknown(layer)
+    weight = layer._parameters.get("weight")
+    if not isinstance(weight, nn.Parameter):
         return "its weight is computed from other parameters"
-    if layer.weight.is_complex():
+    if weight.is_complex():
         return "its weight is complex"
-    if owners[id(layer.weight)] > 1:
-        return "its weight is tied to another layer's"
+    if owners[id(weight)] > 1:
+        return TIED
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return "hooks are registered on it, which a new layer would lose"
-    if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+    if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
         return f"a grouped convolution ({layer.groups} groups)"
     return None
+
+
+def _unknown(layer: nn.Module) -> str:
+    """Return why a layer whose type is not known stays dense."""
+    kind = type(layer).__name__
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return f"an {kind}: rows of it are looked up, and no matrix is multiplied"
+    if _counts(layer):
+        return f"a {kind}, whose owner may use its weight without calling it"
+    *others, last = (known.__name__ for known in LAYERS)
+    return f"a {kind}: only {', '.join(others)} and {last} are factorized"
+
+
+def _counts(layer: nn.Module) -> bool:
+    """Tell whether a layer is one of those of which the first are kept dense."""
+    return isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) or forms_of(layer) is not None
 
 
 def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -155,16 +171,15 @@ def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(module, ParametrizationList):
             continue  # a part of the layer that it is computed for
         # the weight of a parametrized or a lazy layer is not among its own matrices
-        computed = isinstance(module, nn.Conv2d | nn.Linear) or is_parametrized(module)
+        computed = _counts(module) or is_parametrized(module)
         if computed or any(p.ndim >= 2 for p in module.parameters(recurse=False)):
             yield name, module
 
 
-def _affordable_rank(layer: nn.Conv2d | nn.Linear, ratio: float, form: Form) -> int | str:
+def _affordable_rank(shape: torch.Size, ratio: float, form: Form) -> int | str:
     """Return the rank at this ratio, or why it does not pay."""
-    size = layer.out_channels if isinstance(layer, nn.Conv2d) else min(layer.weight.shape)
-    rank = min(max(1, round(ratio * size)), largest_rank(layer.weight.shape, form))
-    factored = rank * sum(unrolled_shape(layer.weight.shape, form))
-    if factored >= layer.weight.numel():
-        return f"rank {rank} would hold {factored:,} parameters instead of {layer.weight.numel():,}"
+    rank = min(max(1, round(ratio * whole_rank(shape))), largest_rank(shape, form))
+    factored = rank * sum(unrolled_shape(shape, form))
+    if factored >= shape.numel():
+        return f"rank {rank} would hold {factored:,} parameters instead of {shape.numel():,}"
     return rank

@@ -7,6 +7,7 @@ from torch import nn
 from fedhm.models.cnn import cnn
 from fedhm.models.mlp import mlp
 from fedhm.models.resnet import resnet10, resnet18, resnet34
+from fedhm.models.vit import vit
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn": cnn,
@@ -14,6 +15,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet10": resnet10,
     "resnet18": resnet18,
     "resnet34": resnet34,
+    "vit": vit,
 }
 
-__all__ = ["MODELS", "cnn", "mlp", "resnet10", "resnet18", "resnet34"]
+__all__ = ["MODELS", "cnn", "mlp", "resnet10", "resnet18", "resnet34", "vit"]

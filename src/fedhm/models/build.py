@@ -23,14 +23,24 @@ def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> n
     if config.model.base:
         return read_pretrained(config.model.base, outputs, config.objective.per_token, derive(config.seed, "model"))
     make = partial(MODELS[config.model.name], num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
+    size = f"model.width = {config.model.width:g}"
+    if config.model.name == "vit":
+        make = partial(make, depth=config.model.depth, patch=config.model.patch, image=_image(input_shape))
+        size += f" and model.depth = {config.model.depth}"
     if config.model.width > 2:  # none of the others is large
-        _check_size(make, config.model.width)
+        _check_size(make, size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "model"))
         return make()
 
 
-def _check_size(make: Callable[[], nn.Module], width: float) -> None:
+def _image(shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) != 3:
+        raise FedhmError(f"model.name = 'vit' is for images, not for inputs of shape {shape}")
+    return shape[1], shape[2]
+
+
+def _check_size(make: Callable[[], nn.Module], given: str) -> None:
     """Refuse a model that this machine cannot hold, before any of it is there."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -38,6 +48,4 @@ def _check_size(make: Callable[[], nn.Module], width: float) -> None:
     except (RuntimeError, OverflowError, TypeError):  # torch cannot count so far
         size = math.inf
     if 4 * size > memory():  # itself, its first weights, and one that is trained with its gradients
-        raise FedhmError(
-            f"model.width = {width:g} makes a model of {size / 1e9:,.0f} GB, too large to be trained in the memory here"
-        )
+        raise FedhmError(f"{given} makes a model of {size / 1e9:,.0f} GB, too large to be trained in the memory here")
