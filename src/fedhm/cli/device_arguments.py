@@ -18,15 +18,20 @@ BUDGETS = {
 }
 PROFILE = """\
 Run it on a device: it measures the seconds of a step and the peak memory of training each tier, plainly, with
-checkpointing and in micro-batches, each in a process of its own, and writes a device file for [[federation.devices]]
-and for the node config of a SuperNode."""
+checkpointing, in micro-batches and with both, each in a process of its own, and writes a device file for
+[[federation.devices]] and for the node config of a SuperNode."""
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:
     for kind in KINDS:
         parser.add_argument(f"--{kind}", metavar="SIZE", help=BUDGETS[kind])
     seconds = number("--seconds", "a number above 0", above=0)
-    parser.add_argument("--seconds", type=seconds, metavar="S", help="of a training step, measured on this machine")
+    parser.add_argument(
+        "--seconds",
+        type=seconds,
+        metavar="S",
+        help="of a training step, measured on this machine in a process of its own",
+    )
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:

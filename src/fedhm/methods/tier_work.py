@@ -15,6 +15,7 @@ from fedhm.networks.inputs import Inputs, shape_of
 from fedhm.server.fleet import Fleet, Planned, check_profiles
 from fedhm.server.intake import Intake
 from fedhm.work.messages import Participant, Task
+from fedhm.work.train import trained_as
 
 
 class TierWork:
@@ -32,11 +33,9 @@ class TierWork:
         self._model, self._compiled, train = model, config.engine.compile, config.train
         start = cache(lambda: method.start(exchanged(model)))
         self._tasks = cache(lambda tier: list(method.tasks(start(), [Participant(0, tier)], train.rounds)))
-        checkpointed = train.model_copy(update={"checkpointing": train.checkpointing or True})
+        self._train = train
         self._memory = cache(
-            lambda network, again: memory_of_training(
-                method.network(network), input_shape, checkpointed if again else train, dtype
-            )
+            lambda network, train: memory_of_training(method.network(network), input_shape, train, dtype)
         )
 
     def can_checkpoint(self) -> bool:
@@ -48,8 +47,9 @@ class TierWork:
         return found
 
     def memory(self, tier: str, checkpointing: bool = False) -> int:
-        """Return the most memory that any of a client's networks takes in training."""
-        return max(self._memory(network, checkpointing) for network in {task.network for task in self.tasks(tier)})
+        """Return the most memory that any of a client's tasks takes."""
+        train = self._train.checkpointed if checkpointing else self._train
+        return max(self._memory(task.network, trained_as(train, task)) for task in self.tasks(tier))
 
 
 def plan_fleet(config: Config, model: nn.Module, method: AnyMethod, sample: Inputs, intake: Intake) -> list[Planned]:
