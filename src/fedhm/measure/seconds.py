@@ -10,7 +10,7 @@ from fedhm.measure.versions import Mode, Versions
 TRIES = 5  # times are noise: as often a smaller version is tried
 
 
-def timed(versions: Versions, found: Fit, seconds: Callable[[RankPlan, Mode], float], most: float | None = None) -> Fit:
+def timed(versions: Versions, found: Fit, seconds: Callable[[Fit], float], most: float | None = None) -> Fit:
     """Return a version with the seconds of its step; with `most`, the largest below it that does not take longer."""
     measured = seconds(found)
     for _ in range(TRIES if most is not None else 0):
