@@ -6,7 +6,10 @@ import pytest
 
 import fedhm
 from fedhm.cli import main
+from fedhm.cli.profile import modes_to_measure
 from fedhm.config.devices import read_profile
+from fedhm.config.training import TrainConfig
+from fedhm.measure.versions import Mode
 
 SMALL = ["--set", "method.tiers=[1/8]", "train.batch=8", "engine.threads=1"]
 
@@ -24,6 +27,16 @@ def test_a_device_is_measured_and_its_file_used(tmp_path: Path, capsys: pytest.C
     changes = [*SMALL[1:], f'federation.devices=[{{name="d", share=1, file="{file}"}}]']
     experiment = fedhm.prepare(fedhm.load_config("digits", changes))
     assert set(experiment.config.federation.plan) == {"1/8"}
+
+
+def test_all_that_a_plan_may_choose_is_measured() -> None:
+    train, both = TrainConfig(batch=64), (Mode(16), Mode(16, True))
+    assert list(modes_to_measure(train, True, Mode())) == [Mode(), Mode(0, True), *both]
+    assert list(modes_to_measure(train, False, Mode())) == [Mode(), Mode(16)]
+    assert list(modes_to_measure(train, True, Mode(32, True))) == [Mode(), Mode(0, True), *both, Mode(32, True)]
+    asked = train.model_copy(update={"micro_batch": 8})
+    assert list(modes_to_measure(asked, False, Mode(8))) == [Mode(), Mode(8)]
+    assert list(modes_to_measure(TrainConfig(batch=2), False, Mode())) == [Mode()]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def _measured(config: ResolvedConfig, design: Design, console: Console) -> Itera
     ways = [
         (task, mode)
         for task in reversed(tasks.values())
-        for mode in _modes(config.train, work.can_checkpoint(), mode_of(trained_as(config.train, task)))
+        for mode in modes_to_measure(config.train, work.can_checkpoint(), mode_of(trained_as(config.train, task)))
     ]
     for number, (task, mode) in enumerate(ways, start=1):
         what = f"{number} of {len(ways)}: {task.network}, {mode if mode != Mode() else 'plain'}"
@@ -99,7 +99,7 @@ def _measured(config: ResolvedConfig, design: Design, console: Console) -> Itera
         )
 
 
-def _modes(train: TrainConfig, can_checkpoint: bool, own: Mode) -> Iterable[Mode]:
+def modes_to_measure(train: TrainConfig, can_checkpoint: bool, own: Mode) -> Iterable[Mode]:
     """Return the ways to train that are measured: those that a plan may choose among, and a tier's own."""
     part = train.parts or train.batch // 4
     sizes = [0, part] if part else [0]
