@@ -1,17 +1,18 @@
 """What a client of each tier gets to do, told without training: the very tasks, and the memory that they take."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import nn
 
 from fedhm.config.settings import Config
-from fedhm.measure.cost import Form, form_of
+from fedhm.measure.cost import Form, form_of, sample_of
 from fedhm.measure.training import memory_of_training
 from fedhm.methods.method import AnyMethod
-from fedhm.networks.checkpointing import find_blocks
 from fedhm.networks.exchange import digest_of, exchanged
 from fedhm.networks.inputs import Inputs, shape_of
+from fedhm.networks.repeatable import can_checkpoint
 from fedhm.server.fleet import Fleet, Planned, check_profiles
 from fedhm.server.intake import Intake
 from fedhm.work.messages import Participant, Task
@@ -30,17 +31,16 @@ class TierWork:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.tiers, self.levels = method.tiers, method.levels
-        self._model, self._compiled, train = model, config.engine.compile, config.train
+        train, compiled = config.train, config.engine.compile
+        sample = sample_of(model, 1, input_shape, dtype)
+        # whether clients may train with checkpointing where that is not asked of all of them
+        self.can_checkpoint: Callable[[], bool] = cache(lambda: not compiled and can_checkpoint(model, sample))
         start = cache(lambda: method.start(exchanged(model)))
         self._tasks = cache(lambda tier: list(method.tasks(start(), [Participant(0, tier)], train.rounds)))
         self._train = train
         self._memory = cache(
             lambda network, train: memory_of_training(method.network(network), input_shape, train, dtype)
         )
-
-    def can_checkpoint(self) -> bool:
-        """Tell whether clients may train with checkpointing where that is not asked of all of them."""
-        return bool(find_blocks(self._model)) and not self._compiled
 
     def tasks(self, tier: str) -> list[Task]:
         found: list[Task] = self._tasks(tier)
