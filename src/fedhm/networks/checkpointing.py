@@ -70,6 +70,8 @@ def _inside(name: str, others: Iterable[str]) -> bool:
 
 def _recompute(block: nn.Module) -> None:
     plain = block.forward
+    if getattr(plain, "runs_again", False):
+        return
 
     def forward(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -77,6 +79,7 @@ def _recompute(block: nn.Module) -> None:
         run = Pass(block, plain)
         return checkpoint(run, *arguments, use_reentrant=False, context_fn=contexts, **named)
 
+    vars(forward)["runs_again"] = True
     vars(block)["forward"] = forward
 
 

@@ -105,6 +105,12 @@ def trained_as(train: TrainConfig, task: Task) -> TrainConfig:
     return train.model_copy(update=how)
 
 
+def at_once(most: int, train: TrainConfig, task: Task) -> int:
+    """Return how many samples may go forward together: up to `most`, or as many as in training if that saves memory."""
+    train = trained_as(train, task)
+    return min(most, train.parts or train.batch) if train.parts or train.checkpointing else most
+
+
 def prepare(network: nn.Module, train: TrainConfig) -> None:
     """Set a network, and those inside it, up for training; it is to be thrown away afterwards."""
     if train.checkpointing or train.micro_batch:  # or it would save nothing that can be seen from outside
