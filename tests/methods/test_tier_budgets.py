@@ -60,6 +60,10 @@ def test_what_is_wrong_with_them_is_a_sentence(method: dict[str, object], senten
         (["parameters:100"], "parameters = 100 is too little for this model: .* classifier"),
         (["memory:1kB"], "memory = 1kB is too little to train any version"),
         (["bytes:8kB", "1/2"], "'bytes:8kB' affords less than a tier after it: list the largest first"),
+        (["bytes:8kB", 1], "'bytes:8kB' affords less than a tier after it: list the largest first"),
+        (["bytes:8kB", "bytes:9kB"], "'bytes:9kB' affords more than the tier before it: list the largest first"),
+        (["bytes:8kB", "memory:1GB"], "'memory:1GB' affords more than the tier before it: list the largest first"),
+        (["1/4", "1/2", "bytes:7kB"], "ratios too are listed with the largest first"),
     ],
 )
 def test_what_the_model_cannot_meet_is_a_sentence(federation: Federation, tiers: list[str], sentence: str) -> None:
