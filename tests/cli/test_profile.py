@@ -43,7 +43,7 @@ def test_all_that_a_plan_may_choose_is_measured() -> None:
     ("arguments", "sentence"),
     [
         (["--up", "fast"], "--up: 'fast' is no rate"),
-        (["--memory=-1MB"], "--memory: '-1MB' is no size"),
+        (["--memory", "-1MB"], "--memory: '-1MB' is no size"),
         (["--host", "127.0.0.1:9", "--up", "1Mbit"], "choose one of them"),
         (["--serve", "nowhere"], "is no address"),
         (["--set", "method.name=fedmd"], "fedmd needs public samples"),
@@ -55,3 +55,14 @@ def test_what_is_wrong_is_one_sentence(
     assert main(["profile", "digits", "--out", str(tmp_path / "d.json"), *arguments]) == 1
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "d.json").exists()
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out, sentence in ((tmp_path, "is a folder: name a file"), (tmp_path / "file" / "d.json", "cannot be written")):
+        assert main(["profile", "digits", "--out", str(out)]) == 1
+        captured = capsys.readouterr()
+        assert sentence in captured.err
+        assert not captured.out

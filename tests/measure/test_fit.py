@@ -136,6 +136,7 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "sentence"),
     [
         ([], "fedhm fit needs a budget: --memory, --bytes, --macs, --parameters or --seconds"),
+        (["--memory", "-5MB"], "--memory must be at least 1, not '-5MB'"),
         (["--memory", "3 parsec"], "--memory: there is no unit 'parsec'"),
         (["--parameters", "100"], "parameters = 100 is too little for this model"),
         (["--seconds", "-1"], "--seconds takes a number above 0, not '-1'"),

@@ -1,6 +1,7 @@
 """The arguments of `fedhm fit` and `fedhm profile`, apart from what they do: that imports torch."""
 
 import argparse
+import re
 from pathlib import Path
 
 from fedhm.config.arguments import number
@@ -23,6 +24,7 @@ checkpointing, in micro-batches and with both, each in a process of its own, and
 
 
 def add_budgets(parser: argparse.ArgumentParser) -> None:
+    _take_negative_sizes(parser)
     for kind in KINDS:
         parser.add_argument(f"--{kind}", metavar="SIZE", help=BUDGETS[kind])
     seconds = number("--seconds", "a number above 0", above=0)
@@ -34,7 +36,13 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _take_negative_sizes(parser: argparse.ArgumentParser) -> None:
+    """Take -5MB for a size, of which a sentence says what is wrong, and not for an option that nobody knows."""
+    parser._negative_number_matcher = re.compile(r"-\d")  # type: ignore[attr-defined]
+
+
 def add_profile(parser: argparse.ArgumentParser) -> None:
+    _take_negative_sizes(parser)
     parser.add_argument("--out", type=Path, default=Path("device.json"), metavar="FILE", help="default: device.json")
     parser.add_argument("--name", metavar="NAME", help="of the device (default: this host's)")
     parser.add_argument("--memory", metavar="SIZE", help="that it can spare for training, such as 512MB")

@@ -1,8 +1,10 @@
 """`fedhm profile`: measure on a device what training takes there, and write it down for who plans a fleet."""
 
 import argparse
+import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -33,6 +35,7 @@ def profile(options: argparse.Namespace, console: Console) -> None:
     given = {name: _given(name, getattr(options, name), read) for name, read in READ.items()}
     if options.host and (options.up or options.down):
         raise FedhmError("--host measures the link, and --up and --down give it: choose one of them")
+    _check_writable(options.out)
     config = load_config(options.config, options.changes).resolved()
     if config.method.needs_public:
         raise FedhmError(f"{config.method.name} needs public samples: profile another method, the model is the same")
@@ -58,6 +61,15 @@ def profile(options: argparse.Namespace, console: Console) -> None:
     write_atomically(options.out, found.model_dump_json(indent=2, exclude_none=True) + "\n")
     fastest = max(step.macs * config.train.batch / step.seconds for step in steps)
     console.print(f"{options.out}: up to {fastest / 1e9:.3g} GMACs a second in training", highlight=False, markup=False)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before all is measured for it."""
+    if path.is_dir():
+        raise FedhmError(f"--out {path} is a folder: name a file, such as {path / 'device.json'}")
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise FedhmError(f"--out {path} cannot be written: {there} is no folder that one may write to")
 
 
 READ: dict[str, Callable[[str], float]] = {"memory": size, "up": rate, "down": rate}
