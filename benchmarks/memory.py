@@ -109,7 +109,7 @@ def measure_case(case: Case, width: float, batch: int) -> dict[str, object]:
     torch.set_num_threads(1)
     if case.given_back:
         give_back_at_once()
-    tiny = TrainConfig(batch=2, checkpointing=True)
+    tiny = TrainConfig(batch=2, checkpointing=case.given_back)  # which gives back, too
     warm, _ = network_of(Case("1/8" if case.tier == BUDGET else case.tier), 0.125, 2)
     train_steps(warm, tiny)
     del warm

@@ -37,12 +37,17 @@ def blocks() -> torch.nn.Module:
 
 
 def run(
-    *devices: dict[str, Any], out: Path | None = None, method: Any = None, rounds: int = 2, **federation: Any
+    *devices: dict[str, Any],
+    out: Path | None = None,
+    method: Any = None,
+    rounds: int = 2,
+    batch: int = 10,
+    **federation: Any,
 ) -> fedhm.Result:
     clients, test = data()
     settings = {
         "federation": {"participation": 1.0, "devices": list(devices), "reference_macs_per_second": 1e5, **federation},
-        "train": {"rounds": rounds, "batch": 10, "lr": 0.05, "nested": 0},
+        "train": {"rounds": rounds, "batch": batch, "lr": 0.05, "nested": 0},
         "method": method or {"name": "fedhm", "tiers": [1, "1/4"]},
         "engine": {"threads": 1, "server_threads": 1, "workers": 1},
     }
@@ -122,7 +127,7 @@ def test_who_is_late_is_dropped_before_training() -> None:
 
 def test_who_fits_nothing_is_left_out_where_the_config_says_so() -> None:
     small = {**WEAK, "memory": "2kB"}
-    with pytest.raises(FedhmError, match=r"device 'weak' can spare 0.0 MB, but training even tier 1/4 takes"):
+    with pytest.raises(FedhmError, match=r"device 'weak' can spare 2.00 kB, but training even tier 1/4 takes"):
         run(STRONG, small)
     record = run(STRONG, small, unfit="leave-out").records[-1]
     assert [p.tier for p in record.participants] == ["full", "full", "none", "none"]
@@ -143,6 +148,17 @@ def test_a_tier_that_fits_with_checkpointing_only_is_trained_so_for_the_same_wei
     assert a.participants == b.participants
     assert simulated(b).clients[3].computation == pytest.approx(simulated(a).clients[3].computation * 4 / 3)
     assert simulated(b).clients[0] == simulated(a).clients[0]
+
+
+def test_a_device_affords_the_tier_that_is_its_own_budget() -> None:
+    """That tier trains in micro-batches, which the run's settings know nothing of."""
+    small, batch = fedhm.training_memory(blocks(), (1, 1, DIM), 64, micro_batch=16, checkpointing=True), 64
+    assert small < fedhm.training_memory(blocks(), (1, 1, DIM), batch, checkpointing=True)
+    method = {"name": "fedhm", "tiers": [1, f"memory:{small}"]}
+    record = run(STRONG, {**WEAK, "memory": small}, method=method, batch=batch).records[-1]
+    assert [p.tier for p in record.participants] == ["full", "full", *[f"memory:{small}B"] * 2]
+    with pytest.raises(FedhmError, match=r"device 'weak' can spare .* but training even tier memory"):
+        run(STRONG, {**WEAK, "memory": small - 1}, method=method, batch=batch)
 
 
 def test_devices_choose_widths_too() -> None:

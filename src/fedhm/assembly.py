@@ -130,11 +130,11 @@ def assemble(
             "set data.public to a source or to 'held-out', or give fedhm.run some with public="
         )
     check_optimizer(model, settings.train)
-    check_memory_savings(model, settings)
     federation.check_targets(settings.objective)
     check_tokens(model, *federation.longest_and_largest())
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample = Feed(federation.example, preprocessing).one()
+    check_memory_savings(model, settings, sample[0])
     method = design(settings, model, sample[0], federation.classes, public).method
     check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_file_names(method.tiers)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -215,7 +216,7 @@ class Experiment:
                 least = 0 if self.privacy else self.config.federation.min_updates
                 sent = {name: weights[tier] for name, tier in names.items()}
                 asked = (self.intake, self.engine.run, sent, attempts, record, robust, least)
-                for name, found in gather_statistics(*asked):
+                for name, found in gather_statistics(*asked, partial(self.method.training_options, state)):
                     weights[names[name]] = {**sent[name], **as_types_of(sent[name], found)}
         return weights
 
@@ -231,7 +232,8 @@ class Experiment:
         chosen = evaluators(self.config, self.holders, self.clients, self.method.levels, record.round)
         with record.phase("evaluate"):
             sent = {tier: (self.method.network_name(state, tier), tensors) for tier, tensors in weights.items()}
-            return evaluate_at_clients(self.intake, self.engine.run, sent, chosen, record, self.config)
+            how = partial(self.method.training_options, state)
+            return evaluate_at_clients(self.intake, self.engine.run, sent, chosen, record, self.config, how)
 
     def _drawings(self, round_number: int) -> Iterator[list[Participant]]:
         if self.privacy and self.privacy.at_server:

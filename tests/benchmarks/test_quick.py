@@ -35,6 +35,7 @@ PROMISED = {
     "layer_ranks.py": {
         "error": {f"{ratio}, {how}" for ratio in ("1/2", "1/4", "1/8") for how in ("one ratio", "by layer")}
     },
+    "convolution_code.py": {"kept": {"forward", "gradient of inputs", "gradient of weights"}},
     "memory.py": {
         "predicted_of_measured": {
             "full, plain, as glibc has it",

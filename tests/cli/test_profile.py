@@ -6,7 +6,10 @@ import pytest
 
 import fedhm
 from fedhm.cli import main
+from fedhm.cli.profile import modes_to_measure
 from fedhm.config.devices import read_profile
+from fedhm.config.training import TrainConfig
+from fedhm.measure.versions import Mode
 
 SMALL = ["--set", "method.tiers=[1/8]", "train.batch=8", "engine.threads=1"]
 
@@ -26,11 +29,21 @@ def test_a_device_is_measured_and_its_file_used(tmp_path: Path, capsys: pytest.C
     assert set(experiment.config.federation.plan) == {"1/8"}
 
 
+def test_all_that_a_plan_may_choose_is_measured() -> None:
+    train, both = TrainConfig(batch=64), (Mode(16), Mode(16, True))
+    assert list(modes_to_measure(train, True, Mode())) == [Mode(), Mode(0, True), *both]
+    assert list(modes_to_measure(train, False, Mode())) == [Mode(), Mode(16)]
+    assert list(modes_to_measure(train, True, Mode(32, True))) == [Mode(), Mode(0, True), *both, Mode(32, True)]
+    asked = train.model_copy(update={"micro_batch": 8})
+    assert list(modes_to_measure(asked, False, Mode(8))) == [Mode(), Mode(8)]
+    assert list(modes_to_measure(TrainConfig(batch=2), False, Mode())) == [Mode()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--up", "fast"], "--up: 'fast' is no rate"),
-        (["--memory=-1MB"], "--memory: '-1MB' is no size"),
+        (["--memory", "-1MB"], "--memory: '-1MB' is no size"),
         (["--host", "127.0.0.1:9", "--up", "1Mbit"], "choose one of them"),
         (["--serve", "nowhere"], "is no address"),
         (["--set", "method.name=fedmd"], "fedmd needs public samples"),
@@ -42,3 +55,14 @@ def test_what_is_wrong_is_one_sentence(
     assert main(["profile", "digits", "--out", str(tmp_path / "d.json"), *arguments]) == 1
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "d.json").exists()
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out, sentence in ((tmp_path, "is a folder: name a file"), (tmp_path / "file" / "d.json", "cannot be written")):
+        assert main(["profile", "digits", "--out", str(out)]) == 1
+        captured = capsys.readouterr()
+        assert sentence in captured.err
+        assert not captured.out

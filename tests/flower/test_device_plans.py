@@ -107,6 +107,23 @@ def test_nodes_that_name_their_files_get_the_same_plan(tmp_path: Path) -> None:
     assert grid_again.federation == flower.federation
 
 
+def test_nodes_that_name_only_their_memory_get_the_same_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, again = (fedhm.training_memory(build_model(), (8,), 8, checkpointing=each) for each in (False, True))
+    spared = [whole, again, again - 1]
+    table = settings([{"name": f"device {n}", "clients": [n], "memory": size} for n, size in enumerate(spared)])
+    given_back: list[int] = []
+    monkeypatch.setattr("fedhm.flower.apps.give_back_at_once", lambda: given_back.append(1))
+    local = here(tmp_path / "here", table).federation
+    assert not given_back, "devices are only simulated here"
+    nodes = [node(n, memory=f"{size}B") for n, size in enumerate(spared)]
+    flower = on_flower(nodes, tmp_path / "flower", settings([])).federation
+    assert local.plan == flower.assignment == ("full", "full", "1/4")
+    assert local.checkpointed == flower.checkpointed == (1, 2)
+    assert given_back, "or nodes would take more than they can spare"
+    records = [read_records(tmp_path / where / "records.jsonl") for where in ("here", "flower")]
+    assert [record.metrics for record in records[0]] == [record.metrics for record in records[1]]
+
+
 def test_a_node_with_a_foreign_or_missing_file_takes_no_part(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text(profile().model_dump_json())
     (tmp_path / "other.json").write_text(profile(model="0").model_dump_json())

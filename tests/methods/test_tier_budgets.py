@@ -60,12 +60,12 @@ def test_what_is_wrong_with_them_is_a_sentence(method: dict[str, object], senten
         (["parameters:100"], "parameters = 100 is too little for this model: .* classifier"),
         (["memory:1kB"], "memory = 1kB is too little to train any version"),
         (["bytes:8kB", "1/2"], "'bytes:8kB' affords less than a tier after it: list the largest first"),
-        (["bytes:8kB", "bytes:9kB"], "'bytes:9kB' affords more than 'bytes:8kB' before it: list the largest first"),
-        (["memory:1GB", "memory:2GB"], "'memory:2GB' affords more than 'memory:1GB' before it"),
-        (["bytes:8kB,memory:9MB", "bytes:8kB"], "'bytes:8kB' affords more than 'memory:9MB,bytes:8kB' before it"),
-        (["1/8", "1/2", "bytes:6kB"], "'1/2' affords more than '1/8' before it"),
+        (["bytes:8kB", 1], "'bytes:8kB' affords less than a tier after it: list the largest first"),
+        (["bytes:8kB", "bytes:9kB"], "'bytes:9kB' affords more than the tier before it: list the largest first"),
+        (["bytes:8kB", "memory:1GB"], "'memory:1GB' affords more than the tier before it: list the largest first"),
         (["bytes:8kB", "macs:1G"], "'macs:1G' affords more than the tier before it"),
         (["1/8", "memory:1GB"], "'memory:1GB' affords more than the tier before it"),
+        (["1/4", "1/2", "bytes:7kB"], "ratios too are listed with the largest first"),
     ],
 )
 def test_what_the_model_cannot_meet_is_a_sentence(federation: Federation, tiers: list[str], sentence: str) -> None:

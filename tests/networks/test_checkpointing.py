@@ -7,11 +7,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
+import fedhm
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import training_memory
 from fedhm.models import resnet18
 from fedhm.networks.checkpointing import check_blocks, checkpoint_blocks, find_blocks
+from fedhm.networks.repeatable import can_checkpoint, check_repeats, unrepeatable
+
+DATA = [(torch.randn(12, 6, generator=torch.Generator().manual_seed(n)), torch.arange(12) % 3) for n in range(2)]
 
 
 class Drawing(nn.Module):
@@ -63,6 +68,40 @@ def test_a_resnet_is_the_same_and_takes_less_memory() -> None:
     assert memory[1] < 0.8 * memory[0]
 
 
+class Averages(nn.Module):
+    """Computes with an average of its inputs, which it puts in place of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return torch.tanh(self.inner(x) - self.mean)
+
+
+def remembering() -> nn.Module:
+    """Return a network whose passes change buffers that they compute with."""
+    spectral = [nn.Sequential(spectral_norm(nn.Linear(6, 6)), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.Linear(6, 6), *spectral, nn.Sequential(Averages(), nn.Tanh()), nn.Linear(6, 3))
+
+
+def test_what_a_pass_changes_is_changed_once_and_was_as_before() -> None:
+    ours, theirs = trained(remembering, (6,), True), trained(remembering, (6,), False)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert find_blocks(remembering())
+    assert unrepeatable(remembering(), True, torch.zeros(1, 6)) is None
+
+
+def test_hooks_of_a_block_run_once() -> None:
+    network, seen = plain().train(), []
+    network[1].register_forward_pre_hook(lambda *_: seen.append(1))
+    checkpoint_blocks([network], True)
+    network(torch.randn(4, 6)).sum().backward()
+    assert seen == [1]
+
+
 def test_a_block_runs_again_with_the_weights_that_it_had() -> None:
     """Those of another network, which are lent to it for one pass."""
     torch.manual_seed(0)
@@ -86,6 +125,47 @@ def test_blocks_are_found_from_the_structure() -> None:
     encoder = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
     assert find_blocks(nn.TransformerEncoder(encoder, 2)) == ["layers.0", "layers.1"]
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+
+
+OWN = random.Random(0)  # a generator that nobody else knows of
+
+
+class DrawsItsOwn(Drawing):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * OWN.random()
+
+
+class Counts(Drawing):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.inner(x)) * self.calls
+
+
+@pytest.mark.parametrize("kind", [DrawsItsOwn, Counts])
+def test_what_does_not_repeat_itself_is_told_and_never_checkpointed(kind: type[nn.Module]) -> None:
+    def build() -> nn.Module:
+        odd = nn.Sequential(kind(), nn.Tanh())
+        return nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), *[nn.Tanh()] * 9), odd, nn.Linear(6, 3))
+
+    with pytest.raises(
+        FedhmError, match=r"^train.checkpointing: '2.0' gives other outputs when it runs again"
+    ) as error:
+        fedhm.run(build(), DATA, DATA[0], {"train": {"checkpointing": True}})
+    assert "\n" not in str(error.value)
+    assert not can_checkpoint(build(), torch.zeros(1, 6))
+    check_repeats(build(), ["1"], torch.zeros(1, 6))
+    least = training_memory(build(), (6,), 64, checkpointing=["1"])
+    assert least < training_memory(build(), (6,), 64)
+    assert not fedhm.fit(build(), (6,), 64, memory=least).checkpointing
+
+
+def test_what_repeats_itself_is_not_refused() -> None:
+    for build in (plain, remembering):
+        check_repeats(build(), True, torch.zeros(1, 6))
+    assert can_checkpoint(resnet18(4, width=0.125), torch.zeros(1, 3, 16, 16))
+    assert not can_checkpoint(nn.Linear(2, 2), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Learning from scores: the losses written out, and BatchNorm that looks at batches but remembers nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -49,6 +51,39 @@ def kept() -> Tensors:
 
 def task(tensors: Tensors, epochs: int = 2, lr: float = 0.3) -> Task:
     return Task("distil", 4, 6, "full", "full", tensors, kept(), {"digest_epochs": epochs, "digest_lr": lr})
+
+
+def blocks() -> nn.Module:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 12), *parts, nn.Linear(12, 4)).double()
+
+
+@pytest.mark.parametrize(
+    "how", [{"micro_batch": 3}, {"checkpointing": True}, {"micro_batch": 3, "checkpointing": True}]
+)
+def test_learning_from_scores_saves_memory_too(how: dict[str, object]) -> None:
+    """And ends where it does without."""
+    ends, most = [], []
+    for train in ({}, how):
+        seen: list[int] = []
+
+        def build(seen: list[int] = seen) -> nn.Module:
+            network = blocks()
+            network[2].register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+            return network
+
+        one = replace(client(**train), networks=Networks(lambda _, build=build: build()))
+        own = {name: t.clone() for name, t in exchanged(blocks()).items()}
+        asked = Task(
+            "distil", 4, 6, "full", "full", {"consensus": consensus()}, own, {"digest_epochs": 2, "digest_lr": 0.3}
+        )
+        ends.append(one.run(asked).kept)
+        most.append(max(seen))
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor, rtol=1e-9, atol=1e-11)
+        assert "micro_batch" in how or torch.equal(ends[1][name], tensor)
+    assert most == [8, 4 if "micro_batch" in how else 8]
 
 
 def consensus() -> torch.Tensor:

@@ -9,10 +9,17 @@ from torch import Tensor, nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
+from fedhm.config.training import TrainConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.measure.cost import training_memory
+from fedhm.networks.exchange import exchanged
 from fedhm.networks.parts import backward
+from fedhm.networks.structure import copied
+from fedhm.work.client import Client
+from fedhm.work.messages import Task
+from fedhm.work.reuse import Networks
+from fedhm.work.train import at_once
 
 
 def model(norm: bool = False) -> nn.Module:
@@ -30,7 +37,8 @@ def model(norm: bool = False) -> nn.Module:
 
 
 def final(federation: Federation, own: nn.Module, method: dict[str, Any], **train: Any) -> dict[str, Tensor]:
-    config = small_config(method=method, train=train)
+    # statistics are those that training made, not those of the batches that an evaluation gathers others by
+    config = small_config(method=method, train=train, evaluation={"static_from": "never"})
     networks = assemble(own, federation, config).run().networks
     return networks[next(iter(networks))].state_dict()  # of the largest tier
 
@@ -118,6 +126,65 @@ def test_what_cannot_be_is_one_sentence(
 ) -> None:
     with pytest.raises(FedhmError, match=sentence):
         assemble(own, federation, small_config(train=train, engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("train", "options", "most"),
+    [
+        ({}, {}, 100),
+        ({"checkpointing": True}, {}, 12),
+        ({"micro_batch": 5}, {}, 5),
+        ({"micro_batch": 12}, {}, 100),
+        ({}, {"micro_batch": 4.0, "checkpointing": 1.0}, 4),
+        ({}, {"micro_batch": 0.0, "checkpointing": 1.0}, 12),
+    ],
+)
+def test_passes_without_gradients_take_no_more_than_training(
+    train: dict[str, Any], options: dict[str, float], most: int
+) -> None:
+    task = Task("statistics", 1, 0, "full", "full", {}, options=options)
+    assert at_once(100, TrainConfig(batch=12, **train), task) == most
+    assert at_once(3, TrainConfig(batch=12, **train), task) == 3
+
+
+class Widest(nn.Module):
+    """Remembers how many samples it saw at once."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.inner, self._seen = small_model(), seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._seen.append(len(x))
+        y: Tensor = self.inner(x)
+        return y
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Widest":
+        other = Widest(self._seen)
+        other.inner = copied(self.inner)
+        return other
+
+
+@pytest.mark.parametrize(("train", "most"), [({}, 32), ({"micro_batch": 4}, 4)])
+@pytest.mark.filterwarnings("ignore:.*BatchNorm layers normalise")
+def test_statistics_and_evaluation_at_clients_keep_to_it(
+    federation: Federation, train: dict[str, Any], most: int
+) -> None:
+    seen: list[int] = []
+    client = Client(
+        federation.clients[0],
+        federation.preprocessing,
+        Networks(lambda _: Widest(seen)),
+        TrainConfig(batch=8, **train),
+        0,
+        tests=federation.clients[0],
+    )
+    tensors = exchanged(Widest([]))
+    client.run(Task("statistics", 1, 0, "full", "full", tensors))
+    assert max(seen) == min(most, len(federation.clients[0]))
+    seen.clear()
+    client.run(Task("evaluate", 1, 0, "full", "full", tensors, options={"batch": 10.0}))
+    assert max(seen) == min(most, 10)
 
 
 def test_memory_falls_with_parts_and_blocks() -> None:

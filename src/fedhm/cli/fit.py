@@ -6,6 +6,7 @@ from typing import Literal, cast
 from rich.console import Console
 
 from fedhm.assembly import named_design
+from fedhm.cli.fresh_process import STEPS, TIMES, step_in_fresh_process, with_mode
 from fedhm.config.budget import KINDS, read_size
 from fedhm.config.reading import load_config
 from fedhm.errors import FedhmError
@@ -25,7 +26,7 @@ def fit(options: argparse.Namespace, console: Console) -> None:
         raise FedhmError(f"--{error}") from None
     if not limits and options.seconds is None:
         raise FedhmError(f"fedhm fit needs a budget: --{', --'.join(KINDS)} or --seconds")
-    config = load_config(options.config, options.changes)
+    config = load_config(options.config, options.changes).resolved()
     design = named_design(config)
     sample = one_tensor(design.sample, "fedhm fit")
     shape = tuple(sample.shape[1:])
@@ -33,12 +34,23 @@ def fit(options: argparse.Namespace, console: Console) -> None:
     keep, form = getattr(config.method, "keep", 1), cast(Form, getattr(config.method, "form", "spatial"))
     by: Literal["parameters", "macs"] = "macs" if set(limits) == {"macs"} else "parameters"
     versions = Versions(design.model, training, keep, design.classifier or "auto", form, by=by)
-    found = timed(versions, fit_versions(versions, limits), options.seconds)
+
+    def seconds(found: Fit) -> float:
+        what = f"a version of {found.expected.parameters:,} parameters"
+        console.print(f"measuring a step of {what} in a process of its own …", highlight=False, markup=False)
+        ranks = {"ranks": dict(found.plan), "form": found.plan.form}
+        step = step_in_fresh_process(with_mode(config, found.mode), what, **ranks)
+        if step is None:
+            raise FedhmError(f"training {what} takes more memory than there is here: its process was killed")
+        return step["seconds"]
+
+    found = timed(versions, fit_versions(versions, limits), seconds, options.seconds)
     console.print(rich_table(plan_sheet(options.config, versions, found), spacious=True))
     expected = found.expected
     console.print(
         f"train.micro_batch = {found.micro_batch}, train.checkpointing = {str(found.checkpointing).lower()}\n"
-        f"memory of a step {readable_bytes(expected.memory)}, its time here {expected.seconds:.3g} s\n"
+        f"memory of a step {readable_bytes(expected.memory)}\n"
+        f"seconds of a step {expected.seconds:.3g} here, in the fastest of {TIMES} times {STEPS} steps\n"
         f"MACs of a sample {readable_macs(expected.macs)}, bytes each way {readable_bytes(expected.bytes)}, "
         f"parameters {expected.parameters:,}",
         highlight=False,

@@ -1,16 +1,16 @@
 """`fedhm profile`: measure on a device what training takes there, and write it down for who plans a fleet."""
 
 import argparse
-import json
+import os
 import platform
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from fedhm.assembly import Design, named_design
+from fedhm.cli.fresh_process import mode_of, step_in_fresh_process, with_mode
 from fedhm.config.devices import DeviceProfile, Measurement
 from fedhm.config.reading import load_config
 from fedhm.config.settings import ResolvedConfig
@@ -21,10 +21,12 @@ from fedhm.machine.files import write_atomically
 from fedhm.machine.link import LinkServer, address, measure_link
 from fedhm.machine.places import check_file
 from fedhm.measure.cost import measure
+from fedhm.measure.versions import Mode
 from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import digest_of
 from fedhm.networks.inputs import one_tensor
 from fedhm.report.sheets import readable_bytes
+from fedhm.work.train import trained_as
 
 
 def profile(options: argparse.Namespace, console: Console) -> None:
@@ -34,6 +36,7 @@ def profile(options: argparse.Namespace, console: Console) -> None:
     given = {name: _given(name, getattr(options, name), read) for name, read in READ.items()}
     if options.host and (options.up or options.down):
         raise FedhmError("--host measures the link, and --up and --down give it: choose one of them")
+    _check_writable(options.out)
     config = load_config(options.config, options.changes).resolved()
     if config.method.needs_public:
         raise FedhmError(f"{config.method.name} needs public samples: profile another method, the model is the same")
@@ -62,6 +65,15 @@ def profile(options: argparse.Namespace, console: Console) -> None:
     console.print(f"{options.out}: up to {fastest / 1e9:.3g} GMACs a second in training", highlight=False, markup=False)
 
 
+def _check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before all is measured for it."""
+    if path.is_dir():
+        raise FedhmError(f"--out {path} is a folder: name a file, such as {path / 'device.json'}")
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise FedhmError(f"--out {path} cannot be written: {there} is no folder that one may write to")
+
+
 READ: dict[str, Callable[[str], float]] = {"memory": size, "up": rate, "down": rate}
 
 
@@ -75,43 +87,38 @@ def _given(name: str, text: str | None, read: Callable[[str], float]) -> float |
 def _measured(config: ResolvedConfig, design: Design, console: Console) -> Iterator[Measurement]:
     shape = tuple(one_tensor(design.sample, "fedhm profile").shape[1:])
     work = TierWork(design.method, design.model, config, shape)
-    pairs = {task.network: tier for tier in reversed(work.tiers) for task in work.tasks(tier)}
-    plain = config.train.model_copy(update={"epochs": 1, "checkpointing": False, "micro_batch": 0})
-    ways = list(_ways(plain, config.train.micro_batch, work.can_checkpoint()))
-    wanted = [(network, tier, *way) for network, tier in reversed(pairs.items()) for way in ways]
-    for number, (network, tier, mode, train) in enumerate(wanted, start=1):
-        what = f"{number} of {len(wanted)}: {network}, {mode}"
-        found = _in_a_process(config.model_copy(update={"train": train}), tier, network)
+    tasks = {task.network: task for tier in reversed(work.tiers) for task in work.tasks(tier)}
+    ways = [
+        (task, mode)
+        for task in reversed(tasks.values())
+        for mode in modes_to_measure(config.train, work.can_checkpoint(), mode_of(trained_as(config.train, task)))
+    ]
+    for number, (task, mode) in enumerate(ways, start=1):
+        what = f"{number} of {len(ways)}: {task.network}, {mode if mode != Mode() else 'plain'}"
+        found = step_in_fresh_process(with_mode(config, mode), task.network, tier=task.tier, network=task.network)
         if found is None:
-            console.print(f"{what}: its process was killed, so it takes more memory than there is", highlight=False)
+            console.print(
+                f"{what}: its process was killed, so it takes more memory than there is", highlight=False, markup=False
+            )
             continue
         memory = readable_bytes(found["memory"] or None)
         console.print(f"{what}: {1e3 * found['seconds']:.4g} ms, {memory}", highlight=False, markup=False)
-        macs = measure(design.method.network(network), shape).macs
-        kind = {"checkpointing": bool(train.checkpointing), "micro_batch": train.micro_batch}
-        yield Measurement(network=network, macs=macs, seconds=found["seconds"], memory=int(found["memory"]), **kind)
+        yield Measurement(
+            network=task.network,
+            checkpointing=mode.checkpointing,
+            micro_batch=mode.micro_batch,
+            macs=measure(design.method.network(task.network), shape).macs,
+            seconds=found["seconds"],
+            memory=int(found["memory"]),
+        )
 
 
-def _ways(train: TrainConfig, micro_batch: int, can_checkpoint: bool) -> Iterator[tuple[str, TrainConfig]]:
-    yield "plain", train
-    if can_checkpoint:
-        yield "checkpointing", train.model_copy(update={"checkpointing": True})
-    if part := micro_batch or train.batch // 4:
-        yield f"micro-batches of {part}", train.model_copy(update={"micro_batch": part})
-
-
-def _in_a_process(config: ResolvedConfig, tier: str, network: str) -> dict[str, float] | None:
-    """Measure in a fresh process; None if the system killed it, as it does where memory runs out."""
-    asked = json.dumps({"config": config.to_toml(), "tier": tier, "network": network})
-    command = [sys.executable, "-m", "fedhm.cli.probe"]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
-    if done.returncode < 0:
-        return None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise FedhmError(f"training {network} fails on this device: {last}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def modes_to_measure(train: TrainConfig, can_checkpoint: bool, own: Mode) -> Iterable[Mode]:
+    """Return the ways to train that are measured: those that a plan may choose among, and a tier's own."""
+    part = train.parts or train.batch // 4
+    sizes = [0, part] if part else [0]
+    found = [Mode(size, again) for size in sizes for again in ((False, True) if can_checkpoint else (False,))]
+    return dict.fromkeys([*found, own])
 
 
 def _serve(where: str, console: Console) -> None:

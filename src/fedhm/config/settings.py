@@ -194,7 +194,7 @@ class Config(Section):
         """Return the settings with which a client trains: some have devices that need checkpointing."""
         if client not in self.federation.checkpointed or self.train.checkpointing:
             return self
-        return self.model_copy(update={"train": self.train.model_copy(update={"checkpointing": True})})
+        return self.model_copy(update={"train": self.train.checkpointed})
 
     def without_place(self) -> Self:
         """Keep all that makes a run the run that it is, wherever it is resumed."""

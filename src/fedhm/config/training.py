@@ -49,6 +49,16 @@ class TrainConfig(Section):
         return self
 
     @property
+    def checkpointed(self) -> "TrainConfig":
+        """Return these settings with checkpointing, of the blocks that are named or found."""
+        return self if self.checkpointing else self.model_copy(update={"checkpointing": True})
+
+    @property
+    def parts(self) -> int:
+        """Return the samples in a micro-batch; 0: a batch goes through the network at once."""
+        return self.micro_batch if self.micro_batch < self.batch else 0
+
+    @property
     def nested_shares(self) -> tuple[float, float] | None:
         """Return the shares of the batches that run through a client's own network and through one inside it."""
         if not self.nested:

@@ -14,6 +14,15 @@ _BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
 _RATES = {f"{unit}{a_second}": size for unit, size in (_BITS | BYTES).items() for a_second in ("", "/s")}
 
 
+def shown(count: float) -> str:
+    """Return how many bytes there are as people read it: 12.34 MB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
+        count /= 1000
+    return f"{count:,.2f} GB"
+
+
 class Written(NamedTuple):
     """A number with a unit; who asked for it has the words for what is wrong with it."""
 

@@ -1,5 +1,6 @@
 """The largest version of a model that a device can afford: ranks by layer, and how to train it."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -158,6 +159,6 @@ def _refuse_memory(versions: Versions, limit: int, modes: list[Mode]) -> None:
     needed, mode = min(((versions.memory(plan, mode), mode) for mode in modes), key=lambda pair: pair[0])
     raise FedhmError(
         f"memory = {size_text(limit, 'memory')} is too little to train any version of this model: the closest, of rank "
-        f"1 in {len(versions.layers)} layers with {mode}, takes {needed / 1e6:,.2f} MB for a batch of "
+        f"1 in {len(versions.layers)} layers with {mode}, takes {math.ceil(needed / 1e4) / 100:,.2f} MB for a batch of "
         f"{versions.training.batch}: give at least so much, or a smaller model"
     )

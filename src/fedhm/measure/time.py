@@ -35,8 +35,7 @@ def computation(
     checkpointing, again = bool(train.checkpointing), AGAIN if train.checkpointing else 1.0
     if device.profile is None:
         return again * macs * passes / (reference * (device.speed or 1.0))
-    micro = train.micro_batch if train.micro_batch < train.batch else 0
-    if step := device.profile.step(network, checkpointing, micro):
+    if step := device.profile.step(network, checkpointing, train.parts):
         return step.seconds * passes / device.profile.batch
     return again * macs * passes / device.profile.macs_per_second(macs)
 

@@ -18,9 +18,9 @@ from fedhm.lowrank.allocate import Layer, at_cost, layers_of, levels_after, leve
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 from fedhm.lowrank.unroll import Form
-from fedhm.measure.cost import Cost, measure, training_memory
+from fedhm.measure.cost import Cost, measure, sample_of, training_memory
 from fedhm.networks.batchnorm import running_names
-from fedhm.networks.checkpointing import find_blocks
+from fedhm.networks.repeatable import can_checkpoint
 from fedhm.networks.structure import copied
 
 SMALLEST = 1e-9  # a ratio at which every layer has rank 1
@@ -101,7 +101,8 @@ class Versions:
 
     def modes(self) -> list[Mode]:
         """Return the ways to train, the cheapest first: checkpointing gives the same weights, so it comes early."""
-        blocks = bool(find_blocks(self.model))
+        given = self.training
+        blocks = can_checkpoint(self.model, sample_of(self.model, 1, given.shape, given.dtype))
         least = 2 if running_names(self.model) else 1  # BatchNorm has no variance of a single value
         found = [Mode(), *([Mode(checkpointing=True)] if blocks else [])]
         size = self.training.batch

@@ -154,8 +154,7 @@ class FedHM(Method[FedHMState]):
         sent = {tier: self._sent(state, tier, nested=not warm) for tier in set(tiers)}
         for p, tier in zip(participants, tiers, strict=True):
             kind, network, tensors = sent[tier]
-            planned = state.planned.get(tier) if isinstance(state, PlannedState) else None
-            options = planned.options if planned else {}
+            options = self.training_options(state, tier)
             yield Task(kind, round_number, p.client, p.tier, network, tensors, options=options)
 
     def _sent(self, state: FedHMState, tier: str, *, nested: bool) -> tuple[str, str, Tensors]:
@@ -172,6 +171,10 @@ class FedHM(Method[FedHMState]):
         if self._budgets:  # the name says the ranks of all of them
             name = INSIDE.join([name, *(self.network_name(state, each) for each in inside)])
         return "nested", f"{NESTED}{name}", weights | bases
+
+    def training_options(self, state: FedHMState, tier: str) -> Mapping[str, float]:
+        planned = state.planned.get(tier) if isinstance(state, PlannedState) else None
+        return planned.options if planned else {}
 
     def network_name(self, state: FedHMState, tier: str) -> str:
         planned = state.planned if isinstance(state, PlannedState) else {}

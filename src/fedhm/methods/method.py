@@ -120,6 +120,10 @@ class Method(Protocol[S]):
         """Return by tier the ranks of its layers, where the state decides on them."""
         return {}
 
+    def training_options(self, state: S, tier: str) -> Mapping[str, float]:
+        """Return what a tier's tasks say of how its clients save memory, where that is not as the settings have it."""
+        return {}
+
     def planned_name(self, tier: str, ranks: Mapping[str, int]) -> str:
         """Return the name of a tier's network by its ranks, as `planned_ranks` once gave them."""
         return tier

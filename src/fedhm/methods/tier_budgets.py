@@ -4,11 +4,11 @@ A plan may be another one after some rounds. So the names of networks carry the 
 order of the layers, 0 for one that is dense. Whoever gets a task, here or on a node, needs to know nothing else.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import combinations
 from warnings import warn
 
 from torch import nn
@@ -17,14 +17,12 @@ from fedhm.config.budget import Budget, Kind
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 from fedhm.lowrank.unroll import Form
-from fedhm.measure.fit import Fit, fit_versions, meets
+from fedhm.measure.fit import Fit, fit_versions
 from fedhm.measure.versions import SMALLEST, Mode, Training, Versions
 from fedhm.methods.method import Setup
 from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.networks.inputs import one_tensor
-
-LARGEST_FIRST = "list the largest first"
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,10 @@ class TierBudgets:
     ) -> None:
         self._model, self._setup, self._tiers, self._keep, self._form = model, setup, tiers, keep, form
         self._smallest = plan_ranks(model, SMALLEST, keep, classifier=setup.classifier or "auto", form=form)
+        ratios = [plan for plan in tiers.values() if isinstance(plan, RankPlan)]
+        for larger, smaller in itertools.pairwise(ratios):
+            if any(rank > larger.get(layer, rank) for layer, rank in smaller.items()) or larger.keys() - smaller.keys():
+                raise FedhmError("method.tiers: with budgets among them, ratios too are listed with the largest first")
         if not self._smallest:
             raise FedhmError(f"there is nothing to factorize for a budget: every layer stays dense\n{self._smallest}")
 
@@ -79,38 +81,33 @@ class TierBudgets:
         settled = bool(train.micro_batch or train.checkpointing)
         modes = [Mode(train.micro_batch, bool(train.checkpointing))] if settled else None
         found: dict[str, Planned] = {}
-        above: Mapping[str, int] = {}  # the full network's
-        if check:
-            self._check_order(versions)
+        above = self.plan({})  # the full network's
         for tier, budget in self._tiers.items():
             if isinstance(budget, RankPlan):
                 above = budget
                 continue
             limits = self._amounts(budget, versions)
             below = self._below(tier)
-            if check and below and not meets(versions.cost(below), {k: v for k, v in limits.items() if k != "memory"}):
-                raise FedhmError(f"method.tiers: '{tier}' affords less than a tier after it: {LARGEST_FIRST}")
-            fitted = fit_versions(versions.between(below or self._smallest, above), limits, modes)
-            if check and above and dict(fitted.plan) == dict(above):  # perhaps only that holds the tier back
-                whole = fit_versions(versions.between(below or self._smallest, {}), limits, modes)
-                if whole.expected.parameters > fitted.expected.parameters:
-                    raise FedhmError(f"method.tiers: '{tier}' affords more than the tier before it: {LARGEST_FIRST}")
+            within = versions.between(self._smallest if below is None else below, above)
+            if check:
+                self._check_order(tier, versions, above, lambda each, to=limits: fit_versions(each, to, modes))
+            fitted = fit_versions(within, limits, modes)
             self._warn(tier, fitted)
             above = fitted.plan
             how = (0, False) if settled else (fitted.micro_batch, fitted.checkpointing)
             found[tier] = Planned(dict(fitted.plan), *how)
         return found
 
-    def _check_order(self, versions: Versions) -> None:
-        """Refuse a tier after one that has no more of anything, whatever the model makes of both."""
-        known: dict[str, Mapping[str, int]] = {
-            tier: vars(versions.cost(each)) if isinstance(each, RankPlan) else dict(self._amounts(each, versions))
-            for tier, each in self._tiers.items()
-        }
-        for (tier, before), (other, after) in combinations(known.items(), 2):
-            alike = isinstance(self._tiers[tier], RankPlan) == isinstance(self._tiers[other], RankPlan)
-            if alike and before != after and all(kind in before and after[kind] >= before[kind] for kind in after):
-                raise FedhmError(f"method.tiers: '{other}' affords more than '{tier}' before it: {LARGEST_FIRST}")
+    def _check_order(self, tier: str, versions: Versions, above: RankPlan, fit: Callable[[Versions], Fit]) -> None:
+        """Refuse a tier that affords less than a ratio after it, or more than the tier before it."""
+        free = fit(versions.between(self._smallest, above))
+        parameters = {name: versions.cost(plan).parameters for name, plan in (("own", free.plan), ("above", above))}
+        if (below := self._below(tier)) is not None and versions.cost(below).parameters > parameters["own"]:
+            raise FedhmError(f"method.tiers: '{tier}' affords less than a tier after it: list the largest first")
+        if parameters["own"] == parameters["above"] and above:
+            largest = fit(versions.between(self._smallest, {}))
+            if largest.expected.parameters > parameters["above"]:
+                raise FedhmError(f"method.tiers: '{tier}' affords more than the tier before it: list the largest first")
 
     def _below(self, tier: str) -> RankPlan | None:
         """Return the plan of the next tier that is a ratio: no budget before it has smaller ranks."""

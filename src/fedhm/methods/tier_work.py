@@ -1,20 +1,22 @@
 """What a client of each tier gets to do, told without training: the very tasks, and the memory that they take."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import nn
 
 from fedhm.config.settings import Config
-from fedhm.measure.cost import Form, form_of
+from fedhm.measure.cost import Form, form_of, sample_of
 from fedhm.measure.training import memory_of_training
 from fedhm.methods.method import AnyMethod
-from fedhm.networks.checkpointing import find_blocks
 from fedhm.networks.exchange import digest_of, exchanged
 from fedhm.networks.inputs import Inputs, shape_of
+from fedhm.networks.repeatable import can_checkpoint
 from fedhm.server.fleet import Fleet, Planned, check_profiles
 from fedhm.server.intake import Intake
 from fedhm.work.messages import Participant, Task
+from fedhm.work.train import trained_as
 
 
 class TierWork:
@@ -29,27 +31,25 @@ class TierWork:
         dtype: torch.dtype | None = None,
     ) -> None:
         self.tiers, self.levels = method.tiers, method.levels
-        self._model, self._compiled, train = model, config.engine.compile, config.train
+        train, compiled = config.train, config.engine.compile
+        sample = sample_of(model, 1, input_shape, dtype)
+        # whether clients may train with checkpointing where that is not asked of all of them
+        self.can_checkpoint: Callable[[], bool] = cache(lambda: not compiled and can_checkpoint(model, sample))
         start = cache(lambda: method.start(exchanged(model)))
         self._tasks = cache(lambda tier: list(method.tasks(start(), [Participant(0, tier)], train.rounds)))
-        checkpointed = train.model_copy(update={"checkpointing": train.checkpointing or True})
+        self._train = train
         self._memory = cache(
-            lambda network, again: memory_of_training(
-                method.network(network), input_shape, checkpointed if again else train, dtype
-            )
+            lambda network, train: memory_of_training(method.network(network), input_shape, train, dtype)
         )
-
-    def can_checkpoint(self) -> bool:
-        """Tell whether clients may train with checkpointing where that is not asked of all of them."""
-        return bool(find_blocks(self._model)) and not self._compiled
 
     def tasks(self, tier: str) -> list[Task]:
         found: list[Task] = self._tasks(tier)
         return found
 
     def memory(self, tier: str, checkpointing: bool = False) -> int:
-        """Return the most memory that any of a client's networks takes in training."""
-        return max(self._memory(network, checkpointing) for network in {task.network for task in self.tasks(tier)})
+        """Return the most memory that any of a client's tasks takes."""
+        train = self._train.checkpointed if checkpointing else self._train
+        return max(self._memory(task.network, trained_as(train, task)) for task in self.tasks(tier))
 
 
 def plan_fleet(config: Config, model: nn.Module, method: AnyMethod, sample: Inputs, intake: Intake) -> list[Planned]:

@@ -1,19 +1,19 @@
 """Activation checkpointing: blocks of a network keep their inputs only, and run again when their gradients are needed.
 
-It is torch's own, with what it leaves to its users: the second run has the very weights of the first, also where a
-smaller network runs with parts of a larger one's; it does not count for running averages; and what draws from Python's
-or NumPy's generators draws the same numbers, as torch's own generators do.
+It is torch's own, with what it leaves to its users: the second run has the very weights and buffers of the first, also
+where a smaller network runs with parts of a larger one's, or a pass changes buffers that it computes with; it does not
+count for running averages; and what draws from Python's or NumPy's generators draws the same numbers, as torch's own
+generators do.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fedhm.errors import FedhmError
@@ -70,29 +70,54 @@ def _inside(name: str, others: Iterable[str]) -> bool:
 
 def _recompute(block: nn.Module) -> None:
     plain = block.forward
+    if getattr(plain, "runs_again", False):
+        return
 
     def forward(*arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return plain(*arguments, **named)
-        # those of this very run, which may be parts of another network's
-        weights = {**dict(block.named_parameters()), **dict(block.named_buffers())}
-        runs = count()
+        run = Pass(block, plain)
+        return checkpoint(run, *arguments, use_reentrant=False, context_fn=contexts, **named)
 
-        def run(*arguments: Any, **named: Any) -> Any:
-            again = next(runs) > 0
-            used = {name: t.clone() for name, t in block.named_buffers()} if again else {}  # whose averages are made
-            vars(block)["forward"] = plain
-            try:
-                return torch.func.functional_call(block, weights | used, arguments, named)
-            finally:
-                vars(block)["forward"] = forward
-
-        return checkpoint(run, *arguments, use_reentrant=False, context_fn=_contexts, **named)
-
+    vars(forward)["runs_again"] = True
     vars(block)["forward"] = forward
 
 
-def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+class Pass:
+    """One pass through a block, which can be repeated: with its weights, which may be parts of another network's, and
+    with the buffers as they were before, so that averages that it makes of its inputs are made once.
+    """
+
+    def __init__(self, block: nn.Module, plain: Callable[..., Any]) -> None:
+        self._again = _Again(block, plain)
+        self._weights = dict(self._again.named_parameters())
+        self._buffers = dict(self._again.named_buffers())
+        self._before: dict[str, Tensor] | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._before is None:
+            before = {name: buffer.clone() for name, buffer in self._buffers.items()}
+            result = self._again(*arguments, **named)
+            # What was not written to need not be kept twice. Versions do not tell: BatchNorm leaves those as they are.
+            self._before = {n: t for n, t in before.items() if t.is_meta or not torch.equal(t, self._buffers[n])}
+            return result
+        buffers = self._buffers | {name: tensor.clone() for name, tensor in self._before.items()}
+        return torch.func.functional_call(self._again, self._weights | buffers, arguments, named)
+
+
+class _Again(nn.Module):
+    """A block without its own hooks, which have run when its `forward` is called."""
+
+    def __init__(self, block: nn.Module, plain: Callable[..., Any]) -> None:
+        super().__init__()
+        self.block, self._plain = block, plain
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        return self._plain(*arguments, **named)
+
+
+def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return what the first pass runs in, and what one that repeats it does; torch sees to its own generators."""
     return nullcontext(), _drawing_again(random.getstate(), np.random.get_state())
 
 

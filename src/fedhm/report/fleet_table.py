@@ -6,6 +6,7 @@ from itertools import groupby
 
 from fedhm.config.federation import NO_TIER
 from fedhm.config.settings import Config
+from fedhm.config.units import shown
 from fedhm.report.sheets import Sheet, readable_bytes, readable_macs
 from fedhm.runs.history import Run
 from fedhm.server.fleet import LATE, Planned
@@ -29,9 +30,9 @@ def plan_sheet(name: str, config: Config, planned: Sequence[Planned]) -> Sheet:
         tier = last.tier + (" *" if last.checkpointing and not config.train.checkpointing else "")
         costs = [readable_macs(last.macs), readable_bytes(last.down), readable_bytes(last.up)]
         seconds = [last.seconds.computation, last.seconds.down, last.seconds.up, last.seconds.total]
-        shown = [NOTHING] * 7 if last.tier == NO_TIER else [*costs, *(f"{each:.3g}" for each in seconds)]
+        numbers = [NOTHING] * 7 if last.tier == NO_TIER else [*costs, *(f"{each:.3g}" for each in seconds)]
         mark = " ←" if slowest in [each.client for each in group] else ""
-        rows.append([last.device.name, _clients(group), tier, memory, *shown[:-1], shown[-1] + mark])
+        rows.append([last.device.name, _clients(group), tier, memory, *numbers[:-1], numbers[-1] + mark])
     columns = ["device", "clients", "tier", "memory", "MACs", "down", "up", "compute s", "down s", "up s", "total s"]
     return Sheet(columns, [rows], left=3, title=f"{name}: a round of {config.method.name}", note=_note(config, planned))
 
@@ -56,7 +57,7 @@ def _clients(group: Sequence[Planned]) -> str:
 
 
 def _short(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else shown(size)
 
 
 def time_sheet(run: Run) -> Sheet | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from rich.markup import escape
 from rich.table import Table
 
+from fedhm.config.units import shown
+
 BOLD = re.compile(r"\*\*(.*?)\*\*")
 
 
@@ -84,13 +86,7 @@ def readable_macs(count: int) -> str:
 
 
 def readable_bytes(count: float | None) -> str:
-    if count is None:
-        return "–"
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
-        count /= 1000
-    raise AssertionError
+    return "–" if count is None else shown(count)
 
 
 def _plain(cell: str) -> str:

@@ -1,6 +1,6 @@
 """Every tier's model on the test samples of the clients, which the server never sees."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from fedhm.config.settings import Config
@@ -20,14 +20,18 @@ def evaluate_at_clients(
     chosen: Sequence[Participant],
     record: Record,
     config: Config,
+    how: Callable[[str], Mapping[str, float]] = lambda _: {},
 ) -> dict[str, ClientMetrics]:
     """Return by tier how its model does at the chosen clients; all tiers are one exchange.
 
     weights  by tier, the name of its network and its weights, with the BatchNorm statistics to evaluate it with
+    how      clients of a tier save memory
     """
-    options = {BATCH: float(config.evaluation.batch)}
+    most = {BATCH: float(config.evaluation.batch)}
     asked = [(tier, p) for tier in weights for p in chosen]
-    tasks = [Task(KIND, record.round, p.client, p.tier, *weights[tier], options=options) for tier, p in asked]
+    tasks = [
+        Task(KIND, record.round, p.client, p.tier, *weights[tier], options={**how(p.tier), **most}) for tier, p in asked
+    ]
     tier_of = {name: tier for tier, (name, _) in weights.items()}
     tiers = list(dict.fromkeys([*weights, *(p.tier for p in chosen)]))
     devices = [device.name for device in config.federation.device_of]

@@ -8,11 +8,13 @@ from fedhm.config.devices import DeviceConfig, DeviceProfile
 from fedhm.config.federation import NO_TIER
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.config.training import TrainConfig
+from fedhm.config.units import shown
 from fedhm.errors import FedhmError
 from fedhm.measure.time import ClientSeconds, computation, transfer
 from fedhm.server.intake import Intake
 from fedhm.server.record import Record, Simulated
 from fedhm.work.messages import Task
+from fedhm.work.train import trained_as
 
 LATE = "late"  # how a record's reason begins for a client that a deadline keeps out
 
@@ -53,13 +55,21 @@ class Fleet:
     def seconds(self, client: int, tasks: Sequence[Task], checkpointing: bool) -> ClientSeconds:
         """Return the simulated seconds that a client's tasks of a round take on its device."""
         device, reference = self._devices[client], self._config.federation.reference_macs_per_second
-        train = self._config.train
-        if checkpointing and not train.checkpointing:
-            train = train.model_copy(update={"checkpointing": True})
         sizes = [self._intake.sizes(task) for task in tasks]
+        computed = [
+            computation(
+                device,
+                reference,
+                task.network,
+                self._macs(task),
+                self._intake.passes(task),
+                self._train(task, checkpointing),
+            )
+            for task in tasks
+        ]
         return ClientSeconds(
             device.name,
-            sum(computation(device, reference, t.network, self._macs(t), self._intake.passes(t), train) for t in tasks),
+            sum(computed),
             transfer(sum(down for down, _ in sizes), device.downlink),
             transfer(sum(up for _, up in sizes), device.uplink),
         )
@@ -89,6 +99,11 @@ class Fleet:
         simulated.seconds += federation.deadline if late else slowest
         return [task for task in tasks if task.client not in late]
 
+    def _train(self, task: Task, checkpointing: bool) -> TrainConfig:
+        """Return how a task is trained: as the run's settings or its client's device say, or as its tier does."""
+        train = self._config.train
+        return trained_as(train.checkpointed if checkpointing else train, task)
+
     def _macs(self, task: Task) -> int:
         return self._intake.facts(task.network).cost.macs
 
@@ -108,8 +123,8 @@ class Fleet:
                 return option
         closest = min(options, key=lambda option: option.memory)
         problem = (
-            f"device '{device.name}' can spare {_megabytes(device.spare_memory or 0)}, but training even tier "
-            f"{closest.tier} takes {_megabytes(closest.memory)}{' with checkpointing' * closest.checkpointing}"
+            f"device '{device.name}' can spare {shown(device.spare_memory or 0)}, but training even tier "
+            f"{closest.tier} takes {shown(closest.memory)}{' with checkpointing' * closest.checkpointing}"
         )
         if fitting := [option for option in options if _fits(option)]:
             closest = min(fitting, key=lambda option: option.seconds.total)
@@ -137,9 +152,9 @@ class Fleet:
 
     def _memory(self, device: DeviceConfig, tasks: Sequence[Task], checkpointing: bool) -> int | None:
         """Return what was measured on the device, if it was, for all of a client's networks."""
-        train, profile = self._config.train, device.profile
-        micro = train.micro_batch if train.micro_batch < train.batch else 0
-        found = [profile and profile.step(task.network, checkpointing, micro) for task in tasks]
+        ways = [(task.network, self._train(task, checkpointing)) for task in tasks]
+        profile = device.profile
+        found = [profile and profile.step(name, bool(train.checkpointing), train.parts) for name, train in ways]
         sizes = [step.memory for step in found if step and step.memory]
         return max(sizes) if len(sizes) == len(found) else None
 
@@ -197,7 +212,3 @@ def check_profiles(devices: Sequence[DeviceConfig], digest: str, train: TrainCon
 def _fits(option: Planned) -> bool:
     spare = option.device.spare_memory
     return spare is None or option.memory <= spare
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"

@@ -1,6 +1,6 @@
 """BatchNorm statistics of every tier's network, gathered at the clients for an evaluation."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from fedhm.defence.outliers import brought_in
@@ -20,18 +20,22 @@ def gather_statistics(
     record: Record,
     robust: bool = True,
     least: int = 1,
+    how: Callable[[str], Mapping[str, float]] = lambda _: {},
 ) -> Iterator[tuple[str, Tensors]]:
     """Yield each tier that has statistics, and what they are. What too few answered for is asked of other clients.
 
     weights   by tier
     attempts  whom to ask first, and whom if some tier is still missing then
     robust    bring what lies far from most clients' statistics to where these are
+    how       clients of a tier save memory
     least     clients that have to answer for a tier, or all that were asked where these are fewer
     """
     missing = [tier for tier in weights if intake.facts(tier).running]
     for chosen in attempts:
         asked = [(tier, p) for tier in missing for p in chosen]
-        tasks = [Task(KIND, record.round, p.client, p.tier, tier, weights[tier]) for tier, p in asked]
+        tasks = [
+            Task(KIND, record.round, p.client, p.tier, tier, weights[tier], options=how(p.tier)) for tier, p in asked
+        ]
         updates = intake.updates(run, tasks, record)
         for tier, of_tier in groupby(updates, key=lambda update: update.network):
             answered = list(of_tier)  # a few numbers for each channel: small beside a model

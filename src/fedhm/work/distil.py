@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Batch, Feed
 from fedhm.networks.batchnorm import by_batch
+from fedhm.networks.checkpointing import checkpoint_blocks
 from fedhm.networks.exchange import Tensors
-from fedhm.networks.inputs import scores
+from fedhm.networks.inputs import Inputs, scores
+from fedhm.networks.parts import backward
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.seeds import torch_generator
 from fedhm.work.bounds import Expected, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.reuse import Ready
-from fedhm.work.train import fit, task_seed
+from fedhm.work.train import at_once, fit, task_seed
 from fedhm.work.work import Answer, Example
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -44,7 +46,7 @@ class Distil:
         with task_seed(client, task):
             self._digest(client, task, ready.network, public)
             loss = fit(client, task, ready, held)
-        found = logits(ready.network, public, client.train.batch).cpu()
+        found = logits(ready.network, public, at_once(client.train.batch, client.train, task)).cpu()
         return Answer({LOGITS: found}, loss, held, ready.hand_over(task.kept))
 
     def _digest(self, client: Client, task: Task, network: nn.Module, public: Feed) -> None:
@@ -54,8 +56,10 @@ class Distil:
         generator = torch_generator(client.seed, "digest", task.round, task.client)
         optimizer = SGD([Group(list(network.parameters()))], lr=task.options["digest_lr"])
         consensus = task.tensors[CONSENSUS].to(client.networks.device)
+        checkpoint_blocks([network], client.train.checkpointing)
         for _ in range(int(task.options["digest_epochs"])):
-            follow(network, consensus, F.l1_loss, optimizer, public.shuffled(client.train.batch, generator))
+            batches = public.shuffled(client.train.batch, generator)
+            follow(network, consensus, F.l1_loss, optimizer, batches, client.train.micro_batch)
 
     @torch.no_grad()
     def blank(self, network: nn.Module, example: Example) -> Tensors:
@@ -73,13 +77,23 @@ class Distil:
         return samples * train.epochs + public * (1 + digested)
 
 
-def follow(network: nn.Module, targets: Tensor, loss: Loss, optimizer: Steps, batches: Iterable[Batch]) -> None:
-    """Make one step on each batch of public inputs, which come with the numbers of their rows in `targets`."""
+def follow(
+    network: nn.Module, targets: Tensor, loss: Loss, optimizer: Steps, batches: Iterable[Batch], most: int = 0
+) -> None:
+    """Make one step on each batch of public inputs, which come with the numbers of their rows in `targets`.
+
+    most  samples of a batch at once; 0: all of them
+    """
     network.train()
+    trained = list(network.parameters())
+
+    def loss_of(inputs: Inputs, rows: Tensor) -> Tensor:
+        return loss(scores(network, inputs), targets[rows])
+
     with by_batch(network):
         for inputs, rows in batches:
             optimizer.zero_grad()
-            loss(scores(network, inputs), targets[rows]).backward()
+            backward(loss_of, inputs, rows, most, trained)
             optimizer.step()
 
 

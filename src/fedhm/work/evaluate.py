@@ -24,6 +24,7 @@ from fedhm.work.bounds import LARGEST_MEAN, Expected, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.reuse import Ready
+from fedhm.work.train import at_once
 from fedhm.work.work import Answer, Example
 
 KIND = "evaluate"
@@ -42,7 +43,8 @@ class Evaluate:
     def run(self, client: Client, task: Task, ready: Ready) -> Answer:
         assert client.tests is not None
         feed = Feed(client.tests, client.preprocessing, client.networks.device)
-        return Answer(sums_over(ready.network, feed, int(task.options[BATCH]), client.objective))
+        batch = at_once(int(task.options[BATCH]), client.train, task)
+        return Answer(sums_over(ready.network, feed, batch, client.objective))
 
     @torch.no_grad()
     def blank(self, network: nn.Module, example: Example) -> Tensors:

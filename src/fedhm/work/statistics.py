@@ -22,6 +22,7 @@ from fedhm.work.bounds import Expected, moments, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.reuse import Ready
+from fedhm.work.train import at_once
 from fedhm.work.work import Answer, Example
 
 KIND = "statistics"
@@ -35,8 +36,8 @@ class Statistics:
         return task.tensors
 
     def run(self, client: Client, task: Task, ready: Ready) -> Answer:
-        # Nothing is kept for a backward pass, so four times the batch fits where training does.
-        batches = client.feed.ordered(4 * client.train.batch)
+        # Nothing is kept for a backward pass, so four times the batch fits where training does without saving memory.
+        batches = client.feed.ordered(at_once(4 * client.train.batch, client.train, task))
         return Answer(gather(ready.network, (inputs for inputs, _ in batches)))
 
     def blank(self, network: nn.Module, example: Example) -> Tensors:

@@ -20,6 +20,7 @@ from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
 from fedhm.networks.parts import Loss, backward
 from fedhm.networks.precision import precise
+from fedhm.networks.repeatable import check_repeats
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import run_in_training
 from fedhm.seeds import derive, torch_generator
@@ -104,6 +105,12 @@ def trained_as(train: TrainConfig, task: Task) -> TrainConfig:
     return train.model_copy(update=how)
 
 
+def at_once(most: int, train: TrainConfig, task: Task) -> int:
+    """Return how many samples may go forward together: up to `most`, or as many as in training if that saves memory."""
+    train = trained_as(train, task)
+    return min(most, train.parts or train.batch) if train.parts or train.checkpointing else most
+
+
 def prepare(network: nn.Module, train: TrainConfig) -> None:
     """Set a network, and those inside it, up for training; it is to be thrown away afterwards."""
     if train.checkpointing or train.micro_batch:  # or it would save nothing that can be seen from outside
@@ -147,10 +154,11 @@ def check_optimizer(model: nn.Module, train: TrainConfig) -> None:
         )
 
 
-def check_memory_savings(model: nn.Module, config: Config) -> None:
-    """Refuse what cannot be done to a model, and warn of what is not the same."""
+def check_memory_savings(model: nn.Module, config: Config, sample: Inputs) -> None:
+    """Refuse what cannot be done to a model, and warn of what is not the same; `sample` is a batch of one input."""
     train = config.train
     check_blocks(model, train.checkpointing)
+    check_repeats(model, train.checkpointing, sample)
     if train.checkpointing and config.engine.compile:
         raise FedhmError("train.checkpointing and engine.compile do not go together: set one of them to false")
     if config.objective.per_token and 0 < train.micro_batch < train.batch:

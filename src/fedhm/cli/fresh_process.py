@@ -1,0 +1,43 @@
+"""Measurements of training in fresh processes, in which nothing was trained before."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from fedhm.config.settings import ResolvedConfig
+from fedhm.config.training import TrainConfig
+from fedhm.errors import FedhmError
+from fedhm.measure.versions import Mode
+
+STEPS, TIMES = 4, 3  # so many steps are timed together, so many times
+
+
+def mode_of(train: TrainConfig) -> Mode:
+    return Mode(train.parts, bool(train.checkpointing))
+
+
+def with_mode(config: ResolvedConfig, mode: Mode) -> ResolvedConfig:
+    """Return the settings for one epoch in this mode."""
+    how = {"epochs": 1, "micro_batch": mode.micro_batch}
+    if bool(config.train.checkpointing) != mode.checkpointing:
+        how["checkpointing"] = mode.checkpointing
+    return config.model_copy(update={"train": config.train.model_copy(update=how)})
+
+
+def step_in_fresh_process(config: ResolvedConfig, what: str, **which: Any) -> dict[str, float] | None:
+    """Measure the seconds and the memory of a step; None if the system killed it, as it does where memory runs out.
+
+    what   is trained, for who reads what is wrong
+    which  network, for `fedhm.cli.probe`
+    """
+    asked = json.dumps({"config": config.to_toml(), **which})
+    command = [sys.executable, "-m", "fedhm.cli.probe"]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        return None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise FedhmError(f"training {what} fails on this device: {last}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
