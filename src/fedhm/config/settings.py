@@ -60,6 +60,8 @@ class ModelConfig(Section):
     name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34", "transformer"] = "cnn"
     width: Annotated[float, Field(gt=0)] = 1.0
     base: str = ""  # of a transformer: the folder of a pretrained one, or the installed package that brings it
+    pooling: Literal["own", "mean"] = "own"  # of a transformer that classifies: what its new head looks at
+    dropout: Annotated[float, Field(ge=0, lt=1)] | Literal["own"] = "own"  # of a transformer, in training
 
     @model_validator(mode="after")
     def _pretrained(self) -> "ModelConfig":
