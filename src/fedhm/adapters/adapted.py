@@ -1,6 +1,7 @@
 """Adapted networks: a frozen base that all networks of a process share, with adapters that peft has put into it."""
 
 import copy
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,9 +14,10 @@ from torch import nn
 from fedhm.adapters.wire import AdapterForm
 from fedhm.errors import FedhmError
 from fedhm.networks.batchnorm import hold_statistics
-from fedhm.networks.exchange import Tensors, everybody_has, travels_as
+from fedhm.networks.exchange import Tensors, base_of, everybody_has, travels_as
 from fedhm.networks.structure import copied
 
+DIGESTED = 64  # numbers of each tensor of a base, or a few more: all of them would take seconds
 HEADS = ("classifier", "score")  # how transformers call the layer that is made for the task
 
 
@@ -142,6 +144,17 @@ def find_head(
     raise FedhmError("the layer that gives the model's outputs cannot be told: name it with method.head = ['NAME']")
 
 
+def base_digest(network: nn.Module) -> str:
+    """Return what tells an adapted network's base from others, by some numbers of each tensor; "" without a base."""
+    base = {name: t for name, t in base_of(network).items() if ".original_module." not in name}  # of the head
+    digest = hashlib.sha256()
+    for name in sorted(base):
+        flat = base[name].detach().flatten()
+        digest.update(f"{name}{tuple(base[name].shape)}{flat.dtype}".encode())
+        digest.update(flat[:: max(1, len(flat) // DIGESTED)].contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16] if base else ""
+
+
 def described(network: nn.Module) -> dict[str, Any] | None:
     """Return what tells an adapted network from its base, as JSON; None for other networks."""
     config = getattr(network, "peft_config", {}).get("default")
@@ -149,13 +162,17 @@ def described(network: nn.Module) -> dict[str, Any] | None:
         return None
     folded = bool(vars(network).get("fedhm_folded"))
     target, head = sorted(config.target_modules), list(config.modules_to_save or ())
-    return {"rank": config.r, "scale": config.lora_alpha / config.r, "target": target, "head": head, "folded": folded}
+    scale, base = config.lora_alpha / config.r, base_digest(network)
+    return {"rank": config.r, "scale": scale, "target": target, "head": head, "folded": folded, "base": base}
 
 
 def rebuilt(model: nn.Module, told: dict[str, Any]) -> nn.Module:
     """Return the network that was described, around a model, as it travels in no special form."""
     adapting = Adapting(tuple(told["target"]), float(told["scale"]), tuple(told["head"]))
-    return travels_as(Base(model, adapting).network(int(told["rank"]), folded=bool(told["folded"])), None)
+    network = Base(model, adapting).network(int(told["rank"]), folded=bool(told["folded"]))
+    if told.get("base", base_digest(network)) != base_digest(network):
+        raise FedhmError("the adapter was trained on another base: give it the very model that the run began with")
+    return travels_as(network, None)
 
 
 def save_adapter(network: nn.Module, folder: Path) -> None:

@@ -7,11 +7,11 @@ adapter adds to the weight, whatever its rank and α: nobody else in the library
 A base that has learnt something (`folded`) comes as what is to be added to it, dense or as factors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedhm.networks.exchange import Tensors
 
@@ -61,6 +61,14 @@ class AdapterForm:
 
     def __deepcopy__(self, _: Any) -> "AdapterForm":
         return self  # the base is not copied with every network
+
+
+def factors_of(network: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield A (r, m) and B (n, r) of each layer of an adapted network, as it holds them."""
+    own = dict(network.named_parameters())
+    for name, a in own.items():
+        if name.endswith(_A):
+            yield a, own[name.removesuffix(_A) + _B]
 
 
 def _added(tensors: Tensors, layer: str) -> Tensor | None:

@@ -62,6 +62,8 @@ class ModelConfig(Section):
     depth: Annotated[int, Field(ge=1, le=100)] = 6  # of a vit: how many blocks it has
     patch: Positive = 4  # of a vit: pixels of a patch's side
     base: str = ""  # of a transformer: the folder of a pretrained one, or the installed package that brings it
+    pooling: Literal["own", "mean"] = "own"  # of a transformer that classifies: what its new head looks at
+    dropout: Annotated[float, Field(ge=0, lt=1)] | Literal["own"] = "own"  # of a transformer, in training
 
     @model_validator(mode="after")
     def _pretrained(self) -> "ModelConfig":

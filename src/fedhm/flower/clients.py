@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedhm.adapters.adapted import base_digest
 from fedhm.assembly import design, make_client, read_federation
 from fedhm.config.privacy import PrivacyConfig
 from fedhm.config.reading import parse
@@ -122,4 +123,6 @@ def _networks(model: Model, terms: Terms, device: str, inputs: Format) -> Networ
     """Return the networks of the method, which needs no public samples here: those are the server's and the tasks'."""
     named = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in inputs}
     built = design(terms.config, model.build(), named.get("", named), terms.classes)
+    if terms.base and base_digest(built.method.network(built.method.tiers[0])) != terms.base:
+        raise FedhmError("this node's base is not the server's: adapters need the same pretrained model everywhere")
     return Networks(built.method.network, find_device(device), terms.config.engine.compile)

@@ -12,6 +12,7 @@ import httpx
 from rich.console import Console
 from torch import nn
 
+from fedhm.adapters.adapted import base_digest
 from fedhm.assembly import assemble, design, read_federation
 from fedhm.config.federation import NO_TIER
 from fedhm.config.reading import parse_flat, parse_resolved
@@ -167,7 +168,7 @@ def run_on(
         method = design(settings, model.build(), batch, bare.classes, bare.public_feed()).method
         check_assignment(settings.federation, clients, method.tiers, method.levels)
         identities = Identities.read(folder.path) if folder else Identities()
-        roster = Roster(grid, clients, greeting(_terms(settings, bare)), say, identities if node_keys else None)
+        roster = Roster(grid, clients, greeting(_terms(settings, bare, method)), say, identities if node_keys else None)
         if folder or settings.federation.given_tiers:
             roster.hold_to(partial(too_much, settings, method))
         if folder:
@@ -188,7 +189,7 @@ def run_on(
             tests = tuple(known[c].tests if c in known else 0 for c in range(clients))
             federation = replace(federation, tests=replace(federation.tests, remote=tests))
         place = settings.engine
-        engine = FlowerEngine(grid, roster, _terms(settings, federation), place.deadline, place.fp16)
+        engine = FlowerEngine(grid, roster, _terms(settings, federation, method), place.deadline, place.fp16)
         try:
             assemble(model.build(), federation, settings, engine, watchers).run(folder)
         except FedhmError:
@@ -230,5 +231,6 @@ def _sizes(nodes: Mapping[int, Node], clients: int) -> tuple[int, ...]:
     return tuple(nodes[client].samples if client in nodes else 0 for client in range(clients))
 
 
-def _terms(config: ResolvedConfig, federation: Federation) -> Terms:
-    return Terms(config, federation.classes, federation.preprocessing, federation.tests.share)
+def _terms(config: ResolvedConfig, federation: Federation, method: AnyMethod) -> Terms:
+    base = base_digest(method.network(method.tiers[0])) if config.method.adapters else ""
+    return Terms(config, federation.classes, federation.preprocessing, federation.tests.share, base)

@@ -42,12 +42,15 @@ class Terms:
     classes: int
     preprocessing: Preprocessing
     client_test: float = 0.0  # the share of its samples that a client holds out, if it brings no test samples
+    base: str = ""  # what tells the frozen base, which does not travel, from others; "" where there is none
 
     def note(self) -> dict[str, str]:
         config = self.config.model_copy(update={"tracking": None})  # the server's alone, as are its paths
         said = {"config": config.to_toml(), "classes": self.classes, "preprocessing": asdict(self.preprocessing)}
         if self.client_test:
             said["client_test"] = self.client_test
+        if self.base:
+            said["base"] = self.base
         return {"terms": json.dumps(said)}
 
     @classmethod
@@ -61,7 +64,8 @@ def _terms(text: str) -> Terms:
     pixels = values["preprocessing"]
     pixels |= {"mean": tuple(pixels["mean"]), "std": tuple(pixels["std"])}
     config = parse_resolved(values["config"], "the server's config")
-    return Terms(config, values["classes"], Preprocessing(**pixels), values.get("client_test", 0.0))
+    share, base = values.get("client_test", 0.0), values.get("base", "")
+    return Terms(config, values["classes"], Preprocessing(**pixels), share, base)
 
 
 def greeting(terms: Terms) -> RecordDict:

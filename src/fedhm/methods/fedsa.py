@@ -1,8 +1,8 @@
-"""FedSA-LoRA: A is shared and averaged, every client keeps a B of its own (Guo et al. 2024).
+"""FedSA-LoRA: A is shared and averaged, every client keeps a B and a head of its own (Guo et al. 2024).
 
-A tier's model, for evaluation, has the B of its client that took part last, the lowest number of several. The server
-of a simulation keeps the clients' B for them, so its state grows with the number of clients. The head, which the
-published method leaves as it was drawn, is averaged.
+A tier's model, for evaluation, has the B and the head of its client that took part last, the lowest number of several.
+The server of a simulation keeps the clients' parts for them, so its state grows with the number of clients. With
+`share_head` the head is averaged, as the other methods do.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,20 +23,28 @@ SHARED, OWN = "a", "b"  # after a layer's name: its A and its B
 
 class FedSAConfig(RankConfig):
     name: Literal["fedsa"] = "fedsa"
+    share_head: bool = False  # the head is averaged, too; without, every client keeps its own
 
     def build(self, model: nn.Module, setup: Setup) -> "FedSA":
         return FedSA(model, self, setup)
 
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:
-        return [NamedEntry("fedsa", lambda sizes: of_smallest("fedsa", sizes.adapters))]
+        return [
+            NamedEntry("fedsa", lambda sizes: of_smallest("fedsa", sizes.adapters)),
+            NamedEntry("fedsa-head", lambda sizes: {**of_smallest("fedsa", sizes.adapters), "share_head": True}),
+        ]
+
+    @property
+    def remark(self) -> str:
+        return "averages the head" if self.share_head else ""
 
 
 @dataclass(frozen=True)
 class FedSAState(State):
-    weights: Tensors  # A of all layers, and the head
-    begin: Tensors  # B of a client that is yet to take part
-    kept: dict[int, Tensors] = field(default_factory=dict)  # by client, its own B
+    weights: Tensors  # A of all layers, and the head where it is shared
+    begin: Tensors  # B of a client that is yet to take part, and its head
+    kept: dict[int, Tensors] = field(default_factory=dict)  # by client, its own
     newest: int = -1  # the client that took part last
 
 
@@ -52,7 +60,8 @@ class FedSA(Method[FedSAState]):
         sent = as_sent(drawn(self.base, self.config.rank, self._setup.seed), self.config.rank, self.base.shapes)
         shared = {f"{name[:-2]}.{SHARED}": tensor for name, tensor in sent.items() if name.endswith(".u")}
         own = {f"{name[:-2]}.{OWN}": tensor for name, tensor in sent.items() if name.endswith(".v")}
-        return FedSAState(self.base.head_of(weights) | shared, own)
+        head = self.base.head_of(weights)
+        return FedSAState(head | shared, own) if self.config.share_head else FedSAState(shared, own | head)
 
     def tasks(self, state: FedSAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:

@@ -1,7 +1,7 @@
 """FLoRA: the clients' adapters are stacked, and merged into the base of everybody (Wang et al. 2024).
 
     merge    W ← W + (p₁ B₁, p₂ B₂, …)(A₁; A₂; …),   p = αₚ / Σ α, which is the mean of the products without noise
-    tasks    every client gets all that was added to W so far, folds it into its base, and begins a new adapter
+    tasks    every client gets all that was added to W so far, folds it into its base, and begins an adapter of its own
 
 The published protocol sends each round's stack to clients that have merged all before. Clients here keep nothing, so
 that what was added so far is sent whole, and counted.
@@ -57,9 +57,9 @@ class FLoRA(Method[FLoRAState]):
         return FLoRAState(self.base.head_of(weights), {})
 
     def tasks(self, state: FLoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        sent = {tier: self.weights(state, tier) for tier in {p.tier for p in participants}}
         for p in participants:
-            yield Task("adapt", round_number, p.client, p.tier, p.tier, sent[p.tier])
+            # each draws an A of its own: with one for all, the stack would have hardly more directions than one of them
+            yield Task("adapt", round_number, p.client, p.tier, p.tier, self._sent(state, p.tier, p.client))
 
     def merge(self, state: FLoRAState, updates: Iterable[Update], round_number: int) -> FLoRAState:
         head, total = WeightedMean(state.weights), 0.0
@@ -83,7 +83,10 @@ class FLoRA(Method[FLoRAState]):
         return self.base.network(self.ranks[name], folded=True)
 
     def weights(self, state: FLoRAState, tier: str) -> Tensors:
-        begin = drawn(self.base, self.ranks[tier], self._setup.seed, state.round)
+        return self._sent(state, tier)
+
+    def _sent(self, state: FLoRAState, tier: str, *client: int) -> Tensors:
+        begin = drawn(self.base, self.ranks[tier], self._setup.seed, state.round, *client)
         folded = {f"{FOLDED}{layer}.weight": tensor for layer, tensor in state.added.items()}
         return {**state.weights, **as_sent(begin, self.ranks[tier], self.base.shapes), **folded}
 

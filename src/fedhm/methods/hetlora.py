@@ -1,16 +1,19 @@
 """HetLoRA: smaller adapters are filled up with zeros, averaged factor by factor, and truncated (Cho et al. 2024).
 
     tasks    tier of rank r gets the first r rows of A and columns of B
-    merge    A ← Σ wₚ (Aₚ; 0) / Σ wₚ, B likewise, with wₚ = ‖Bₚ Aₚ‖ over all layers: who learnt more counts more
+    merge    A ← Σ wₚ (Aₚ; 0) / Σ wₚ, B likewise, with wₚ = ‖Bₚ Aₚ‖ of the layer: who learnt more counts more
 
-Its self-pruning of ranks during training is not done here: tiers keep theirs.
+With `prune` = γ below 1, clients prune their own ranks (`work/prune.py`): whoever has learnt less in the last
+directions, from γ r on, than it was sent there gives them up for good, and is sent less from then on.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from fedhm.config.method_config import Family, NamedEntry
@@ -22,20 +25,37 @@ from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
 
+PRUNED = "rank "  # before a number: the network of clients that have pruned theirs to it
+
 
 class HetLoRAConfig(RanksConfig):
     name: Literal["hetlora"] = "hetlora"
     sparsity_weights: bool = True  # without, each client counts by method.weighting
+    prune: Annotated[float, Field(gt=0, le=1)] = 1.0  # γ: what is left of a rank that is pruned; 1: none is
+    penalty: Annotated[float, Field(ge=0)] = 1e-3  # λ, on the norms of what may be pruned
 
     def build(self, model: nn.Module, setup: Setup) -> "HetLoRA":
         return HetLoRA(model, self, setup)
 
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:
-        return [NamedEntry("hetlora", lambda sizes: {"name": "hetlora", **sizes.adapters})]
+        return [
+            NamedEntry("hetlora", lambda sizes: {"name": "hetlora", **sizes.adapters}),
+            NamedEntry("hetlora-prune", lambda sizes: {"name": "hetlora", **sizes.adapters, "prune": 0.99}),
+        ]
+
+    @property
+    def remark(self) -> str:
+        return f"prunes ranks by {self.prune:g}" if self.prune < 1 else ""
 
 
-class HetLoRA(Method[ModelState]):
+@dataclass(frozen=True)
+class HetLoRAState(ModelState):
+    ranks: dict[int, int] = field(default_factory=dict)  # by client, of those who have pruned theirs
+
+
+class HetLoRA(Method[HetLoRAState]):
+    state_type = HetLoRAState
     one_model = True
 
     def __init__(self, model: nn.Module, config: HetLoRAConfig, setup: Setup = Setup()) -> None:
@@ -45,28 +65,51 @@ class HetLoRA(Method[ModelState]):
         self._largest = max(self.ranks.values())
         self.base.check_rank(self._largest)
 
-    def start(self, weights: Tensors) -> ModelState:
+    def start(self, weights: Tensors) -> HetLoRAState:
         factors = drawn(self.base, self._largest, self._setup.seed)
-        return ModelState(self.base.head_of(weights) | as_sent(factors, self._largest, self.base.shapes))
+        return HetLoRAState(self.base.head_of(weights) | as_sent(factors, self._largest, self.base.shapes))
 
-    def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+    def tasks(self, state: HetLoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
-            yield Task("train", round_number, p.client, p.tier, p.tier, self.weights(state, p.tier))
+            rank = self.ranks[p.tier]
+            if self.config.prune == 1:
+                yield Task("train", round_number, p.client, p.tier, p.tier, self._cut(state, rank))
+                continue
+            rank = min(rank, state.ranks.get(p.client, rank))
+            options = {"left": float(self._left(rank)), "penalty": self.config.penalty}
+            tensors, network = self._cut(state, rank), f"{PRUNED}{rank}"
+            yield Task("prune", round_number, p.client, p.tier, network, tensors, options=options)
 
-    def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        mean = WeightedMean(state.weights)
+    def _left(self, rank: int) -> int:
+        return max(1, int(self.config.prune * rank))
+
+    def merge(self, state: HetLoRAState, updates: Iterable[Update], round_number: int) -> HetLoRAState:
+        mean, ranks = WeightedMean(state.weights), dict(state.ranks)
         for update in updates:
             rows, weight = trained_rows(update, self._setup.classifier), influence(update, self.config.weighting)
-            weight = weight * self.norm(update.tensors) if self.config.sparsity_weights else weight
+            norms = self.norms(update.tensors) if self.config.sparsity_weights else {}
             for name, tensor in update.tensors.items():
-                classifier = name.rpartition(".")[0] == self._setup.classifier
-                mean.add(name, self._padded(name, tensor), weight, rows if classifier else None)
-        return ModelState(mean.result())
+                layer = name.rpartition(".")[0]
+                classifier = layer == self._setup.classifier
+                mean.add(name, self._padded(name, tensor), norms.get(layer, weight), rows if classifier else None)
+            if self.config.prune < 1:
+                ranks[update.client] = self._kept(update.tensors)
+        return HetLoRAState(mean.result(), ranks)
 
-    def norm(self, tensors: Tensors) -> float:
-        """Return the norm of what an adapter adds to the weights of all layers."""
-        pairs = [join(tensors[f"{layer}.u"].double(), tensors[f"{layer}.v"].double()) for layer in self.base.shapes]
-        return math.sqrt(sum(max(inner(pair, pair), 0.0) for pair in pairs))
+    def norms(self, tensors: Tensors) -> dict[str, float]:
+        """Return the norm of what an adapter adds to the weight of each layer."""
+        found = {}
+        for layer in self.base.shapes:
+            pair = join(tensors[f"{layer}.u"].double(), tensors[f"{layer}.v"].double())
+            found[layer] = math.sqrt(max(inner(pair, pair), 0.0))
+        return found
+
+    def _kept(self, tensors: Tensors) -> int:
+        """Return the rank that a client has kept: what it has pruned it sends as zeros."""
+        factors = [tensors[f"{layer}.u"] for layer in self.base.shapes]
+        rank = len(factors[0])
+        left = self._left(rank)
+        return rank if any(bool(factor[left:].any()) for factor in factors) else left
 
     def _padded(self, name: str, tensor: Tensor) -> Tensor:
         axis = self._axis(name)
@@ -82,13 +125,16 @@ class HetLoRA(Method[ModelState]):
         return {"u": 0, "v": 1}.get(part) if layer in self.base.shapes else None
 
     def network(self, name: str) -> nn.Module:
-        return self.base.network(self.ranks[name])
+        return self.base.network(int(name.removeprefix(PRUNED)) if name.startswith(PRUNED) else self.ranks[name])
 
-    def weights(self, state: ModelState, tier: str) -> Tensors:
+    def weights(self, state: HetLoRAState, tier: str) -> Tensors:
+        return self._cut(state, self.ranks[tier])
+
+    def _cut(self, state: HetLoRAState, rank: int) -> Tensors:
         cut: Tensors = {}
         for name, tensor in state.weights.items():
             axis = self._axis(name)
-            cut[name] = tensor if axis is None else tensor.narrow(axis, 0, self.ranks[tier]).contiguous()
+            cut[name] = tensor if axis is None else tensor.narrow(axis, 0, rank).contiguous()
         return cut
 
 

@@ -4,7 +4,8 @@ The base is frozen and with everybody; the server has what the federation has ad
 of the largest rank, and the head, which is trained whole.
 
     tasks    tier of rank r gets the first r directions, as A and B, and the head
-    merge    by models, by updates, or by bands, as FedHM (`adapters/average.py`); models is the rule of FlexLoRA
+    merge    by models, by updates, or by bands, as FedHM, or by partitions (`adapters/average.py`); models is the rule
+             of FlexLoRA, partitions that of raFLoRA
 
 With `fold`, nothing is truncated: a client folds all that the federation has learnt, at rank `fold_rank`, into its
 base, and its adapter begins at zero on top of that. It costs bytes to download, and no tier is worse than another.
@@ -44,6 +45,7 @@ class LoRAConfig(RanksConfig):
         return [
             NamedEntry("lora", lambda sizes: {"name": "lora", **sizes.adapters}),
             NamedEntry("flexlora", lambda sizes: {"name": "lora", **sizes.adapters, "aggregate": "models"}),
+            NamedEntry("raflora", lambda sizes: {"name": "lora", **sizes.adapters, "aggregate": "partitions"}),
             NamedEntry("lora-updates", lambda sizes: {"name": "lora", **sizes.adapters, "aggregate": "updates"}),
             NamedEntry("lora-fold", lambda sizes: {"name": "lora", **sizes.adapters, "fold": True}),
         ]
@@ -95,13 +97,14 @@ class LoRA(Method[LoRAState]):
 
     def merge(self, state: LoRAState, updates: Iterable[Update], round_number: int) -> LoRAState:
         head = WeightedMean(state.weights)
-        added: dict[str, dict[str, Added]] = {layer: {} for layer in self.base.shapes}
+        added: dict[str, dict[int, Added]] = {layer: {} for layer in self.base.shapes}
         for update in updates:
             weight, rows = influence(update, self.config.weighting), trained_rows(update, self._setup.classifier)
-            rank = self.ranks[update.tier]
             for layer, (n, m) in self.base.shapes.items():
-                level = added[layer].setdefault(update.tier, Added(rank, (m, n), 0 if self.config.fold else rank))
-                level.add(*join(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]), weight)
+                left, right = join(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
+                for first, rank in self._parts(self.ranks[update.tier]):
+                    level = added[layer].setdefault(rank, Added(rank, (m, n), 0 if self.config.fold else rank))
+                    level.add(left[:, first:rank], right[first:rank], weight)
             for name in state.weights:
                 classifier = name.rpartition(".")[0] == self._setup.classifier
                 head.add(name, update.tensors[name], weight, rows if classifier else None)
@@ -114,6 +117,13 @@ class LoRA(Method[LoRAState]):
         layers = list(self.base.shapes)
         factors = dict(zip(layers, side_by_side(factors_of, layers), strict=True))
         return LoRAState(head.result(), factors, round_number, diagnostics=self._diagnostics(factors))
+
+    def _parts(self, rank: int) -> list[tuple[int, int]]:
+        """Return where the levels begin and end to which a client of a rank adds its directions."""
+        if self.config.fold or self.config.aggregate != "partitions":
+            return [(0, rank)]
+        ends = sorted(each for each in self.ranks.values() if each <= rank)
+        return list(zip([0, *ends], ends, strict=False))
 
     def _diagnostics(self, factors: dict[str, Factors]) -> dict[str, float]:
         """Return how much of what was learnt lies beyond each tier's rank, as a share of the squared norm."""

@@ -21,7 +21,8 @@ def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> n
     if config.model is None:
         raise FedhmError("the config has no [model] section")
     if config.model.base:
-        return read_pretrained(config.model.base, outputs, config.objective.per_token, derive(config.seed, "model"))
+        model, per_token, seed = config.model, config.objective.per_token, derive(config.seed, "model")
+        return read_pretrained(model.base, outputs, per_token, seed, model.pooling, model.dropout)
     make = partial(MODELS[config.model.name], num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
     size = f"model.width = {config.model.width:g}"
     if config.model.name == "vit":

@@ -8,17 +8,25 @@ from torch import nn
 
 from fedhm.errors import FedhmError
 from fedhm.machine.pretrained import find_pretrained
+from fedhm.models.pooled import MeanPooled
 
 
-def read_pretrained(base: str, outputs: int, per_token: bool, seed: int) -> nn.Module:
-    """Read a pretrained model with a new head for so many classes, drawn from a seed, or as a language model."""
+def read_pretrained(
+    base: str, outputs: int, per_token: bool, seed: int, pooling: str = "own", dropout: float | str = "own"
+) -> nn.Module:
+    """Read a pretrained model with a new head for so many classes, drawn from a seed, or as a language model.
+
+    pooling  "own": the head that transformers have for the model; "mean": one on the mean of all tokens
+    dropout  of all its layers, in training; "own": as the model says
+    """
     folder = find_pretrained(base)
     try:
         transformers = import_module("transformers")
     except ImportError as error:
         raise FedhmError(f"a transformer needs the package transformers ({error}): pip install 'fedhm[lora]'") from None
     kind = transformers.AutoModelForCausalLM if per_token else transformers.AutoModelForSequenceClassification
-    options: dict[str, Any] = {} if per_token else {"num_labels": outputs}
+    kind = transformers.AutoModel if pooling == "mean" else kind
+    options: dict[str, Any] = {} if per_token or pooling == "mean" else {"num_labels": outputs}
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # that a new head is new, and a progress bar
     bars = transformers.logging.is_progress_bar_enabled()
@@ -26,7 +34,11 @@ def read_pretrained(base: str, outputs: int, per_token: bool, seed: int) -> nn.M
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model: nn.Module = kind.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **options)
+            settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+            _set_dropout(settings, dropout)
+            model: nn.Module = kind.from_pretrained(folder, config=settings, local_files_only=True, dtype=torch.float32)
+            if pooling == "mean":
+                model = MeanPooled(model, outputs)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise FedhmError(f"model.base = '{base}' cannot be read from {folder}: {reason}") from None
@@ -35,6 +47,15 @@ def read_pretrained(base: str, outputs: int, per_token: bool, seed: int) -> nn.M
         if bars:
             transformers.logging.enable_progress_bar()
     return model
+
+
+def _set_dropout(settings: Any, dropout: float | str) -> None:
+    """Set all shares of dropout, under whichever names a kind of model has for them."""
+    if dropout == "own":
+        return
+    for name, value in vars(settings).items():
+        if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop")):
+            setattr(settings, name, dropout)
 
 
 def check_tokens(model: nn.Module, longest: int, largest: int) -> None:

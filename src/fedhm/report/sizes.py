@@ -6,6 +6,7 @@ from functools import cache
 from rich.table import Table
 from torch import nn
 
+from fedhm.adapters.adapted import described
 from fedhm.config.settings import Config
 from fedhm.measure.cost import form_of, measure
 from fedhm.methods.method import AnyMethod
@@ -17,7 +18,7 @@ from fedhm.report.sheets import Sheet, readable_bytes, readable_macs, rich_table
 from fedhm.work.messages import Task
 from fedhm.work.work import work_of
 
-TIER, PARAMETERS, MACS, TRAINING = "tier", "parameters", "MACs/sample", "in training"
+TIER, RANK, PARAMETERS, MACS, TRAINING = "tier", "rank", "parameters", "MACs/sample", "in training"
 BOTH, DOWN, UP, MEMORY = "bytes each way", "bytes down", "up", "training memory"
 
 
@@ -28,12 +29,14 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
     macs = cache(lambda network: measure(method.network(network), shape).macs)
     rows: list[dict[str, str]] = []
     for tier in method.tiers:
-        cost = measure(method.network(tier), shape)
+        network = method.network(tier)
+        cost, adapter = measure(network, shape), described(network)
         tasks = work.tasks(tier)
         down, up = _bytes(method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics)
         rows.append(
             {
                 TIER: tier,
+                **({RANK: str(adapter["rank"])} if adapter else {}),
                 PARAMETERS: f"{cost.parameters:,}",
                 MACS: readable_macs(cost.macs),
                 TRAINING: readable_macs(sum(macs(task.network) for task in tasks)),

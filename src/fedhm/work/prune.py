@@ -1,0 +1,77 @@
+"""Train an adapter whose last directions are kept small, and give these up if they have become smaller (HetLoRA).
+
+With A (r, m), B (n, r) of a layer and s directions that would be left, what is minimised is
+
+    loss + λ Σ_layers ‖A_{s:}‖ ‖B_{:, s:}‖
+
+If that sum of products is smaller after training than it was before, the directions come back as zeros.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.adapters.wire import factors_of
+from fedhm.config.training import TrainConfig
+from fedhm.networks.exchange import Tensors
+from fedhm.networks.inputs import Inputs, scores
+from fedhm.work.bounds import Expected, change
+from fedhm.work.client import Client
+from fedhm.work.messages import Task, Update
+from fedhm.work.reuse import Ready
+from fedhm.work.train import fit, task_seed
+from fedhm.work.work import Answer, Example
+
+
+class Prune:
+    trains = returns_network = True
+    tests = False
+    past, short = "trained", "train"
+
+    def loaded(self, task: Task) -> Tensors:
+        return task.tensors
+
+    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+        left, held = int(task.options["left"]), client.held
+        before = _tails(ready.network, left).detach()
+
+        def loss(inputs: Inputs, targets: Tensor) -> Tensor:
+            own = client.objective.loss(scores(ready.forward, inputs), targets, held)
+            return own + task.options["penalty"] * _tails(ready.network, left)
+
+        with task_seed(client, task):
+            found = fit(client, task, ready, held, lambda: loss)
+        with torch.no_grad():
+            if bool(_tails(ready.network, left) < before):
+                for a, b in _last(ready.network, left):
+                    a.zero_(), b.zero_()
+        return Answer(ready.hand_over(task.tensors), found, held)
+
+    def blank(self, network: nn.Module, example: Example) -> Tensors:
+        raise AssertionError("an answer has the tensors of its task")
+
+    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+        return change(update.tensors, task.tensors, expected)
+
+    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        return samples * train.epochs
+
+
+def _last(network: nn.Module, left: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the last rows of A and columns of B of all layers."""
+    for a, b in factors_of(network):
+        yield a[left:], b[:, left:]
+
+
+def _tails(network: nn.Module, left: int) -> Tensor:
+    # at 0 a norm has no slope, and what begins as LoRA does is 0 there
+    parts = [_norm(a) * _norm(b) for a, b in _last(network, left)]
+    return torch.stack(parts).sum()
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor)
+
+
+ENTRY_POINT = Prune()

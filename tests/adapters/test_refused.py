@@ -1,0 +1,130 @@
+"""What is wrong with adapters, their base or their text is one sentence; hostile ones come through the same door."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedhm
+from fedhm.adapters.adapted import base_digest
+from fedhm.config.reading import parse
+from fedhm.data.federation import gathered
+from fedhm.work.messages import Failure, Participant, Update
+from made_adapters import DATA, RANKS, TEST, TRAIN, answers, settings, started
+from tiny_transformers import tiny_bert, tiny_llama
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"target": ["nothing"]}, r"method.target = \['nothing'\] cannot be adapted .* called .*query"),
+        ({"ranks": [40, 2]}, "rank 40 is above what .* 16 → 16, can have: choose at most 16"),
+        ({"head": ["score"]}, "the model has no module 'score'"),
+        ({"target": ["word_embeddings"]}, "a Embedding: adapters are for linear layers"),
+    ],
+)
+def test_what_cannot_be_adapted_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(fedhm.FedhmError, match=sentence):
+        fedhm.run(tiny_bert(), DATA, TEST, settings(change))
+
+
+def test_a_tokenizer_of_another_model_and_too_long_texts_are_one_sentence() -> None:
+    long = ({"input_ids": [[1] * 20, [2] * 3, [3] * 3]}, [0, 1, 2])
+    for data, sentence in (
+        (({"input_ids": [[1, 77], [2], [3]]}, [0, 1, 2]), "a token 77, but the model knows 40"),
+        (long, "a text has 20 tokens, but the model reads at most 16"),
+    ):
+        with pytest.raises(fedhm.FedhmError, match=sentence):
+            fedhm.run(tiny_bert(), [data, data], data, settings())
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_an_adapter_for_another_base_or_other_layers_is_refused(tmp_path: Path) -> None:
+    asked = settings(train={**TRAIN, "rounds": 1})
+    fedhm.run(tiny_bert(), DATA, TEST, asked, tmp_path / "run")
+    with pytest.raises(fedhm.FedhmError, match="other settings, data or initial model"):
+        fedhm.run(tiny_bert(seed=1), DATA, TEST, asked, tmp_path / "run")
+    with pytest.raises(fedhm.FedhmError, match=r"method\.target"):
+        fedhm.run(tiny_bert(), DATA, TEST, settings({"target": ["key"]}, train=asked["train"]), tmp_path / "run")
+    file = tmp_path / "run" / "models" / "full.safetensors"
+    with pytest.raises(fedhm.FedhmError, match="trained on another base: give it the very model"):
+        fedhm.load_tier(file, tiny_bert(seed=1))
+    with pytest.raises(fedhm.FedhmError, match="does not fit"):
+        fedhm.load_tier(file, tiny_bert(classes=5))
+    with pytest.raises(fedhm.FedhmError, match="the model has no module 'classifier'"):
+        fedhm.load_tier(file, tiny_llama())
+
+
+def test_a_node_with_another_base_is_refused() -> None:
+    pytest.importorskip("flwr")
+    from fedhm.data.batches import Preprocessing
+    from fedhm.flower.clients import _networks
+    from fedhm.flower.models import OwnModel
+    from fedhm.flower.wire import Terms, greeting
+
+    config = parse(settings(), "test").resolved()
+    base = base_digest(started("lora", ranks=RANKS)[0].network("full"))
+    terms = Terms(config, 3, Preprocessing(), base=base)
+    form = tuple((name, (1, 7), torch.int64) for name in ("input_ids", "attention_mask"))
+    assert Terms.read(greeting(terms)).base == base
+    assert _networks(OwnModel(tiny_bert, 0), terms, "cpu", form)
+    with pytest.raises(fedhm.FedhmError, match="this node's base is not the server's"):
+        _networks(OwnModel(lambda: tiny_bert(seed=1), 0), terms, "cpu", form)
+
+
+def test_an_adapter_too_large_for_half_precision_is_one_sentence() -> None:
+    pytest.importorskip("flwr")
+    from fedhm.flower.wire import read_replies, reply_parcel
+
+    method, state, _ = started("lora", ranks=[2])
+    layer = next(iter(method.base.shapes))
+    (task,) = method.tasks(state, [Participant(0, "full")], 1)
+    (update,) = answers(method, state, 1)
+    large = replace(update, tensors={**update.tensors, f"{layer}.v": update.tensors[f"{layer}.v"] + 1e5})
+    (reply,) = read_replies(reply_parcel([large], fp16=True), [task], fp16=True)
+    assert isinstance(reply, Failure)
+    assert f"'{layer}.v' holds 1e+05, too large for half precision: set engine.fp16 = false" in reply.reason
+
+
+def test_factors_whose_product_overflows_are_one_sentence() -> None:
+    method, state, _ = started("lora", ranks=[2])
+    huge = [replace(u, tensors={n: t * 1e25 for n, t in u.tensors.items()}) for u in answers(method, state, 2)]
+    with pytest.raises(fedhm.FedhmError, match="the mean of the adapters holds NaN or infinite values"):
+        method.merge(state, huge, 1)
+
+
+def test_without_peft_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(fedhm.FedhmError, match=r"pip install 'fedhm\[lora\]'"):
+        fedhm.run(tiny_bert(), DATA, TEST, settings())
+
+
+def test_hostile_adapters_are_bounded_by_what_others_do() -> None:
+    method, state, _ = started("lora", ranks=[2])
+    layer = next(iter(method.base.shapes))
+    poison: Callable[[Tensor], Tensor] = lambda t: t + 1e4  # noqa: E731
+    honest = answers(method, state, 4)
+    assert all(update.tensors[f"{layer}.v"].abs().max() < 10 for update in honest)
+    asked = settings(train={**TRAIN, "rounds": 1, "on_bad_update": "drop"})
+    federation = gathered(DATA, TEST)
+    config = parse({**asked, "federation": {"clients": 3, "participation": 1.0}}, "test")
+    experiment = fedhm.assemble(tiny_bert(), federation, config)
+    plain = experiment.engine.run
+
+    def hostile(tasks: Any) -> Any:
+        for reply in plain(tasks):
+            bad = isinstance(reply, Update) and reply.client == 0
+            yield replace(reply, tensors={n: poison(t) for n, t in reply.tensors.items()}) if bad else reply
+
+    experiment.engine.run = hostile  # type: ignore[method-assign]
+    record = experiment.run().records[-1]
+    assert [entry["client"] for entry in record.dropped] == [0]
+    assert "its change has norm" in record.dropped[0]["reason"]
