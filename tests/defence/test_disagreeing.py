@@ -160,6 +160,16 @@ def test_agreement_is_the_mean_cosine_of_the_layers_but_the_last() -> None:
     assert panel.others(0) == 5
 
 
+def test_layers_are_compared_by_name_whatever_their_order() -> None:
+    """A tier's factorized layers come after its dense ones, so that networks of other tiers have another order."""
+    changes = honest(5, 8)
+    changes = [{**change, "b.w": 100 * change["b.w"]} for change in changes]
+    mixed = [dict(reversed(change.items())) if n % 2 else change for n, change in enumerate(changes)]
+    one, other = (Panel(range(8), each, "last", Standing()) for each in (changes, mixed))
+    for number in range(8):
+        assert other.along(number, mixed[number]) == pytest.approx(one.along(number, changes[number]))
+
+
 def test_who_has_too_few_others_to_be_compared_with_passes() -> None:
     changes = honest(3, 8)
     changes[0] = times(-4, changes[0])

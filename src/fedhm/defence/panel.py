@@ -64,9 +64,10 @@ class Panel:
         return torch.stack([self._stacked(by_layer(change, other)) for other in self._changes], 1)
 
     def _stacked(self, products: dict[str, float]) -> Tensor:
-        """Return the whole, then the layers that tell who agrees, (1 + layers,)."""
-        layers = [value for layer, value in products.items() if layer != self._last] or [*products.values()]
-        return torch.tensor([sum(products.values()), *layers], dtype=torch.float64)
+        """Return the whole, then the layers that tell who agrees, (1 + layers,), in one order for all networks."""
+        ordered = dict(sorted(products.items()))
+        layers = [value for layer, value in ordered.items() if layer != self._last] or [*ordered.values()]
+        return torch.tensor([sum(ordered.values()), *layers], dtype=torch.float64)
 
 
 def _over(products: Tensor, lengths: Tensor) -> Tensor:
