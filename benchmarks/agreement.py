@@ -2,9 +2,9 @@
 
     python benchmarks/agreement.py --json agreement.json
 
-Short runs that nobody attacks, as in `attacks.py`, with clients that hold all labels or few. The margin is by how many
-spreads a client stayed above where it would have been left out, in that round or in its last ones; the lowest is said.
-The file keeps what is done, so the same command resumes after an interruption.
+Runs of the demo that nobody attacks, as in `attacks.py`, with clients that hold all labels or few. The margin is by how
+many spreads a client stayed above where it would have been left out, in that round or in its last ones; the lowest is
+said. The file keeps what is done, so the same command resumes after an interruption.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from attacks import QUICK, SHORT
+from attacks import QUICK
 from fedhm.assembly import assemble, read_federation
 from fedhm.config.reading import load_config
 from fedhm.defence.standing import SPREADS, WINDOW, Seen
@@ -46,8 +46,9 @@ def _excess(rounds: list[Seen]) -> float:
 
 def honest(partition: str, seed: int, robust: str, changes: Sequence[str]) -> dict[str, float]:
     """Return every tier's accuracy in percent, and what the defence did."""
-    own = [*PARTITIONS[partition], f"seed={seed}", f"server.robust={robust}"]
-    config = load_config("digits", [*SHORT, *changes, *own])
+    own = [*PARTITIONS[partition], f"seed={seed}", f"server.robust={robust}", "engine.workers=1"]
+    rounds = load_config("digits", changes).train.rounds
+    config = load_config("digits", [*changes, *own, f"evaluation.every={rounds}"])
     federation = read_federation(config)
     result = assemble(build_model(config, federation.input_shape, federation.classes), federation, config).run()
     found = {tier: 100 * metrics.accuracy for tier, metrics in result.metrics.items()}
