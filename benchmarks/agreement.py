@@ -9,7 +9,6 @@ said. The file keeps what is done, so the same command resumes after an interrup
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from attacks import QUICK
 from fedhm.assembly import assemble, read_federation
 from fedhm.config.reading import load_config
-from fedhm.defence.standing import SPREADS, WINDOW, Seen
+from fedhm.defence.standing import Standing
 from fedhm.machine.files import write_atomically
 from fedhm.models.build import build_model
 from fedhm.server.record import Record
@@ -31,17 +30,11 @@ PARTITIONS = {
 
 def margins(records: list[Record]) -> list[float]:
     found: list[float] = []
-    before: dict[int, list[Seen]] = {}
+    standing = Standing()
     for record in records:
-        for client, seen in record.agreement.items():
-            last = [*before.get(client, []), seen][-WINDOW:]
-            before[client] = last
-            found += [_excess([seen]) + SPREADS, _excess(last) + SPREADS]
+        found += [standing.margin(client, seen) for client, seen in record.agreement.items()]
+        standing.add(record.agreement)
     return found
-
-
-def _excess(rounds: list[Seen]) -> float:
-    return sum(seen.excess for seen in rounds) / math.hypot(*(seen.spread for seen in rounds))
 
 
 def honest(partition: str, seed: int, robust: str, changes: Sequence[str]) -> dict[str, float]:

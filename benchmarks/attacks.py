@@ -23,6 +23,7 @@ from fedhm.runs.result import Result
 from fedhm.server.intake import TooFewUpdatesError
 from fedhm.work.work import work_of
 from hostile import ATTACKS, ORDER, Hostile, mislabelled
+from remembered import Remembering
 
 DEFENCES = ("none", "clip", "centered-clip", "krum", "trimmed-mean", "median")
 COUNTS = (1, 3, 6)
@@ -63,6 +64,13 @@ def run(cell: Cell, preset: str, changes: Sequence[str], records: Path | None = 
     if cell.attack == "labels":
         federation = mislabelled(federation, hostile)
     experiment = assemble(model, federation, config)
+    mislabelling = frozenset(hostile if cell.attack == "labels" else ())
+    settings = config.model_dump_json(exclude={"server"})
+
+    def samples_of(client: int) -> str:
+        return f"{settings}, wrong labels: {client in mislabelling}"
+
+    experiment.engine = Remembering(experiment.engine, samples_of)
     if cell.attack:
         experiment.engine = Hostile(experiment.engine, hostile, cell.attack, config.train.max_change)
     try:
