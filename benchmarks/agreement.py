@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--partitions", nargs="*", default=list(PARTITIONS), choices=PARTITIONS)
     parser.add_argument("--robust", nargs="*", default=["none", "clip"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--set", nargs="*", default=[], dest="changes", metavar="KEY=VALUE")
     parser.add_argument("--quick", action="store_true", help="two rounds of one run: to see that it runs")
     options = parser.parse_args()
     if options.quick:
@@ -67,7 +68,7 @@ def main() -> None:
     for partition, seed, robust in product(options.partitions, range(options.seeds), options.robust):
         name = f"{partition}, {robust}, seed {seed}"
         if name not in found:
-            found[name] = honest(partition, seed, robust, QUICK if options.quick else ())
+            found[name] = honest(partition, seed, robust, [*(QUICK if options.quick else ()), *options.changes])
             write_atomically(options.json, json.dumps(found, indent=1))
         print(f"{name}:", ", ".join(f"{key} {value:.4g}" for key, value in found[name].items()), flush=True)
 

@@ -213,6 +213,19 @@ def test_where_nobody_agrees_nobody_is_left_out() -> None:
     assert findings.agreement == {}
 
 
+def test_rounds_in_which_clients_have_converged_do_not_count_and_who_was_out_stays_out() -> None:
+    changes = honest(3, 10)
+    changes[2] = times(-0.1, changes[2])
+    assert passed(changes) == but(2)
+    known, findings = Standing(), Findings({}, [], [])
+    known.add({30: Seen(9.0, 9.0, 0.1)})  # once they agreed as much
+    known.add({5: Seen(-0.3, 0.4, 0.1)})
+    known.add({5: Seen(-0.3, 0.4, 0.1)})
+    assert passed(changes, findings, known) == but(5)
+    assert findings.dropped[0]["reason"] == "it disagreed with the others in its last rounds"
+    assert findings.agreement == {}
+
+
 def test_no_more_are_held_than_at_first() -> None:
     taken: list[int] = []
 
