@@ -2,22 +2,21 @@
 
     python benchmarks/agreement.py --json agreement.json
 
-Short runs that nobody attacks, as in `attacks.py`, with clients that hold all labels or few. The margin is by how many
-spreads a client stayed above where it would have been left out, in that round or in its last ones; the lowest is said.
-The file keeps what is done, so the same command resumes after an interruption.
+Runs of the demo that nobody attacks, as in `attacks.py`, with clients that hold all labels or few. The margin is by how
+many spreads a client stayed above where it would have been left out, in that round or in its last ones; the lowest is
+said. The file keeps what is done, so the same command resumes after an interruption.
 """
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from attacks import QUICK, SHORT
+from attacks import QUICK
 from fedhm.assembly import assemble, read_federation
 from fedhm.config.reading import load_config
-from fedhm.defence.standing import SPREADS, WINDOW, Seen
+from fedhm.defence.standing import Standing
 from fedhm.machine.files import write_atomically
 from fedhm.models.build import build_model
 from fedhm.server.record import Record
@@ -31,23 +30,18 @@ PARTITIONS = {
 
 def margins(records: list[Record]) -> list[float]:
     found: list[float] = []
-    before: dict[int, list[Seen]] = {}
+    standing = Standing()
     for record in records:
-        for client, seen in record.agreement.items():
-            last = [*before.get(client, []), seen][-WINDOW:]
-            before[client] = last
-            found += [_excess([seen]) + SPREADS, _excess(last) + SPREADS]
+        found += [standing.margin(client, seen) for client, seen in record.agreement.items()]
+        standing.add(record.agreement)
     return found
-
-
-def _excess(rounds: list[Seen]) -> float:
-    return sum(seen.excess for seen in rounds) / math.hypot(*(seen.spread for seen in rounds))
 
 
 def honest(partition: str, seed: int, robust: str, changes: Sequence[str]) -> dict[str, float]:
     """Return every tier's accuracy in percent, and what the defence did."""
-    own = [*PARTITIONS[partition], f"seed={seed}", f"server.robust={robust}"]
-    config = load_config("digits", [*SHORT, *changes, *own])
+    own = [*PARTITIONS[partition], f"seed={seed}", f"server.robust={robust}", "engine.workers=1"]
+    rounds = load_config("digits", changes).train.rounds
+    config = load_config("digits", [*changes, *own, f"evaluation.every={rounds}"])
     federation = read_federation(config)
     result = assemble(build_model(config, federation.input_shape, federation.classes), federation, config).run()
     found = {tier: 100 * metrics.accuracy for tier, metrics in result.metrics.items()}
@@ -65,6 +59,7 @@ def main() -> None:
     parser.add_argument("--partitions", nargs="*", default=list(PARTITIONS), choices=PARTITIONS)
     parser.add_argument("--robust", nargs="*", default=["none", "clip"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--set", nargs="*", default=[], dest="changes", metavar="KEY=VALUE")
     parser.add_argument("--quick", action="store_true", help="two rounds of one run: to see that it runs")
     options = parser.parse_args()
     if options.quick:
@@ -73,7 +68,7 @@ def main() -> None:
     for partition, seed, robust in product(options.partitions, range(options.seeds), options.robust):
         name = f"{partition}, {robust}, seed {seed}"
         if name not in found:
-            found[name] = honest(partition, seed, robust, QUICK if options.quick else ())
+            found[name] = honest(partition, seed, robust, [*(QUICK if options.quick else ()), *options.changes])
             write_atomically(options.json, json.dumps(found, indent=1))
         print(f"{name}:", ", ".join(f"{key} {value:.4g}" for key, value in found[name].items()), flush=True)
 

@@ -26,7 +26,7 @@ PROMISED = {
         "two_workers_against": {"fedhm, 1 worker", "fedhm, ProcessPoolExecutor"},
     },
     "attacks.py": {
-        f"{who}, {defence}, seed 0": {"full", "1/2", "1/4", "1/8"}
+        f"{who}, {defence}, seed 0": {"full", "1/2", "1/4", "1/8", "hostile updates merged", "honest updates left out"}
         for who in ("nobody attacks", "flip by 1")
         for defence in ("none", "clip")
     },

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedhm.defence.clip import Findings, clip
 from fedhm.defence.moved import AVERAGES, OUTPUTS, WEIGHTS, Layout, Moved, moved
-from fedhm.defence.norms import ABOVE_ALL, ENOUGH, MULTIPLE, SETTLED, History
+from fedhm.defence.norms import ABOVE_ALL, ENOUGH, GROWTH, MULTIPLE, SETTLED, History
 from fedhm.work.messages import Task, Update
 
 SIZE = 6
@@ -80,11 +80,10 @@ def test_no_more_are_held_back_than_a_median_needs() -> None:
             taken.append(number)
             yield arrived(number, 1.0)
 
-    for place, _ in enumerate(clip(arriving(), history(), 1, Findings({}, [], []))):
-        assert len(taken) == max(SETTLED, place + 1)
-    taken.clear()
-    for place, _ in enumerate(clip(arriving(), history({"full": [1.0] * SETTLED}), 2, Findings({}, [], []))):
-        assert len(taken) == place + 1
+    for known in (history(), history({"full": [1.0] * SETTLED})):
+        taken.clear()
+        for place, _ in enumerate(clip(arriving(), known, 2, Findings({}, [], []))):
+            assert len(taken) == max(SETTLED, place + 1)
 
 
 def test_a_client_with_many_tasks_has_one_vote() -> None:
@@ -104,6 +103,14 @@ def test_the_bound_falls_with_the_learning_rate() -> None:
 def test_the_level_stays_when_clients_converge() -> None:
     quiet = [{"full": [0.01] * 10}] * 20
     assert history({"full": [1.0] * 10}, *quiet).bound(WEIGHTS, "full", 22) == pytest.approx(MULTIPLE)
+
+
+def test_the_level_rises_with_a_rounds_clients_but_not_at_once() -> None:
+    known = history({"full": [1.0] * 10})
+    assert known.bound(WEIGHTS, "full", 2, [1.5] * 5 + [1e6] * 5) == pytest.approx(MULTIPLE * 1.5)
+    assert known.bound(WEIGHTS, "full", 2, [9.0] * 10) == pytest.approx(MULTIPLE * GROWTH)
+    assert known.bound(WEIGHTS, "full", 2, [0.1] * 10) == pytest.approx(MULTIPLE)
+    assert known.bound(WEIGHTS, "full", 2, [1.5] * (ENOUGH - 1)) == pytest.approx(MULTIPLE)
 
 
 def test_a_tier_has_its_own_level_but_not_any() -> None:

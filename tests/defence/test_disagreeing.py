@@ -13,7 +13,7 @@ from fedhm.defence.disagreeing import AGAINST, HELD, drop_disagreeing
 from fedhm.defence.moved import Layout, Moved, moved
 from fedhm.defence.norms import History
 from fedhm.defence.panel import Panel
-from fedhm.defence.standing import SHARE, SPREADS, WINDOW, Seen, Standing
+from fedhm.defence.standing import LASTING, LEAST_ONCE, ONCE, SHARE, WINDOW, Seen, Standing
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Task, Update
 
@@ -125,7 +125,7 @@ def test_what_was_too_long_has_to_go_along_with_the_others() -> None:
 def test_who_disagrees_a_little_for_long_is_left_out() -> None:
     changes = honest(3, 10)
     random = honest(8, 1)[0]
-    changes[4] = random
+    changes[4] = {name: tensor + 0.3 * changes[4][name] for name, tensor in random.items()}
     findings, standing = Findings({}, [], []), Standing()
     assert passed(changes, findings, standing) == but()
     standing.add(findings.agreement)
@@ -145,19 +145,56 @@ def test_standing_is_the_formula(rounds: list[tuple[float, float, float]]) -> No
         standing.add({3: each, 4: Seen(-1.0, 1.0, 0.01)})
 
     def below(some: list[Seen]) -> bool:
-        return sum(s.agreement - SHARE * s.median for s in some) < -SPREADS * sum(s.spread**2 for s in some) ** 0.5
+        excess = sum(s.agreement - SHARE * s.median for s in some)
+        return len(some) > 1 and excess < -LASTING * sum(s.spread**2 for s in some) ** 0.5
 
-    assert standing.out(3, seen[-1]) == (below(seen[-1:]) or below(seen[-WINDOW:]))
+    (agreement, median, spread), last = seen[-1], seen[-WINDOW:]
+    once = agreement - SHARE * median < -ONCE * max(spread, LEAST_ONCE * median)
+    assert standing.out(3, seen[-1]) == (once or below(last))
+    assert standing.was_out(3) == below(seen[:-1][-WINDOW + 1 :])
 
 
-def test_agreement_is_the_mean_cosine_of_the_layers_but_the_last() -> None:
+def test_agreement_is_a_quantile_of_the_mean_cosines_of_the_layers_but_the_last() -> None:
     changes = honest(5, 6)
     panel = Panel(range(6), changes, "last", Standing())
-    others = [{n: t / t.norm() for n, t in change.items()} for change in changes[1:]]
-    plain = [torch.cosine_similarity(changes[0][n], sum(o[n] for o in others), dim=0).item() for n in ("a.w", "b.w")]
-    agreement, _ = panel.along(0, changes[0])
-    assert agreement == pytest.approx(sum(plain) / 2)
+    plain = []
+    for other in changes[1:]:
+        cosines = [torch.cosine_similarity(changes[0][n], other[n], dim=0).item() for n in ("a.w", "b.w")]
+        plain.append(sum(cosines) / 2)
+    agreement, cosine = panel.along(0, changes[0])
+    low, high = sorted(plain)[2:4]
+    assert agreement == pytest.approx(low + 0.4 * (high - low))  # 60 % of the way from the least to the most
+    whole = [torch.cat([change[n] for n in LAYERS]) for change in changes]
+    way = sum(each / each.norm() for each in whole[1:])
+    assert cosine == pytest.approx(torch.cosine_similarity(whole[0], way, dim=0).item())
     assert panel.others(0) == 5
+
+
+def test_who_was_out_does_not_tell_the_way_and_stays_out_where_nobody_knows_it() -> None:
+    """Four of ten that are alike, where honest ones hardly agree, would otherwise be the way."""
+    hostile, changes = (0, 1, 2, 3), [honest(n, 1)[0] for n in range(10)]
+    way = honest(77, 1)[0]
+    changes = [{n: t + 0.2 * way[n] for n, t in change.items()} for change in changes]
+    for number in hostile:
+        changes[number] = {n: 0.1 * changes[number][n] - way[n] for n in LAYERS}
+    known = Standing()
+    assert set(hostile) & set(passed(changes))
+    for _ in range(WINDOW):
+        known.add({number: Seen(-0.3, 0.4, 0.1) for number in hostile})
+    assert passed(changes, known=known) == but(*hostile)
+    findings = Findings({}, [], [])
+    assert passed(changes[:4], findings, known) == []
+    assert findings.dropped[0]["reason"] == "it disagreed with the others in its last rounds"
+
+
+def test_layers_are_compared_by_name_whatever_their_order() -> None:
+    """A tier's factorized layers come after its dense ones, so that networks of other tiers have another order."""
+    changes = honest(5, 8)
+    changes = [{**change, "b.w": 100 * change["b.w"]} for change in changes]
+    mixed = [dict(reversed(change.items())) if n % 2 else change for n, change in enumerate(changes)]
+    one, other = (Panel(range(8), each, "last", Standing()) for each in (changes, mixed))
+    for number in range(8):
+        assert other.along(number, mixed[number]) == pytest.approx(one.along(number, changes[number]))
 
 
 def test_who_has_too_few_others_to_be_compared_with_passes() -> None:
@@ -173,6 +210,19 @@ def test_where_nobody_agrees_nobody_is_left_out() -> None:
     changes = [times(sign, change) for change in changes for sign in (1.0, -1.0)]
     findings = Findings({}, [], [])
     assert passed(changes, findings) == but(of=6)
+    assert findings.agreement == {}
+
+
+def test_rounds_in_which_clients_have_converged_do_not_count_and_who_was_out_stays_out() -> None:
+    changes = honest(3, 10)
+    changes[2] = times(-0.1, changes[2])
+    assert passed(changes) == but(2)
+    known, findings = Standing(), Findings({}, [], [])
+    known.add({30: Seen(9.0, 9.0, 0.1)})  # once they agreed as much
+    known.add({5: Seen(-0.3, 0.4, 0.1)})
+    known.add({5: Seen(-0.3, 0.4, 0.1)})
+    assert passed(changes, findings, known) == but(5)
+    assert findings.dropped[0]["reason"] == "it disagreed with the others in its last rounds"
     assert findings.agreement == {}
 
 

@@ -1,7 +1,7 @@
 """No update may be longer than a multiple of how far clients usually move.
 
-Updates pass one by one, in the order of their tasks. Only while too little is known of the rounds before, a few are
-held back until the median over these is known: memory stays independent of the number of clients.
+Updates pass one by one, in the order of their tasks. Only the first few of a round are held back until the median over
+these is known: memory stays independent of the number of clients.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,23 +28,19 @@ class Findings:
 def clip(arriving: Iterable[Moved], history: History, round_number: int, findings: Findings) -> Iterator[Moved]:
     """Yield the updates, those that are too long cut to the bound."""
     rest = iter(arriving)
-    held, now = _held_back(rest, history)
+    held, now = _held_back(rest)
     for each in chain(held, rest):
         yield _bounded(each, history, round_number, now, findings)
 
 
-def _held_back(arriving: Iterator[Moved], history: History) -> tuple[list[Moved], dict[str, list[float]]]:
-    """Return the first updates, of as many clients as settle a median, and by part the norms of those clients.
-
-    One update will do where the rounds before have settled all.
-    """
+def _held_back(arriving: Iterator[Moved]) -> tuple[list[Moved], dict[str, list[float]]]:
+    """Return the first updates, of as many clients as settle a median, and by part the norms of those clients."""
     held: list[Moved] = []
     norms: dict[str, dict[int, float]] = {}
     for each in arriving:
         held.append(each)
         for part, change in each.parts.items():
-            if not history.settled(part):
-                note(norms.setdefault(part, {}), each.update.client, length(change))
+            note(norms.setdefault(part, {}), each.update.client, length(change))
         if all(len(of_part) >= SETTLED for of_part in norms.values()):
             break
     return held, {part: list(of_part.values()) for part, of_part in norms.items()}

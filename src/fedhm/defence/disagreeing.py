@@ -4,7 +4,8 @@ A bound on lengths leaves an update that goes the others' way backwards four tim
 upper bands of FedHM are averaged over two or three clients, among whom a hostile one is no minority. But all clients
 train the same layers, and there they can be compared. An update is dropped if
 
-- its client disagrees with the others, in this round or in its last ones (`standing.py`), or
+- its client disagrees with the others, in this round or in its last ones (`standing.py`), or did and cannot be compared
+  in this one, or
 - what of it goes against the others is longer than 0.6 × how far clients usually move: of honest ones it was never
   longer than half of that, or
 - it was too long, and goes along with the others less than most do: a long honest one has trained longer.
@@ -24,6 +25,7 @@ from fedhm.defence.panel import FEWEST, Panel
 from fedhm.defence.standing import Standing
 
 HELD = 12  # updates, of all networks together
+DISAGREED = "it disagreed with the others in its last rounds"
 AGAINST = 0.6  # times how far clients usually move: so long may be what goes against the others
 
 
@@ -58,29 +60,39 @@ def drop_disagreeing(
     changes = {id(each): change for each, change in known}
 
     def passes(each: Moved) -> bool:
-        panel = panels.get(group(each)) if WEIGHTS in each.parts else None
-        client = each.update.client
-        if panel is None or not usual or panel.median <= 0 or panel.others(client) < FEWEST:
-            return True  # nobody knows the way
-        own = changes.get(id(each))
-        agreement, cosine = panel.along(client, changed(each) if own is None else own)
+        client, weights = each.update.client, each.parts.get(WEIGHTS)
+        panel = panels.get(group(each)) if weights else None
+        if weights is None or panel is None or not usual or panel.median <= 0 or panel.others(client) < FEWEST:
+            reason = DISAGREED if standing.was_out(client) else None  # nobody knows the way
+        else:
+            own = changes.get(id(each))
+            agreement, cosine = panel.along(client, changed(each) if own is None else own)
+            against, cut = -cosine * length(weights), _was_cut(each, findings.clipped)
+            reason = of_agreement(client, panel, agreement) or _of_length(panel, cosine, against, usual, cut)
+        if reason:
+            _note(each, reason, findings)
+        return not reason
+
+    def of_agreement(client: int, panel: Panel, agreement: float) -> str | None:
+        if not panel.clear:
+            return DISAGREED if standing.was_out(client) else None
         seen = panel.seen(agreement)
         findings.agreement[client] = min(findings.agreement.get(client, seen), seen)  # of several tasks, the worst
-        against = -cosine * length(each.parts[WEIGHTS])
-        if standing.out(client, seen):
-            reason = f"it disagrees with the others: agreement {agreement:.3g}, median {seen.median:.3g}"
-        elif against > AGAINST * usual:
-            reason = f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
-        elif cosine < panel.median_cosine and _was_cut(each, findings.clipped):
-            reason = f"it was too long, and does not go along with the others: cosine {cosine:.3g}, "
-            reason += f"median {panel.median_cosine:.3g}"
-        else:
-            return True
-        _note(each, reason, findings)
-        return False
+        if not standing.out(client, seen):
+            return None
+        return f"it disagrees with the others: agreement {agreement:.3g}, median {seen.median:.3g}"
 
     yield from filter(passes, held)
     yield from filter(passes, rest)
+
+
+def _of_length(panel: Panel, cosine: float, against: float, usual: float, cut: bool) -> str | None:
+    if against > AGAINST * usual:
+        return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
+    if cut and cosine < panel.median_cosine:
+        reason = f"it was too long, and does not go along with the others: cosine {cosine:.3g}"
+        return f"{reason}, median {panel.median_cosine:.3g}"
+    return None
 
 
 def _was_cut(each: Moved, clipped: Sequence[dict[str, object]]) -> bool:

@@ -1,12 +1,14 @@
 """How far clients moved in the rounds before, and how far one may move by that.
 
-A bound that follows from the others' norms needs no setting. Three facts shape it:
+A bound that follows from the others' norms needs no setting. Four facts shape it:
 
 - Norms of weights are divided by the round's learning rate, of which they are multiples: a bound from before it was
   lowered would allow ten times too much afterwards.
 - Norms shrink as clients converge, and not all at once: late in a run an honest client may move six times as far as the
   median of the last rounds. So the level is the largest median so far, which is still far below what a single update
   may do by `train.max_change`.
+- Norms may also grow, as those of adapters do that begin at zero. So this round's median counts where it is larger, but
+  no more than twice the level: of a single round's clients more than half may be hostile.
 - A median resists a minority, but in a tier of few clients the hostile may be most. So a tier's level is bounded by
   that of all tiers together, and what counts of a norm is what the bound left of it.
 """
@@ -21,6 +23,7 @@ WINDOW = 5  # rounds whose norms make one median: of a single round, a tier has 
 ENOUGH = 5  # norms, of which a median resists two that lie: with fewer, nobody is bounded
 SETTLED = 8  # norms, from which on there is no need to wait for more
 ABOVE_ALL = 2.0  # times the level of all tiers: a tier's own is not more
+GROWTH = 2.0  # times the level of the rounds before: that of this round is not more
 MULTIPLE = 4.0  # times the level: an update may be so long
 
 # Of one round's updates, by part of the update, tier and client: of a client with several tasks the largest, since all
@@ -41,14 +44,10 @@ class History:
             unit = self._unit(part, round_number)
             self._of[part].add({tier: [norm / unit for norm in each.values()] for tier, each in by_tier.items()})
 
-    def settled(self, part: str) -> bool:
-        """Tell whether bounds on a part of updates follow from the rounds before alone."""
-        return self._of[part].settled
-
     def level(self, part: str, tier: str | None, round_number: int, now: Iterable[float] = ()) -> float | None:
         """Return how far clients of a tier, or of all, move in a round; None: too little is known to say.
 
-        now  norms of this round, which count while there are too few of the rounds before
+        now  norms of this round, which alone count while there are too few of the rounds before
         """
         unit = self._unit(part, round_number)
         return self._of[part].level(tier, [norm / unit for norm in now]) * unit or None
@@ -83,7 +82,8 @@ class _OfPart:
         """Return the level of a tier, or of all; 0: too little is known."""
         if self.settled:
             everybody = self._levels[None]
-            return min(self._levels.get(tier, everybody), ABOVE_ALL * everybody)
+            before = min(self._levels.get(tier, everybody), ABOVE_ALL * everybody)
+            return max(before, min(statistics.median_low(now), GROWTH * before)) if len(now) >= ENOUGH else before
         known = [*self._known(None), *now]
         return statistics.median(known) if len(known) >= ENOUGH else 0.0
 
