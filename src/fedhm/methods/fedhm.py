@@ -34,11 +34,11 @@ from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.nested import Inside, contain
 from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors
-from fedhm.lowrank.unroll import roll, split
+from fedhm.lowrank.unroll import roll
 from fedhm.methods.fedhm_entries import ENTRIES
 from fedhm.methods.fedhm_state import FedHMState, PlannedState, weight_of
 from fedhm.methods.method import Method, Setup
-from fedhm.methods.recovered import Aggregate, RecoveredMean, factorized, unbounded
+from fedhm.methods.recovered import Aggregate, RecoveredMean, at_ranks, factorized, unbounded
 from fedhm.methods.tier_budgets import TierBudgets, budgets_of
 from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors
@@ -162,7 +162,7 @@ class FedHM(Method[FedHMState]):
         """Return what a tier's clients are to do, with which network, and its tensors."""
         weights = self.weights(state, tier)
         name, plans = self.network_name(state, tier), self._plans_in(state)
-        inside = self.tiers[self.tiers.index(tier) + 1 :] if nested and self._nested else ()
+        inside = self._inside(tier) if nested else ()
         if not inside:
             return "train", name, weights
         smaller = [plans[each] for each in inside]
@@ -172,6 +172,11 @@ class FedHM(Method[FedHMState]):
         if self._budgets:  # the name says the ranks of all of them
             name = INSIDE.join([name, *(self.network_name(state, each) for each in inside)])
         return "nested", f"{NESTED}{name}", weights | bases
+
+    def _inside(self, tier: str) -> Sequence[str]:
+        """Return the smaller tiers that are trained inside a tier's network."""
+        smaller = self.tiers[self.tiers.index(tier) + 1 :] if self._nested else ()
+        return smaller[-1:] if self._setup.nested_tier == "smallest" else smaller
 
     def network_name(self, state: FedHMState, tier: str) -> str:
         planned = state.planned if isinstance(state, PlannedState) else {}
@@ -230,7 +235,7 @@ class FedHM(Method[FedHMState]):
         if not name.startswith(NESTED) or self._nested is None:
             return network
         if self._budgets is None:
-            inside = list(self.tiers[self.tiers.index(own) + 1 :])
+            inside = list(self._inside(own))
         plans = [self._plan_of_name(each) for each in inside]
         smaller = [to_hybrid(self._model, plan, spectral=False) for plan in plans]
         return contain(network, Inside(smaller, plans), *self._nested)
@@ -239,12 +244,7 @@ class FedHM(Method[FedHMState]):
         return self.plans[name] if self._budgets is None or name in self.plans else self._budgets.plan_of_name(name)
 
     def weights(self, state: FedHMState, tier: str) -> Tensors:
-        plan = self._plans_in(state)[tier]
-        tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
-        for layer, rank in plan.items():
-            shape = state.weights[f"{layer}.weight"].shape
-            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
-        return tensors
+        return at_ranks(state.weights, state.factors, self._plans_in(state)[tier])
 
 
 ENTRY_POINT = FedHMConfig
