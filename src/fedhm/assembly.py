@@ -75,6 +75,7 @@ def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, publi
         fixed=config.federation.heterogeneity == "fixed",
         objective=config.objective,
         nested=config.train.nested_shares,
+        nested_tier=config.train.nested_tier,
         make_mean=mean_of(config.server, config.method),
         train=config.train,
         optimizer_follows=config.server.optimizer != "none" or config.privacy.at_server,

@@ -8,9 +8,9 @@ import fedhm
 from fedhm.config.reading import parse
 from fedhm.data.federation import gathered
 from fedhm.networks.exchange import exchanged
+from tiny_transformers import needs_peft
 
-pytest.importorskip("peft")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_peft]
 
 
 class Normed(nn.Module):

@@ -13,10 +13,9 @@ from fedhm.data.federation import gathered
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.work.messages import Participant, Update
 from made_adapters import DATA, RANKS, TEST, TRAIN, answers, output, settings, started
-from tiny_transformers import tiny_bert
+from tiny_transformers import needs_peft, tiny_bert
 
-pytest.importorskip("peft")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_peft]
 
 
 def product(tensors: Tensors, layer: str) -> Tensor:

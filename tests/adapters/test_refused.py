@@ -16,10 +16,9 @@ from fedhm.config.reading import parse
 from fedhm.data.federation import gathered
 from fedhm.work.messages import Failure, Participant, Update
 from made_adapters import DATA, RANKS, TEST, TRAIN, answers, settings, started
-from tiny_transformers import tiny_bert, tiny_llama
+from tiny_transformers import needs_peft, tiny_bert, tiny_llama
 
-pytest.importorskip("peft")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_peft]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ both_forms = pytest.mark.parametrize("form", ["spatial", "pufferfish"])
 def method_of(dtype: torch.dtype = torch.float64, nested: tuple[float, float] | None = None, **config: object) -> FedHM:
     model = small_model().to(dtype)
     return FedHM(
-        model, FedHMConfig.model_validate({"aggregate": "bands", "start": "whole", **config}), Setup(nested=nested)
+        model,
+        FedHMConfig.model_validate({"aggregate": "bands", "start": "whole", **config}),
+        Setup(nested=nested, nested_tier="random"),
     )
 
 
@@ -152,12 +154,12 @@ def test_from_the_smallest_rank_all_tiers_begin_as_one_function_and_can_go_apart
         assert not right[small:].any()
 
 
-@pytest.mark.parametrize("nested_form", ["beside", "instead"])
+@pytest.mark.parametrize(("form", "which"), [("auto", "smallest"), ("beside", "random"), ("instead", "random")])
 @pytest.mark.parametrize("tiers", [[1, "1/2", "1/4", "1/8"], ["1/2", "1/4"]])
-def test_a_whole_run(federation: Federation, tiers: list[object], nested_form: str) -> None:
+def test_a_whole_run(federation: Federation, tiers: list[object], form: str, which: str) -> None:
     config = small_config(
         method={"name": "fedhm", "tiers": tiers, "aggregate": "bands", "start": "smallest"},
-        train={"rounds": 12, "epochs": 3, "nested": 0.5, "nested_form": nested_form},
+        train={"rounds": 12, "epochs": 3, "nested": 0.5, "nested_form": form, "nested_tier": which},
         evaluation={"every": 12},
     )
     experiment = assemble(small_model(), federation, config)
@@ -168,8 +170,9 @@ def test_a_whole_run(federation: Federation, tiers: list[object], nested_form: s
     for tier, cost in result.costs.items():
         spent = record.traffic[tier].macs / (record.traffic[tier].clients * 20 * 3)
         inside = [result.costs[t].macs for t in list(result.costs)[list(result.costs).index(tier) + 1 :]]
+        inside = inside[-1:] if which == "smallest" else inside
         smaller = sum(inside) / len(inside) if inside else 0.0
-        expected = cost.macs + smaller if nested_form == "beside" else (cost.macs + smaller) / 2
+        expected = (cost.macs + smaller) / 2 if form == "instead" else cost.macs + smaller
         assert spent == pytest.approx(expected if inside else cost.macs, abs=1)
 
 

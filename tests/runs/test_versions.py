@@ -20,7 +20,7 @@ from fedhm.runs.folder import RunFolder, read_config
 from fedhm.runs.records import read_records
 
 # settings of which an earlier version knew nothing
-NEW = ("nested", "nested_form", "start", "robust", "attackers", "trim")
+NEW = ("nested", "nested_form", "nested_tier", "start", "robust", "attackers", "trim")
 SETTINGS: dict[str, dict[str, Any]] = {
     "federation": {"participation": 0.5},
     "train": {"rounds": 3, "batch": 8, "lr": 0.05},
@@ -73,7 +73,7 @@ def test_what_an_earlier_version_did_not_state_is_as_it_was_then(federation: Fed
     assert (config.train.nested, config.method.start, config.checkpoints.keep) == (0.0, "whole", 2)  # type: ignore[attr-defined]
     assert (config.server.robust, small_config().resolved().server.robust) == ("none", "clip")
     fresh = small_config()
-    assert (fresh.train.nested, fresh.method.start) == (0.5, "smallest")  # type: ignore[attr-defined]
+    assert (fresh.train.nested, fresh.method.start) == (1.0, "smallest")  # type: ignore[attr-defined]
 
 
 def test_a_run_of_an_earlier_version_is_finished_as_it_was_begun(federation: Federation, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A client's steps on its own network and one inside it, against the formula."""
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,10 +31,15 @@ def one_batch() -> Samples:
     return Samples(torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).double(), torch.arange(10) % 3)
 
 
-@pytest.mark.parametrize(("form", "weight"), [("beside", 0.5), ("beside", 1.0), ("instead", 1.0)])
-def test_one_step_of_a_full_client(form: str, weight: float) -> None:
-    shares = (1.0, 1.0) if form == "beside" else (1 - weight, weight)
-    method = FedHM(model(), FedHMConfig(tiers=(1, 1 / 3, 1 / 6), start="whole"), Setup("4", nested=shares))
+@pytest.mark.parametrize("which", ["smallest", "random"])
+@pytest.mark.parametrize(
+    ("form", "weight"),
+    [("sum", 0.5), ("sum", 1.0), ("beside", 0.5), ("beside", 1.0), ("instead", 0.999), ("auto", 1.0)],
+)
+def test_one_step_of_a_full_client(form: str, weight: float, which: Literal["smallest", "random"]) -> None:
+    shares = (1 - weight, weight) if form == "instead" else (1.0, 1.0)
+    setup = Setup("4", nested=shares, nested_tier=which)
+    method = FedHM(model(), FedHMConfig(tiers=(1, 1 / 3, 1 / 6), start="whole"), setup)
     (task,) = method.tasks(method.start(exchanged(model())), [Participant(0, "full")], 1)
     train = {"batch": 10, "lr": LR, "momentum": 0, "weight_decay": 0, "frobenius_decay": 0, "nested": weight}
     config = TrainConfig.model_validate({**train, "nested_form": form})
@@ -42,7 +49,8 @@ def test_one_step_of_a_full_client(form: str, weight: float) -> None:
     draw = numpy_generator(3, "nested", 1, 0, "nested full")
     if form == "instead":
         draw.random()
-    tier = method.tiers[1 + int(draw.integers(2))]
+    tier = method.tiers[1 + int(draw.integers(2))] if which == "random" else method.tiers[-1]
+    assert task.tensors[f"{BASIS}2"].shape[1] == method.plans[method.tiers[1 if which == "random" else 2]]["2"]
     parameters = {n: t.clone().requires_grad_() for n, t in task.tensors.items() if not n.startswith(BASIS)}
 
     def loss(hidden: Tensor) -> Tensor:
@@ -53,10 +61,36 @@ def test_one_step_of_a_full_client(form: str, weight: float) -> None:
     left = task.tensors[f"{BASIS}2"][:, : method.plans[tier]["2"]]  # of the transposed weight
     projected = (left @ (left.T @ parameters["2.weight"].T)).T
     own, inside = loss(parameters["2.weight"]), loss(projected)
-    total = inside if form == "instead" else (own + weight * inside) / (1 + weight)
+    # nothing normalises in this model, so auto is beside
+    both = (own + weight * inside) / (1 if form == "sum" else 1 + weight)
+    total = inside if form == "instead" else both
     total.backward()  # type: ignore[no-untyped-call]
     assert update.loss == pytest.approx(total.item())
     assert update.tensors.keys() == parameters.keys()
     for name, parameter in parameters.items():
         assert parameter.grad is not None
         torch.testing.assert_close(update.tensors[name], (parameter - LR * parameter.grad).detach())
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.BatchNorm1d(12), nn.LayerNorm(12), nn.GroupNorm(2, 12), nn.RMSNorm(12), nn.ReLU()]
+)
+def test_steps_are_longer_where_something_normalises(layer: nn.Module) -> None:
+    def trained(form: str) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(6, 12), layer, nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+        method = FedHM(network, FedHMConfig(tiers=(1, 1 / 4)), Setup("4", nested=(1.0, 1.0)))
+        (task,) = method.tasks(method.start(exchanged(network)), [Participant(0, "full")], 1)
+        config = TrainConfig.model_validate({"batch": 10, "lr": LR, "nested_form": form})
+        samples = Samples(one_batch().inputs.float(), one_batch().labels)
+        return Client(samples, Preprocessing(), Networks(method.network), config, seed=3).run(task).tensors
+
+    same, other = ("beside", "sum") if isinstance(layer, nn.ReLU) else ("sum", "beside")
+    found = trained("auto")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in trained(same).items())
+    assert any(not torch.equal(tensor, found[name]) for name, tensor in trained(other).items())
+
+
+def test_a_larger_tier_is_trained_at_all() -> None:
+    with pytest.raises(ValueError, match="needs a nested below 1, or no larger tier would be trained"):
+        TrainConfig(nested_form="instead")

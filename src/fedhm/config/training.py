@@ -10,7 +10,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Section):
-    as_before: ClassVar = {"nested": 0.0}
+    as_before: ClassVar = {"nested": 0.0, "nested_tier": "random"}
 
     rounds: Positive = 20
     epochs: Positive = 1
@@ -36,8 +36,11 @@ class TrainConfig(Section):
     frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
     decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
     masked_loss: bool = True  # logits of labels that a client does not hold count as 0
-    nested: Annotated[float, Field(ge=0, le=1)] = 0.5  # of FedHM by bands: how much a client trains smaller tiers, too
-    nested_form: Literal["beside", "instead"] = "beside"  # on every batch, or on this share of them and not its own
+    nested: Annotated[float, Field(ge=0, le=1)] = 1.0  # of FedHM by bands: how much a client trains a smaller tier, too
+    nested_tier: Literal["smallest", "random"] = "smallest"  # always that one, or one drawn for every batch
+    # both losses on every batch, as their sum or their mean, or the other one alone on this share of the batches; auto:
+    # the sum, whose steps are longer, where the network has normalisation layers, which bear that
+    nested_form: Literal["auto", "sum", "beside", "instead"] = "auto"
     clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
     max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
     on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
@@ -46,6 +49,8 @@ class TrainConfig(Section):
     def _as_torch_has_it(self) -> "TrainConfig":
         if self.nesterov and self.optimizer == "sgd" and (self.momentum == 0 or self.dampening):
             raise ValueError("nesterov needs a momentum, and no dampening")
+        if self.nested_form == "instead" and self.nested == 1:
+            raise ValueError("nested_form = 'instead' needs a nested below 1, or no larger tier would be trained")
         return self
 
     @property
@@ -63,7 +68,7 @@ class TrainConfig(Section):
         """Return the shares of the batches that run through a client's own network and through one inside it."""
         if not self.nested:
             return None
-        return (1.0, 1.0) if self.nested_form == "beside" else (1 - self.nested, self.nested)
+        return (1 - self.nested, self.nested) if self.nested_form == "instead" else (1.0, 1.0)
 
     def learning_rate(self, round_number: int) -> float:
         """Return the learning rate of round 1, 2, …; a milestone is the last round before a drop."""

@@ -34,11 +34,11 @@ from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.nested import Inside, contain
 from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors
-from fedhm.lowrank.unroll import roll, split
+from fedhm.lowrank.unroll import roll
 from fedhm.methods.fedhm_entries import ENTRIES
 from fedhm.methods.fedhm_state import FedHMState, PlannedState, weight_of
 from fedhm.methods.method import Method, Setup
-from fedhm.methods.recovered import Aggregate, RecoveredMean, factorized, unbounded
+from fedhm.methods.recovered import Aggregate, RecoveredMean, at_ranks, factorized, unbounded
 from fedhm.methods.tier_budgets import TierBudgets, budgets_of
 from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors
@@ -123,8 +123,7 @@ class FedHM(Method[FedHMState]):
         self.plans = {name: tier_plan(model, ratio, *settled) for name, ratio in self.ratios.items()}
         given = {name: self.plans[name] if name in self.ratios else read_budget(name) for name in self.tiers}
         self._budgets = TierBudgets(model, setup, given, config.keep, config.form) if planned else None
-        if planned:
-            self.state_type = PlannedState
+        self.state_type = PlannedState if planned else FedHMState
         if min(weight_of(config, ratio, 1) for ratio in self.ratios.values()) < 1e-30:  # beyond what float32 can sum
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
         self._model, self._nested = model, setup.nested if config.aggregate == "bands" else None
@@ -136,9 +135,8 @@ class FedHM(Method[FedHMState]):
         return self.plans | {tier: self._budgets.plan(each.ranks) for tier, each in state.planned.items()}
 
     def start(self, weights: Tensors) -> FedHMState:
-        state = FedHMState(weights, {})
-        if self._budgets:
-            state = PlannedState(weights, {}, self._budgets.first)
+        budgets = self._budgets
+        state = PlannedState(weights, {}, budgets.first) if budgets else FedHMState(weights, {})
         plans = self._plans_in(state)
         factors, _ = factorized(weights, plans.values(), self.config.form)
         if self.config.start == "smallest" and not self.config.warmup:  # which is to find the best directions
@@ -161,7 +159,7 @@ class FedHM(Method[FedHMState]):
         """Return what a tier's clients are to do, with which network, and its tensors."""
         weights = self.weights(state, tier)
         name, plans = self.network_name(state, tier), self._plans_in(state)
-        inside = self.tiers[self.tiers.index(tier) + 1 :] if nested and self._nested else ()
+        inside = self._inside(tier) if nested else ()
         if not inside:
             return "train", name, weights
         smaller = [plans[each] for each in inside]
@@ -175,6 +173,11 @@ class FedHM(Method[FedHMState]):
     def training_options(self, state: FedHMState, tier: str) -> Mapping[str, float]:
         planned = state.planned.get(tier) if isinstance(state, PlannedState) else None
         return planned.options if planned else {}
+
+    def _inside(self, tier: str) -> Sequence[str]:
+        """Return the smaller tiers that are trained inside a tier's network."""
+        smaller = self.tiers[self.tiers.index(tier) + 1 :] if self._nested else ()
+        return smaller[-1:] if self._setup.nested_tier == "smallest" else smaller
 
     def network_name(self, state: FedHMState, tier: str) -> str:
         planned = state.planned if isinstance(state, PlannedState) else {}
@@ -223,9 +226,8 @@ class FedHM(Method[FedHMState]):
         factors, exact = factorized(state.weights, plans.values(), self.config.form, unrolled, before)
         shares = tier_energies(state.weights, factors, {tier: plans[tier] for tier in self.tiers if tier != FULL})
         energies = {f"energy_beyond/{tier}": share for tier, share in shares.items()}
-        return replace(
-            state, factors=factors, diagnostics={**state.diagnostics, "exact_decompositions": exact, **energies}
-        )
+        told = {**state.diagnostics, "exact_decompositions": exact, **energies}
+        return replace(state, factors=factors, diagnostics=told)
 
     def network(self, name: str) -> nn.Module:
         own, *inside = name.removeprefix(NESTED).split(INSIDE)
@@ -233,7 +235,7 @@ class FedHM(Method[FedHMState]):
         if not name.startswith(NESTED) or self._nested is None:
             return network
         if self._budgets is None:
-            inside = list(self.tiers[self.tiers.index(own) + 1 :])
+            inside = list(self._inside(own))
         plans = [self._plan_of_name(each) for each in inside]
         smaller = [to_hybrid(self._model, plan, spectral=False) for plan in plans]
         return contain(network, Inside(smaller, plans), *self._nested)
@@ -242,12 +244,7 @@ class FedHM(Method[FedHMState]):
         return self.plans[name] if self._budgets is None or name in self.plans else self._budgets.plan_of_name(name)
 
     def weights(self, state: FedHMState, tier: str) -> Tensors:
-        plan = self._plans_in(state)[tier]
-        tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
-        for layer, rank in plan.items():
-            shape = state.weights[f"{layer}.weight"].shape
-            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
-        return tensors
+        return at_ranks(state.weights, state.factors, self._plans_in(state)[tier])
 
 
 ENTRY_POINT = FedHMConfig

@@ -23,7 +23,7 @@ whole one. The shortest keeps the last model that comes back:
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import nn
 
@@ -69,6 +69,7 @@ class Setup:
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
     nested: tuple[float, float] | None = None  # the shares of a client's batches that train its own network and one of
     # the smaller tiers inside it; None: no method is to train these
+    nested_tier: Literal["smallest", "random"] = "smallest"  # which of them
     # or of a coordinate-wise rule, for methods that say they use it (`by_coordinate`)
     make_mean: MakeMean = WeightedMean
     train: TrainConfig | None = None  # how clients train, for tiers that are budgets of memory

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fedhm.errors import FedhmError
 from fedhm.networks.copies import Memo, copied_tensor, deep_copy
@@ -32,6 +33,11 @@ def copied(model: nn.Module) -> nn.Module:
 def weight_owners(model: nn.Module) -> Counter[int]:
     """Return, by a parameter's id, how many modules of the model hold it."""
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+
+
+def normalises(network: nn.Module) -> bool:
+    """Tell whether a network has normalisation layers of torch's."""
+    return any(isinstance(m, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm) for m in network.modules())
 
 
 def run_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, Fraction]]:

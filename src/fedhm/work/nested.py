@@ -1,9 +1,12 @@
-"""Train the network and, with the same batches, one of the smaller tiers inside it; send the network back.
+"""Train the network and, with the same batches, a smaller tier inside it; send the network back.
 
-For every batch one of the smaller tiers is drawn at random. With w = `train.nested`,
+It is the smallest one, or for every batch one that is drawn at random. With w = `train.nested`,
 
-    beside    the loss is (own + w · inside) / (1 + w), both on this batch: steps are no longer than without
+    sum       the loss is own + w · inside, both on this batch: steps are up to 1 + w times as long as without
+    beside    the loss is (own + w · inside) / (1 + w): steps are no longer than without
     instead   with probability w the batch trains the smaller tier alone, which costs nothing more
+
+Clients of larger tiers learn more by the longer steps; networks without normalisation layers may diverge by them.
 """
 
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from fedhm.lowrank.nested import inside_of
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
 from fedhm.networks.parts import Loss
+from fedhm.networks.structure import normalises
 from fedhm.seeds import numpy_generator
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
@@ -39,6 +43,7 @@ class Nested:
     def run(self, client: Client, task: Task, ready: Ready) -> Answer:
         train, held, network = client.train, client.held, ready.network
         inside, device = inside_of(network), client.networks.device
+        form = ("sum" if normalises(network) else "beside") if train.nested_form == "auto" else train.nested_form
         bases = {n.removeprefix(BASIS): t.to(device) for n, t in task.tensors.items() if n.startswith(BASIS)}
         draw = numpy_generator(client.seed, "nested", task.round, task.client, task.network)
 
@@ -47,11 +52,12 @@ class Nested:
 
         def beside() -> Loss:
             smaller = drawn()  # one for all parts of a batch
+            parts = 1 if form == "sum" else 1 + train.nested
 
             def loss(inputs: Inputs, targets: Tensor) -> Tensor:
-                own = loss_of(scores(ready.forward, inputs), targets) / (1 + train.nested)
+                own = loss_of(scores(ready.forward, inputs), targets) / parts
                 own.backward()  # at once, so that one network's activations are in memory at a time
-                return own.detach() + loss_of(scores(smaller, inputs), targets) * train.nested / (1 + train.nested)
+                return own.detach() + loss_of(scores(smaller, inputs), targets) * train.nested / parts
 
             return loss
 
@@ -64,7 +70,7 @@ class Nested:
             return partial(inside.forward, number, network, bases)
 
         with task_seed(client, task):
-            mean = fit(client, task, ready, held, beside if train.nested_form == "beside" else instead)
+            mean = fit(client, task, ready, held, instead if form == "instead" else beside)
         return Answer(ready.hand_over(self.loaded(task)), mean, held)
 
     def blank(self, network: nn.Module, example: Example) -> Tensors:
