@@ -24,7 +24,12 @@ NAMES = ("full", "bytes:8kB", "parameters:1/8")
 
 def planned(**changes: object) -> Config:
     method = {"name": "fedhm", "tiers": [1, *TIERS[1:]], "replan": [1, 3], **changes}
-    return small_config(method=method, train={"rounds": 4})
+    inside = {
+        "nested": 0.5,
+        "nested_tier": "random",
+        "nested_form": "beside",
+    }  # several networks in one, by their ranks
+    return small_config(method=method, train={"rounds": 4, **inside})
 
 
 def experiment_of(federation: Federation, config: Config) -> Experiment:
