@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fedhm
+from conftest import no_figures
 from fedhm.cli import main
 from fedhm.config.reading import load_config
 from fedhm.errors import FedhmError
@@ -157,8 +158,10 @@ def test_names_with_brackets_and_dollars_are_shown_as_they_are(
     monkeypatch.chdir(tmp_path)
     settings = {"train": {"rounds": 1}, "engine": {"threads": 1}, "method": "fedavg"}
     places = [Path("x/[/a]"), Path("[red]b"), Path(r"$\frac$")]
-    for place in places:
-        fedhm.run(nn.Linear(4, 3), [(X, Y)], (X, Y), settings, out=place)
+    with no_figures():
+        for place in places[:2]:
+            fedhm.run(nn.Linear(4, 3), [(X, Y)], (X, Y), settings, out=place)
+    fedhm.run(nn.Linear(4, 3), [(X, Y)], (X, Y), settings, out=places[2])  # its dollars are no formula in a figure
     assert main(["report", *map(str, places), "--out", "both[/b]"]) == 0
     out = capsys.readouterr().out
     assert "both[/b]/report.md" in out

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fedhm
+from conftest import no_figures
 from fedhm.cli import main
 from fedhm.config.devices import DeviceProfile, Measurement
 from fedhm.errors import FedhmError
@@ -86,7 +87,8 @@ def test_seconds_follow_from_macs_and_bytes(timed: Path) -> None:
 def test_the_plan_is_kept_with_the_run_and_a_finished_run_resumes(timed: Path) -> None:
     before = read_runs([timed])[0].records
     assert read_config(timed).federation.plan == ("full", "full", "1/4", "1/4")
-    again = run(STRONG, WEAK, out=timed, deadline=1.0, unfit="smallest", late="wait")
+    with no_figures():
+        again = run(STRONG, WEAK, out=timed, deadline=1.0, unfit="smallest", late="wait")
     assert read_runs([timed])[0].records == before
     assert len(again.records) == 2
     with pytest.raises(FedhmError, match="holds a run with other settings"):
@@ -176,7 +178,8 @@ def profile(**changes: Any) -> DeviceProfile:
 def test_a_device_file_gives_seconds_of_steps_and_memory(tmp_path: Path) -> None:
     file = tmp_path / "device.json"
     file.write_text(profile(memory=6000).model_dump_json())
-    found = run({"name": "a", "share": 1, "file": str(file)}, deadline=2.0, out=tmp_path / "run").records[-1]
+    with no_figures():
+        found = run({"name": "a", "share": 1, "file": str(file)}, deadline=2.0, out=tmp_path / "run").records[-1]
     seconds = simulated(found).clients[0]
     assert {p.tier for p in found.participants} == {"1/4"}
     assert seconds.computation == pytest.approx(0.5 * 16 / 10)

@@ -16,7 +16,7 @@ from PIL import Image
 from rich.console import Console
 
 import fedhm
-from conftest import small_model
+from conftest import no_figures, small_model
 from fedhm.cli import main
 from fedhm.config.objective import Metric, Metrics
 from fedhm.data.federation import Federation
@@ -74,13 +74,15 @@ def test_several_runs_side_by_side(
     monkeypatch.setenv("COLUMNS", "130")
     other = tmp_path / "fedavg"
     arguments = ["run", "digits", "--set", *QUICK, "method.name=fedavg", "--out", str(other)]
-    assert main(arguments) == 0
+    with no_figures():
+        assert main(arguments) == 0
     assert main(["report", str(finished), str(other), "--out", str(tmp_path / "both")]) == 0
     out = capsys.readouterr().out
     for run, method, tier in (("quick", "fedhm", "1/8"), ("fedavg", "fedavg", "full")):
         assert re.search(rf"│ {run} +│ {method} +│ +3/3 │ {tier} ", out), out
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["report", str(finished), str(other), "--out", str(tmp_path / "both")]) == 0
+    with no_figures():
+        assert main(["report", str(finished), str(other), "--out", str(tmp_path / "both")]) == 0
     assert "fedavg: fedavg, round 3/3" in capsys.readouterr().out
     csv = (tmp_path / "both" / "report.csv").read_text().splitlines()
     assert len(csv) == 1 + 3 * 4 + 3

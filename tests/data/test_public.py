@@ -111,6 +111,7 @@ def test_public_inputs_are_part_of_what_identifies_a_run(federation: Federation)
     assert of(relabelled) == of(first)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_fedhm_run_takes_public_data(federation: Federation, tmp_path: Path) -> None:
     settings = {"train": {"rounds": 1}, "engine": {"threads": 1}}
     arguments = (small_model(), federation.clients, federation.test, settings, tmp_path)

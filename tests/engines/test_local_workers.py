@@ -97,7 +97,8 @@ def test_workers_can_have_several_threads_each_after_their_parent_had_some(feder
         big = torch.rand(500, 500)
         assert (big @ big).relu().sum() > 0
         engine: dict[str, object] = {"threads": 2, "server_threads": 2}
-        two, one = (run(federation, workers, train={"rounds": 1}, engine=engine) for workers in (2, 1))
+        few: dict[str, dict[str, object]] = {"train": {"rounds": 1}, "federation": {"participation": 0.25}}
+        two, one = (run(federation, workers, engine=engine, **few) for workers in (2, 1))
         assert_same(two, one)
     finally:
         torch.set_num_threads(before)

@@ -27,6 +27,12 @@ def reference() -> Any:
     return import_module("sklearn.metrics")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _scikit_learn() -> None:
+    """Imports it before a test's time is taken."""
+    reference()
+
+
 class Given(nn.Module):
     """A network that gives its inputs as outputs."""
 

@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dp_accounting as dp
 import pytest
 import torch
-from dp_accounting.rdp import RdpAccountant
 from private_runs import SERVER, normal_federation, plain_model, private_config, settings
 
 import fedhm
@@ -44,6 +42,9 @@ def known_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stated(where: str, q: float, z: float, times: int, delta: float) -> float:
     """ε as the accountant itself has it."""
+    import dp_accounting as dp  # takes seconds
+    from dp_accounting.rdp import RdpAccountant
+
     step = dp.PoissonSampledDpEvent(q, dp.GaussianDpEvent(z)) if where == "server" else dp.GaussianDpEvent(z / 2)
     accountant = RdpAccountant(ORDERS)
     for _ in range(times):
