@@ -85,7 +85,10 @@ def test_eight_bits_are_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_executorch_is_read_back_by_its_runtime(tmp_path: Path) -> None:
     pytest.importorskip("executorch")
-    done = fedhm.export(small(), (6,), to="executorch", out=tmp_path, samples=(X, Y), classes="abc")
+    images = torch.randint(0, 256, (40, 2, 6, 6), dtype=torch.uint8)
+    network = nn.Sequential(nn.Conv2d(2, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 3)).eval()
+    norm = {"mean": (0.5, 0.5), "std": (0.2, 0.2)}
+    done = fedhm.export(network, (2, 6, 6), to="executorch", out=tmp_path, samples=(images, Y), classes="abc", **norm)
     assert done.difference < 1e-5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pte", "model.pte.json"]
 
@@ -135,6 +138,16 @@ def test_a_format_that_is_not_installed_is_a_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(formats, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(fedhm.FedhmError, match=r"onnxscript has to be installed: pip install 'fedhm\[export\]'"):
         fedhm.export(small(), (6,), out=tmp_path)
+
+
+def test_a_file_that_its_runtime_cannot_run_is_not_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(path: Path, threads: int = 0) -> object:  # noqa: ARG001
+        raise RuntimeError("error 0x10\nsomewhere")
+
+    monkeypatch.setattr(torch_format, "load", broken)
+    with pytest.raises(fedhm.FedhmError, match="torch cannot run the model of model: error 0x10 somewhere; nothing"):
+        fedhm.export(small(), (6,), to="torch", out=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_its_runtime_reads_otherwise_is_not_written(

@@ -16,6 +16,7 @@ from fedhm.export.formats.quantize import quantize
 from fedhm.export.program import as_program
 from fedhm.export.subject import Subject
 from fedhm.machine.places import file_name, make_folder
+from fedhm.machine.printable import printable
 from fedhm.networks.inputs import one_tensor
 
 TOLERANCE = 1e-4  # of the largest output: sums in another order differ by less, anything wrong by more
@@ -52,7 +53,13 @@ def write(subject: Subject, to: str, folder: Path, *, int8: bool = False) -> Exp
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # an operation that it has not
             reason = str(error).strip().partition("\n")[0]
             raise FedhmError(f"the model of {subject.name} cannot be written as {to}: {reason}") from error
-        difference = _difference(subject, made, written)
+        try:
+            difference = _difference(subject, made, written)
+        except Exception as error:  # whatever a runtime raises
+            reason = printable(str(error)) or type(error).__name__
+            raise FedhmError(
+                f"{made.RUNTIME} cannot run the model of {subject.name}: {reason}; nothing was written"
+            ) from error
         if not difference <= TOLERANCE:
             raise FedhmError(
                 f"{made.RUNTIME} gives other outputs than the network of {subject.name}, by {difference:.2g} of the "
