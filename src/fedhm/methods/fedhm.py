@@ -36,7 +36,7 @@ from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors
 from fedhm.lowrank.unroll import roll, split
 from fedhm.methods.fedhm_entries import ENTRIES
-from fedhm.methods.fedhm_state import FedHMState, PlannedState, weight_of
+from fedhm.methods.fedhm_state import FedHMState, PlannedState, factors_in, weight_of
 from fedhm.methods.method import Method, Setup
 from fedhm.methods.recovered import Aggregate, RecoveredMean, factorized, unbounded
 from fedhm.methods.tier_budgets import TierBudgets, budgets_of
@@ -243,7 +243,7 @@ class FedHM(Method[FedHMState]):
         tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
         for layer, rank in plan.items():
             shape = state.weights[f"{layer}.weight"].shape
-            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
+            tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*factors_in(state, layer).prefix(rank), shape)
         return tensors
 
 

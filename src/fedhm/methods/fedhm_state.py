@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from fedhm.errors import FedhmError
 from fedhm.lowrank.svd import Factors
 from fedhm.methods.method import State
 from fedhm.methods.tier_budgets import Planned
@@ -22,6 +23,16 @@ class PlannedState(FedHMState):
 
     planned: dict[str, Planned]  # by tier
     round: int = 0
+
+
+def factors_in(state: FedHMState, layer: str) -> Factors:
+    """Return a layer's decomposition; refuse a state from before such layers were factorized."""
+    if layer not in state.factors:
+        raise FedhmError(
+            f"layer '{layer}' was not factorized by the version of fedhm that began this run, and is by this one: "
+            "resume it with that version, or start it again in another folder"
+        )
+    return state.factors[layer]
 
 
 class Weighting(Protocol):
