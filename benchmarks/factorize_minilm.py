@@ -13,6 +13,7 @@ by spectrum  ranks by layer from the singular values of the weights, for as many
 
 import argparse
 import csv
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +55,18 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         mask = (ids != 0).long()
         states = self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
-        return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        mean: Tensor = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+        return mean
 
 
 def read_minilm() -> tuple[Embedding, Any]:
     """Return the model, without its pooler, which embeddings do not go through, and its tokenizer."""
-    from transformers import AutoModel, AutoTokenizer, logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers: Any = import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     folder = find_pretrained(BASE)
-    bert = AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
-    return Embedding(bert).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    bert = transformers.AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
+    return Embedding(bert).eval(), transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def embed(model: nn.Module, batches: list[Tensor]) -> Tensor:

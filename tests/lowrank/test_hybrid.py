@@ -280,6 +280,7 @@ def halved(layer: nn.Module) -> nn.Module:
     ids=["old weight_norm", "old spectral_norm", "weight_norm", "spectral_norm", "own parametrization"],
 )
 def test_a_weight_that_is_computed_stays_dense(change: Callable[[nn.Module], nn.Module]) -> None:
+    torch.manual_seed(0)  # a spectral norm may be far too small before it has run often, and outputs large
     model = nn.Sequential(change(nn.Conv2d(8, 8, 3)), nn.Conv2d(8, 8, 3), nn.Flatten(), change(nn.Linear(32, 12)))
     model.double().eval()
     plan = plan_all(model)

@@ -109,3 +109,15 @@ def test_methods_of_width_refuse_it_in_a_sentence(name: str) -> None:
 def test_what_cannot_be_is_said(preset: str, changes: list[str], sentence: str) -> None:
     with pytest.raises(FedhmError, match=sentence):
         fedhm.prepare(fedhm.load_config(preset, changes))
+
+
+@pytest.mark.slow
+def test_workers_and_checkpointing_change_no_bit() -> None:
+    short = [*CHANGES, "train.epochs=1", "train.rounds=1", "data.train_samples=64", "method={tiers=[1, '1/4']}"]
+    plain, other = (
+        fedhm.prepare(fedhm.load_config("digits", short + more)).run().networks
+        for more in ([], ["engine.workers=2", "train.checkpointing=true"])
+    )
+    for tier, network in plain.items():
+        for name, tensor in network.state_dict().items():
+            assert torch.equal(tensor, other[tier].state_dict()[name]), (tier, name)

@@ -36,9 +36,9 @@ from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors
 from fedhm.lowrank.unroll import roll
 from fedhm.methods.fedhm_entries import ENTRIES
-from fedhm.methods.fedhm_state import FedHMState, PlannedState, weight_of
+from fedhm.methods.fedhm_state import FedHMState, PlannedState, tensors_at, weight_of
 from fedhm.methods.method import Method, Setup
-from fedhm.methods.recovered import Aggregate, RecoveredMean, at_ranks, factorized, unbounded
+from fedhm.methods.recovered import Aggregate, RecoveredMean, factorized, unbounded
 from fedhm.methods.tier_budgets import TierBudgets, budgets_of
 from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors
@@ -244,7 +244,7 @@ class FedHM(Method[FedHMState]):
         return self.plans[name] if self._budgets is None or name in self.plans else self._budgets.plan_of_name(name)
 
     def weights(self, state: FedHMState, tier: str) -> Tensors:
-        return at_ranks(state.weights, state.factors, self._plans_in(state)[tier])
+        return tensors_at(state, self._plans_in(state)[tier])
 
 
 ENTRY_POINT = FedHMConfig

@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from fedhm.errors import FedhmError
+from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors
+from fedhm.lowrank.unroll import split
 from fedhm.methods.method import State
 from fedhm.methods.tier_budgets import Planned
 from fedhm.networks.exchange import Tensors
@@ -22,6 +25,23 @@ class PlannedState(FedHMState):
 
     planned: dict[str, Planned]  # by tier
     round: int = 0
+
+
+def tensors_at(state: FedHMState, plan: RankPlan) -> Tensors:
+    """Return the tensors of a hybrid network: the leading directions of a plan's layers, all else as it is.
+
+    A state from before such layers were factorized is refused.
+    """
+    tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
+    for layer, rank in plan.items():
+        if layer not in state.factors:
+            raise FedhmError(
+                f"layer '{layer}' was not factorized by the version of fedhm that began this run, and is by this one: "
+                "resume it with that version, or start it again in another folder"
+            )
+        shape = state.weights[f"{layer}.weight"].shape
+        tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
+    return tensors
 
 
 class Weighting(Protocol):

@@ -12,7 +12,7 @@ from fedhm.lowrank.diagnostics import largest_norm
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors
-from fedhm.lowrank.unroll import Form, join, roll, split, unroll
+from fedhm.lowrank.unroll import Form, join, roll, unroll
 from fedhm.lowrank.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.mean import MakeMean, WeightedMean, trained_rows
@@ -169,12 +169,3 @@ def factorized(
     found = side_by_side(factors_of, list(largest))
     contiguous = [Factors(*(tensor.contiguous() for tensor in factors)) for factors, _ in found]
     return dict(zip(largest, contiguous, strict=True)), sum(exact for _, exact in found)
-
-
-def at_ranks(weights: Tensors, factors: Mapping[str, Factors], plan: RankPlan) -> Tensors:
-    """Return the tensors of a hybrid network: the leading directions of the layers of a plan, all else as it is."""
-    tensors = {name: t for name, t in weights.items() if name.removesuffix(".weight") not in plan}
-    for layer, rank in plan.items():
-        shape = weights[f"{layer}.weight"].shape
-        tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*factors[layer].prefix(rank), shape)
-    return tensors
