@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import fedhm
 from conftest import no_figures
@@ -13,6 +14,7 @@ from fedhm.cli import main
 from fedhm.config.devices import DeviceProfile, Measurement
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import digest_of
+from fedhm.report.client_plot import _draw
 from fedhm.runs.folder import read_config
 from fedhm.runs.history import read_runs
 from fedhm.server.record import Record
@@ -105,6 +107,21 @@ def test_reports_tell_time_and_devices(timed: Path) -> None:
     of_tier = record.clients["full"]
     assert list(of_tier.by_device) == ["strong", "weak"]
     assert sum(group.samples for group in of_tier.by_device.values()) == of_tier.overall.samples
+    assert (timed / "accuracy-at-clients.png").exists()
+
+
+def test_the_plot_of_clients_tells_devices_apart(timed: Path) -> None:
+    history = read_runs([timed])[0]
+    axes = Figure().subplots()
+    _draw(axes, history, history.config.objective.headline, history.records[-1].clients)
+    legend = axes.get_legend()
+    assert legend is not None
+    assert legend.get_title().get_text() == "clients with device, and their median"
+    assert [text.get_text() for text in legend.get_texts()] == ["strong", "weak", "all samples of all clients"]
+    dots = [line for line in axes.get_lines() if line.get_marker() == "o"]
+    colours = {legend_line.get_color() for legend_line in legend.get_lines()[:2]}
+    assert {line.get_color() for line in dots} == colours
+    assert len(colours) == 2
 
 
 def test_runs_without_devices_say_nothing_of_them() -> None:

@@ -41,7 +41,7 @@ def fit(options: argparse.Namespace, console: Console) -> None:
         ranks = {"ranks": dict(found.plan), "form": found.plan.form}
         step = step_in_fresh_process(with_mode(config, found.mode), what, **ranks)
         if step is None:
-            raise FedhmError(f"training {what} takes more memory than there is here: its process was killed")
+            raise FedhmError(f"training {what} takes more memory than there is here")
         return step["seconds"]
 
     found = timed(versions, fit_versions(versions, limits), seconds, options.seconds)

@@ -1,6 +1,7 @@
 """Measurements of training in fresh processes, in which nothing was trained before."""
 
 import json
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -26,7 +27,7 @@ def with_mode(config: ResolvedConfig, mode: Mode) -> ResolvedConfig:
 
 
 def step_in_fresh_process(config: ResolvedConfig, what: str, **which: Any) -> dict[str, float] | None:
-    """Measure the seconds and the memory of a step; None if the system killed it, as it does where memory runs out.
+    """Measure the seconds and the memory of a step; None if there is not enough memory for it.
 
     what   is trained, for who reads what is wrong
     which  network, for `fedhm.cli.probe`
@@ -34,10 +35,16 @@ def step_in_fresh_process(config: ResolvedConfig, what: str, **which: Any) -> di
     asked = json.dumps({"config": config.to_toml(), **which})
     command = [sys.executable, "-m", "fedhm.cli.probe"]
     done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
-    if done.returncode < 0:
+    if ran_out_of_memory(done.returncode, done.stderr):
         return None
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode} and said nothing"])[-1]
         raise FedhmError(f"training {what} fails on this device: {last}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def ran_out_of_memory(code: int, said: str) -> bool:
+    """Tell whether a process ended for want of memory: the system kills it, or has refused what torch asked for."""
+    refused = any(words in said for words in ("MemoryError", "can't allocate memory"))
+    return code == -signal.SIGKILL or (code != 0 and refused)

@@ -97,9 +97,7 @@ def _measured(config: ResolvedConfig, design: Design, console: Console) -> Itera
         what = f"{number} of {len(ways)}: {task.network}, {mode if mode != Mode() else 'plain'}"
         found = step_in_fresh_process(with_mode(config, mode), task.network, tier=task.tier, network=task.network)
         if found is None:
-            console.print(
-                f"{what}: its process was killed, so it takes more memory than there is", highlight=False, markup=False
-            )
+            console.print(f"{what}: it takes more memory than there is", highlight=False, markup=False)
             continue
         memory = readable_bytes(found["memory"] or None)
         console.print(f"{what}: {1e3 * found['seconds']:.4g} ms, {memory}", highlight=False, markup=False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fedhm.machine.allocator import SMALLEST
 from fedhm.measure.watching import Watch
 
 # oneDNN convolves copies of the weights in an order of its own, and sums their gradients in such a copy too.
@@ -15,7 +16,7 @@ COPIES = {torch.ops.aten.convolution.default: (1, 1), torch.ops.aten.convolution
 
 # It generates code for every different convolution, and keeps that: about so many bytes, whatever the sizes of the
 # tensors (`benchmarks/convolution_code.py` measures them).
-FORWARD, OF_INPUTS, OF_STRIDED_INPUTS, OF_WEIGHTS = 90_000, 110_000, 700_000, 50_000
+FORWARD, OF_INPUTS, OF_WEIGHTS = 90_000, 120_000, 50_000
 
 
 class AliveBytes(Watch):
@@ -24,6 +25,7 @@ class AliveBytes(Watch):
     def __init__(self) -> None:
         super().__init__()
         self.alive = self.peak = 0
+        self._small = self._heap = 0  # bytes in small blocks: now, and at most
         self._known: set[int] = set()
         self._convolutions: dict[tuple[Any, ...], int] = {}  # different ones, and the bytes of their code
 
@@ -38,13 +40,24 @@ class AliveBytes(Watch):
             return
         size = storage.nbytes()
         self._known.add(storage._cdata)
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
+        self._count(size)
         weakref.finalize(storage, self._gone, storage._cdata, size)
 
     def _gone(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self.alive -= size
+        self._count(-size)
+
+    def _count(self, size: int) -> None:
+        self.alive += size
+        if abs(size) < SMALLEST:
+            self._small += size
+            self._heap = max(self._heap, self._small)
+        self.peak = max(self.peak, self.resident)
+
+    @property
+    def resident(self) -> int:
+        """Return the bytes that the living take, and those in small blocks that were freed: they stay in the heap."""
+        return self.alive - self._small + self._heap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -53,7 +66,7 @@ class AliveBytes(Watch):
                 self.see(leaf)
         if func in COPIES:
             position, copies = COPIES[func]
-            self.peak = max(self.peak, self.alive + copies * args[position].nbytes)
+            self.peak = max(self.peak, self.resident + copies * args[position].nbytes)
             self._convolutions[_kind(func, args)] = _code(func, args)
         return result
 
@@ -66,5 +79,5 @@ def _kind(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 def _code(func: Any, args: Sequence[Any]) -> int:
     if func is torch.ops.aten.convolution.default:
         return FORWARD
-    strided, (of_inputs, of_weights) = max(args[4]) > 1, args[-1][:2]
-    return of_inputs * (OF_STRIDED_INPUTS if strided else OF_INPUTS) + of_weights * OF_WEIGHTS
+    of_inputs, of_weights, _ = args[-1]
+    return int(of_inputs * OF_INPUTS + of_weights * OF_WEIGHTS)

@@ -114,9 +114,12 @@ def training_memory(
             _make_averages(stepping, model)
             # a third part finds in memory what the second did
             for rows in torch.arange(batch).split(micro_batch)[:2] if parts > 1 else [None]:
-                output = scores(model, inputs if rows is None else rows_of(inputs, rows))
-                output.logsumexp(-1).sum().backward()
+                part = inputs if rows is None else rows_of(inputs, rows)
+                scores(model, part).logsumexp(-1).sum().backward()
             stepping.step()
+            for other, _ in run_in_training(model)[1:]:  # which run in other batches, or beside it
+                scores(other.train(), part).logsumexp(-1).sum().backward()
+                other.zero_grad()
     except Exception as error:
         shape = (batch, *_shape(input_shape))
         raise FedhmError(f"the model cannot be trained on a batch of shape {shape}: {error}") from error
