@@ -78,6 +78,14 @@ def nearest(embeddings: Tensor) -> Tensor:
     return (embeddings @ embeddings.T).fill_diagonal_(-1).argmax(1)
 
 
+def energy_kept(model: nn.Module, hybrid: nn.Module) -> float:
+    """Return how much of ‖W‖²_F the weights of the blocks' layers still have."""
+    own, left = model.state_dict(), fedhm.to_full(hybrid)
+    names = [name for name, weight in own.items() if "encoder" in name and weight.ndim == 2]
+    lost = sum(float((own[name] - left[name]).square().sum()) for name in names)
+    return 1 - lost / sum(float(own[name].square().sum()) for name in names)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, help="a CSV file with a column text, in place of the sentences here")
@@ -103,8 +111,8 @@ def main() -> None:
         fitted = fedhm.fit(model, (TOKENS,), 1, parameters=size, keep=0, classifier=None, dtype=torch.int64)
         plans[ratio, "by spectrum"] = fitted.plan
     print(f"{len(texts)} sentences\n")
-    print("| ratio | ranks | parameters | in blocks | MACs | cosine, mean | lowest | nearest the same |")
-    print("|---|---|--:|--:|--:|--:|--:|--:|")
+    print("| ratio | ranks | parameters | in blocks | MACs | energy kept | cosine, mean | lowest | nearest the same |")
+    print("|---|---|--:|--:|--:|--:|--:|--:|--:|")
     outside = sum(p.numel() for n, p in model.named_parameters() if "encoder" not in n)
     for (ratio, ranks), plan in plans.items():
         hybrid = fedhm.to_hybrid(model, plan)
@@ -114,7 +122,8 @@ def main() -> None:
         same = (nearest(moved) == nearest(original)).float().mean()
         print(
             f"| {ratio} | {ranks} | {cost.parameters / 1e6:.1f} M | {(cost.parameters - outside) / 1e6:.1f} M | "
-            f"{cost.macs / 1e6:.0f} M | {cosine.mean():.3f} | {cosine.min():.3f} | {same:.0%} |"
+            f"{cost.macs / 1e6:.0f} M | {energy_kept(model, hybrid):.0%} | {cosine.mean():.3f} | {cosine.min():.3f} | "
+            f"{same:.0%} |"
         )
 
 
