@@ -27,7 +27,7 @@ COLLECTIONS = {dict, OrderedDict, set}
 
 def deep_copy(value: Any, memo: Memo) -> Any:
     """Return a copy of a network, or of anything that one holds; `memo` is that of `copy.deepcopy`."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in ATOMIC:
         return value
     if (known := memo.get(id(value))) is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 
 from fedhm.machine.ending import run_to_the_end
 
@@ -71,12 +71,17 @@ def _answered(
         with TemporaryFile() as out, TemporaryFile() as err:
             told.settimeout(seconds)
             code = _code(told, arguments, (out.fileno(), err.fileno()))
-            said = [file.seek(0) or file.read().decode(errors="replace") for file in (out, err)]
+            said = [_read(file) for file in (out, err)]
     except BaseException:
         told.close()  # which ends the process, and the command that it is at
         raise
     _asked[key] = told
     return subprocess.CompletedProcess(["flwr", *arguments], code, *said)
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _code(told: socket.socket, arguments: Sequence[str], streams: Sequence[int]) -> int:
