@@ -115,7 +115,8 @@ def training_memory(
             # a third part finds in memory what the second did
             for rows in torch.arange(batch).split(micro_batch)[:2] if parts > 1 else [None]:
                 part = inputs if rows is None else rows_of(inputs, rows)
-                scores(model, part).logsumexp(-1).sum().backward()
+                output = scores(model, part)
+                output.logsumexp(-1).sum().backward()
             stepping.step()
             for other, _ in run_in_training(model)[1:]:  # which run in other batches, or beside it
                 scores(other.train(), part).logsumexp(-1).sum().backward()
