@@ -11,10 +11,12 @@ import torch
 
 import fedhm
 from fedhm.adapters.adapted import Adapting, Base
+from fedhm.config.training import TrainConfig
 from fedhm.networks.exchange import exchanged, load
 from fedhm.networks.inputs import scores
 from fedhm.networks.structure import copied
 from fedhm.server.record import Record
+from fedhm.work.train import local_optimizer
 from made_adapters import DATA, RANKS, TEST, TRAIN, batch, output, settings, started
 from tiny_transformers import needs_peft, sentences, tiny_bert, tiny_llama
 
@@ -87,6 +89,20 @@ def test_a_step_changes_directions_by_the_same_at_every_rank() -> None:
         name = f"base_model.model.{next(iter(base.shapes))}.lora_B.default.weight"
         gradients.append(dict(network.named_parameters())[name].grad)
     torch.testing.assert_close(gradients[0][:, :2], gradients[1][:, :2])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_head_may_learn_faster_than_the_adapters(optimizer: str) -> None:
+    network = started("lora", ranks=RANKS)[0].network("full")
+    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in trained.items()}
+    for parameter in trained.values():
+        parameter.grad = torch.ones_like(parameter)
+    train = TrainConfig(optimizer=optimizer, head_factor=10.0, weight_decay=0.0, frobenius_decay=0.0)
+    local_optimizer(network, train, 0.01).step()
+    for name, parameter in trained.items():
+        expected = 0.1 if "classifier" in name else 0.01
+        torch.testing.assert_close(before[name] - parameter, torch.full_like(parameter, expected), rtol=1e-3, atol=1e-5)
 
 
 class Interrupted(Exception):  # noqa: N818

@@ -71,6 +71,11 @@ def factors_of(network: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
             yield a, own[name.removesuffix(_A) + _B]
 
 
+def head_of(network: nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters that an adapted network trains whole."""
+    return frozenset(id(parameter) for name, parameter in network.named_parameters() if _HEAD in name)
+
+
 def _added(tensors: Tensors, layer: str) -> Tensor | None:
     whole, u, v = (tensors.get(f"{FOLDED}{layer}.{part}") for part in ("weight", "u", "v"))
     return whole if u is None or v is None else v @ u

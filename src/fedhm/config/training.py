@@ -23,6 +23,7 @@ class TrainConfig(Section):
     # pass: less memory for a third more computation, and the same weights
     frozen_statistics: bool = False  # BatchNorm layers normalise by the statistics that the model came with
     lr: Annotated[float, Field(gt=0)] = 0.1
+    head_factor: Annotated[float, Field(gt=0)] = 1.0  # on the learning rate, of a new head beside adapters
     milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
     optimizer: Literal["sgd", "adamw"] = "sgd"  # torch's own

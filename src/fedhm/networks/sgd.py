@@ -25,6 +25,7 @@ class Steps(Protocol):
 class Group:
     parameters: Sequence[nn.Parameter]
     weight_decay: float = 0.0
+    lr_factor: float = 1.0  # on the learning rate
 
 
 class SGD:
@@ -62,7 +63,7 @@ class SGD:
                 fused=self._fused,
                 weight_decay=group.weight_decay,
                 momentum=self._momentum,
-                lr=self._lr,
+                lr=self._lr * group.lr_factor,
                 dampening=self._dampening,
                 nesterov=self._nesterov,
                 maximize=False,

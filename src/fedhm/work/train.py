@@ -7,6 +7,7 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
+from fedhm.adapters.wire import head_of
 from fedhm.config.settings import Config
 from fedhm.config.training import TrainConfig
 from fedhm.errors import FedhmError, FedhmWarning
@@ -129,15 +130,20 @@ def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Steps:
     trained = [p for p in network.parameters() if p.requires_grad]
     # Frobenius decay takes the place of weight decay on the factors
     undecayed = set() if train.decay_factors or not train.frobenius_decay else factors
+    head = head_of(network) if train.head_factor != 1 else frozenset()
     groups = [
-        Group([p for p in trained if id(p) not in undecayed], train.weight_decay),
-        Group([p for p in trained if id(p) in undecayed]),
+        Group([p for p in trained if id(p) not in undecayed | head], train.weight_decay),
+        Group([p for p in trained if id(p) in undecayed - head]),
+        Group([p for p in trained if id(p) in head], train.weight_decay, train.head_factor),
     ]
     groups = [group for group in groups if group.parameters]
     dense = all(p.is_floating_point() for p in trained) and not _has_sparse_gradients(network)
     wide = all(p.element_size() > 2 for p in trained)
     if train.optimizer == "adamw":
-        listed = [{"params": group.parameters, "weight_decay": group.weight_decay} for group in groups]
+        listed = [
+            {"params": group.parameters, "weight_decay": group.weight_decay, "lr": lr * group.lr_factor}
+            for group in groups
+        ]
         return torch.optim.AdamW(listed, lr, train.betas, train.eps, amsgrad=train.amsgrad, fused=dense or None)
     # On CPUs torch's fused SGD leaves most numbers of 16 bits where they are. And where there is one operation for each
     # tensor, there is nothing to fuse, and it is faster without.
