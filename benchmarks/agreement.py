@@ -20,6 +20,7 @@ from fedhm.defence.standing import Standing
 from fedhm.machine.files import write_atomically
 from fedhm.models.build import build_model
 from fedhm.server.record import Record
+from remembered import Remembering
 
 PARTITIONS = {
     "iid": ["data.partition=iid"],
@@ -43,7 +44,10 @@ def honest(partition: str, seed: int, robust: str, changes: Sequence[str]) -> di
     rounds = load_config("digits", changes).train.rounds
     config = load_config("digits", [*changes, *own, f"evaluation.every={rounds}"])
     federation = read_federation(config)
-    result = assemble(build_model(config, federation.input_shape, federation.classes), federation, config).run()
+    experiment = assemble(build_model(config, federation.input_shape, federation.classes), federation, config)
+    settings = config.model_dump_json(exclude={"server"})
+    experiment.engine = Remembering(experiment.engine, lambda _: settings)
+    result = experiment.run()
     found = {tier: 100 * metrics.accuracy for tier, metrics in result.metrics.items()}
     if robust != "none":
         found["updates"] = float(sum(len(record.participants) for record in result.records))

@@ -104,7 +104,10 @@ def said(found: Sequence[dict[str, float]]) -> str:
 
 
 def table(found: dict[str, dict[str, float]], listed: Sequence[Cell]) -> str:
-    """Return a row for each attack and number of hostile clients, a column for each defence."""
+    """Return a row for each attack and number of hostile clients, a column for each defence.
+
+    Beside accuracies it has how many updates of hostile clients were merged.
+    """
     defences = list(dict.fromkeys(cell.defence for cell in listed))
     known = [cell for cell in listed if cell.name in found]
     lines = [f"| attack | hostile | {' | '.join(defences)} |", f"|---|--:|{'---|' * len(defences)}"]
@@ -114,9 +117,15 @@ def table(found: dict[str, dict[str, float]], listed: Sequence[Cell]) -> str:
         for row in dict.fromkeys([alone, cell.attack or "none"]):
             rows.setdefault((row, cell.hostile), {}).setdefault(cell.defence, []).append(found[cell.name])
     for (attack, count), by_defence in rows.items():
-        values = (said(by_defence[defence]) if defence in by_defence else "" for defence in defences)
+        values = (_cell(by_defence.get(defence, ()), count) for defence in defences)
         lines.append(f"| {attack} | {count} | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(found: Sequence[dict[str, float]], hostile: int) -> str:
+    if not found or not all(found) or not hostile:
+        return said(found) if found else ""
+    return f"{said(found)} ({statistics.fmean(each[MERGED] for each in found):.0f} merged)"
 
 
 def main() -> None:
