@@ -82,6 +82,7 @@ def main() -> None:
     options = parser.parse_args()
     config = fedhm.load_config(f"{options.data}-lora", [f"seed={options.seed}", *options.set])
     assert config.model is not None
+    assert config.data is not None
     source = read_text(options.data, options.folder, config.model.base, config.data.max_length, per_token=False)
     train, test = chosen(source.train, options.train), chosen(source.test, options.test)
     print("| method | tier | trained parameters | down | up | accuracy | macro F1 |\n|---|---|--:|--:|--:|--:|--:|")

@@ -51,7 +51,7 @@ def build(data: bytes) -> nn.Module:
         num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=length,
         tie_word_embeddings=True, pad_token_id=0,
     )  # fmt: skip
-    model: nn.Module = LlamaForCausalLM(settings)
+    model: nn.Module = LlamaForCausalLM(settings)  # type: ignore[no-untyped-call]
     tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": last, "lm_head.weight": embedding}
     for n in range(layers):
         own = {

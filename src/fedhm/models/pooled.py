@@ -9,8 +9,9 @@ class MeanPooled(nn.Module):
     def __init__(self, encoder: nn.Module, outputs: int) -> None:
         super().__init__()
         self.encoder = encoder
-        self.config: Any = encoder.config  # where peft and others look for what kind of model this is
-        self.classifier = nn.Linear(self.config.hidden_size, outputs)
+        settings: Any = encoder.config
+        self.config = settings  # where peft and others look for what kind of model this is
+        self.classifier = nn.Linear(settings.hidden_size, outputs)
         nn.init.normal_(self.classifier.weight, std=0.02)
         nn.init.zeros_(self.classifier.bias)
 

@@ -71,7 +71,8 @@ def _tails(network: nn.Module, left: int) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor)
+    found: Tensor = torch.linalg.vector_norm(tensor)
+    return found
 
 
 ENTRY_POINT = Prune()
