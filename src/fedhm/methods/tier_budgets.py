@@ -103,10 +103,11 @@ class TierBudgets:
 
     def _check_order(self, versions: Versions) -> None:
         """Refuse a tier after one that has no more of anything, whatever the model makes of both."""
-        known: dict[str, Mapping[str, int]] = {
-            tier: vars(versions.cost(each)) if isinstance(each, RankPlan) else dict(self._amounts(each, versions))
-            for tier, each in self._tiers.items()
-        }
+        known: dict[str, dict[str, int]] = {}
+        for tier, each in self._tiers.items():
+            of_budget = {} if isinstance(each, RankPlan) else self._amounts(each, versions)
+            of_ratio = vars(versions.cost(each)) if isinstance(each, RankPlan) else {}
+            known[tier] = of_ratio | {str(kind): amount for kind, amount in of_budget.items()}
         for (tier, before), (other, after) in combinations(known.items(), 2):
             alike = isinstance(self._tiers[tier], RankPlan) == isinstance(self._tiers[other], RankPlan)
             if alike and before != after and all(kind in before and after[kind] >= before[kind] for kind in after):
