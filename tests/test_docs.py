@@ -7,6 +7,7 @@ import sys
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,14 @@ def test_the_exports_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "export.md").read_text(), flags=re.DOTALL)
     exec(compile(block, "docs/export.md", "exec"), {})
     assert (tmp_path / "exported" / "model.pt2").exists()
+
+
+def test_the_example_of_devices_runs() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "devices.md").read_text(), flags=re.DOTALL)
+    model = fedhm.models.MODELS["cnn"](num_classes=10, in_channels=3, width=0.25)
+    names: dict[str, Any] = {"fedhm": fedhm, "model": model}
+    exec(compile(block, "docs/devices.md", "exec"), names)
+    assert names["found"].expected.memory <= 128e6
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,6 +14,7 @@ MARKERS = "osD^v"
 def draw(points: Sequence[Point], metric: Metric, path: Path) -> Path:
     """Draw both plots side by side, with a mark for each kind of file and the tier beside it."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     by_time, by_size = figure.subplots(1, 2, sharey=True)
@@ -31,6 +32,11 @@ def draw(points: Sequence[Point], metric: Metric, path: Path) -> Path:
     by_time.set(xlabel="latency of one sample, one thread (ms)", ylabel=metric.axis("test"), xscale="log")
     by_size.set(xlabel="size on disk (kB)", xscale="log")
     for axes in (by_time, by_size):
+        axes.margins(x=0.12, y=0.1)  # room for the names
+        low, high = axes.get_xlim()
+        axes.xaxis.set_major_locator(MaxNLocator(5) if high < 8 * low else LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
     by_size.legend()
     picture = io.BytesIO()
