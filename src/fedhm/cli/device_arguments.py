@@ -38,7 +38,7 @@ def add_budgets(parser: argparse.ArgumentParser) -> None:
 
 def _take_negative_sizes(parser: argparse.ArgumentParser) -> None:
     """Take -5MB for a size, of which a sentence says what is wrong, and not for an option that nobody knows."""
-    parser._negative_number_matcher = re.compile(r"-\d")  # type: ignore[attr-defined]
+    parser._negative_number_matcher = re.compile(r"-\d")
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:

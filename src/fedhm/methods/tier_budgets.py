@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from warnings import warn
 
 from torch import nn
@@ -89,9 +89,10 @@ class TierBudgets:
             limits = self._amounts(budget, versions)
             below = self._below(tier)
             within = versions.between(self._smallest if below is None else below, above)
+            fit = partial(fit_versions, limits=limits, modes=modes)
             if check:
-                self._check_order(tier, versions, above, lambda each, to=limits: fit_versions(each, to, modes))
-            fitted = fit_versions(within, limits, modes)
+                self._check_order(tier, versions, above, fit)
+            fitted = fit(within)
             self._warn(tier, fitted)
             above = fitted.plan
             how = (0, False) if settled else (fitted.micro_batch, fitted.checkpointing)
