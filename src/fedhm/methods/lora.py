@@ -4,8 +4,8 @@ The base is frozen and with everybody; the server has what the federation has ad
 of the largest rank, and the head, which is trained whole.
 
     tasks    tier of rank r gets the first r directions, as A and B, and the head
-    merge    by models, by updates, or by bands, as FedHM, or by partitions (`adapters/average.py`); models is the rule
-             of FlexLoRA, partitions that of raFLoRA
+    merge    by models, by updates, or by bands, as FedHM, or by partitions (`adapters/average.py`); models is
+             the rule of FlexLoRA, partitions that of raFLoRA
 
 With `fold`, nothing is truncated: a client folds all that the federation has learnt, at rank `fold_rank`, into its
 base, and its adapter begins at zero on top of that. It costs bytes to download, and no tier is worse than another.
