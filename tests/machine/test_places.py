@@ -77,7 +77,7 @@ def test_a_folder_that_may_not_be_written_is_one_sentence(tmp_path: Path, monkey
 def test_what_the_system_refuses_is_said_without_its_number() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/runs/mine/records.jsonl.tmp")
     assert in_words(full) == "cannot read or write /runs/mine/records.jsonl: no space left on device"
-    assert in_words(OSError("odd")) == "the system refused something: odd"
+    assert in_words(OSError("odd")) == "cannot go on: odd"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def disk_is_full(run: Victim, rng: random.Random) -> str:
             _fill(filler, room)
             if attempt.wait() == 0:
                 raise TooLateError
-            _sentence(attempt.said, "No space left")
+            _sentence(attempt.said, "no space left")
         finally:
             filler.unlink(missing_ok=True)
     return f"{when}, {room} bytes left"

@@ -67,5 +67,5 @@ def reason(error: OSError) -> str:
 def in_words(error: OSError) -> str:
     """Return a sentence for what the system refused."""
     if error.strerror is None or not isinstance(error.filename, str):
-        return f"the system refused something: {reason(error)}"
+        return f"cannot go on: {reason(error)}"
     return f"cannot read or write {error.filename.removesuffix('.tmp')}: {reason(error)}"
