@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import fedhm
+from fedhm.assembly import design
 from fedhm.config.devices import DeviceProfile, Measurement
 from fedhm.config.reading import parse
 from fedhm.config.settings import Config
@@ -16,6 +17,7 @@ from fedhm.data.federation import Federation, remote_federation
 from fedhm.flower import client_app
 from fedhm.flower.models import OwnModel
 from fedhm.flower.server import run_on
+from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import digest_of
 from fedhm.runs.folder import read_config
 from fedhm.runs.records import read_records
@@ -67,6 +69,13 @@ def here(out: Path, table: dict[str, Any]) -> Config:
     return read_config(out)
 
 
+def needed(checkpointing: bool) -> int:
+    """Return the memory of a client of the largest tier, which trains the smaller one beside it."""
+    config = parse(settings([]), "test")
+    built = design(config, build_model(), torch.zeros(1, 8), 3)
+    return TierWork(built.method, built.model, config, (8,)).memory("full", checkpointing)
+
+
 def profile(**changes: Any) -> DeviceProfile:
     steps = [
         Measurement(network=name, macs=1000, seconds=seconds, memory=9000)
@@ -77,7 +86,7 @@ def profile(**changes: Any) -> DeviceProfile:
 
 
 def test_a_server_that_lists_devices_plans_and_counts_as_a_local_run(tmp_path: Path) -> None:
-    limit = fedhm.training_memory(build_model(), (8,), 8, checkpointing=True)
+    limit = needed(checkpointing=True)
     table = settings(
         [
             {"name": "strong", "clients": [1], "speed": 1, "up": "10kB/s"},
@@ -108,7 +117,7 @@ def test_nodes_that_name_their_files_get_the_same_plan(tmp_path: Path) -> None:
 
 
 def test_nodes_that_name_only_their_memory_get_the_same_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, again = (fedhm.training_memory(build_model(), (8,), 8, checkpointing=each) for each in (False, True))
+    whole, again = needed(checkpointing=False), needed(checkpointing=True)
     spared = [whole, again, again - 1]
     table = settings([{"name": f"device {n}", "clients": [n], "memory": size} for n, size in enumerate(spared)])
     given_back: list[int] = []
@@ -118,7 +127,7 @@ def test_nodes_that_name_only_their_memory_get_the_same_plan(tmp_path: Path, mon
     nodes = [node(n, memory=f"{size}B") for n, size in enumerate(spared)]
     flower = on_flower(nodes, tmp_path / "flower", settings([])).federation
     assert local.plan == flower.assignment == ("full", "full", "1/4")
-    assert local.checkpointed == flower.checkpointed == (1, 2)
+    assert local.checkpointed == flower.checkpointed == (1,)
     assert given_back, "or nodes would take more than they can spare"
     records = [read_records(tmp_path / where / "records.jsonl") for where in ("here", "flower")]
     assert [record.metrics for record in records[0]] == [record.metrics for record in records[1]]

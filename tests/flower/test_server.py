@@ -18,7 +18,7 @@ from fedhm.errors import FedhmError
 from fedhm.flower import client_app, server_app
 from fedhm.flower.models import OwnModel
 from fedhm.flower.server import run_on
-from fedhm.measure.cost import training_memory
+from fedhm.methods.tier_work import TierWork
 from fedhm.runs.folder import read_config
 from fedhm.runs.records import read_records
 from flower_loopback import Loopback, LoopbackNode
@@ -97,8 +97,8 @@ def test_memory_buys_the_largest_tier_that_fits(tmp_path: Path) -> None:
 
 
 def memory(config: Config, tier: str) -> int:
-    method = design(config, OwnModel(build_large_model, 0).build(), torch.zeros(1, 12), 3).method
-    return training_memory(method.network(tier), (12,), config.train.batch)
+    built = design(config, OwnModel(build_large_model, 0).build(), torch.zeros(1, 12), 3)
+    return TierWork(built.method, built.model, config, (12,)).memory(tier)
 
 
 def test_a_client_whose_wish_cannot_be_met_takes_no_part(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ class FedHM(Method[FedHMState]):
         return self.plans | {tier: self._budgets.plan(each.ranks) for tier, each in state.planned.items()}
 
     def start(self, weights: Tensors) -> FedHMState:
-        budgets = self._budgets
-        state = PlannedState(weights, {}, budgets.first) if budgets else FedHMState(weights, {})
+        planned = self._budgets.first if self._budgets else None
+        state = FedHMState(weights, {}) if planned is None else PlannedState(weights, {}, planned)
         plans = self._plans_in(state)
         factors, _ = factorized(weights, plans.values(), self.config.form)
         if self.config.start == "smallest" and not self.config.warmup:  # which is to find the best directions
@@ -152,8 +152,7 @@ class FedHM(Method[FedHMState]):
         sent = {tier: self._sent(state, tier, nested=not warm) for tier in set(tiers)}
         for p, tier in zip(participants, tiers, strict=True):
             kind, network, tensors = sent[tier]
-            options = self.training_options(state, tier)
-            yield Task(kind, round_number, p.client, p.tier, network, tensors, options=options)
+            yield Task(kind, round_number, p.client, p.tier, network, tensors, {}, self.training_options(state, tier))
 
     def _sent(self, state: FedHMState, tier: str, *, nested: bool) -> tuple[str, str, Tensors]:
         """Return what a tier's clients are to do, with which network, and its tensors."""
@@ -171,8 +170,7 @@ class FedHM(Method[FedHMState]):
         return "nested", f"{NESTED}{name}", weights | bases
 
     def training_options(self, state: FedHMState, tier: str) -> Mapping[str, float]:
-        planned = state.planned.get(tier) if isinstance(state, PlannedState) else None
-        return planned.options if planned else {}
+        return state.planned[tier].options if isinstance(state, PlannedState) and tier in state.planned else {}
 
     def _inside(self, tier: str) -> Sequence[str]:
         """Return the smaller tiers that are trained inside a tier's network."""
@@ -180,8 +178,8 @@ class FedHM(Method[FedHMState]):
         return smaller[-1:] if self._setup.nested_tier == "smallest" else smaller
 
     def network_name(self, state: FedHMState, tier: str) -> str:
-        planned = state.planned if isinstance(state, PlannedState) else {}
-        return self.planned_name(tier, planned[tier].ranks) if tier in planned else tier
+        ranks = self.planned_ranks(state)
+        return self.planned_name(tier, ranks[tier]) if tier in ranks else tier
 
     def planned_name(self, tier: str, ranks: Mapping[str, int]) -> str:
         return self._budgets.name(tier, ranks) if self._budgets else tier
