@@ -21,7 +21,7 @@ from fedhm.data.federation import Federation, gathered
 from fedhm.experiment import Experiment
 from fedhm.models import resnet18
 from fedhm.networks.exchange import exchanged, load
-from fedhm.work.memory_format import channels_last
+from fedhm.networks.memory_format import channels_last
 from fedhm.work.messages import Participant, Update
 from measure import Ratio, arguments, interleaved, machine, median, ratio, save_json, show
 from peers.process import Peer

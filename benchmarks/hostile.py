@@ -25,10 +25,10 @@ from torch import Tensor
 
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
-from fedhm.defence.outliers import intervals, typical
 from fedhm.engines.engine import Engine
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import derive
+from fedhm.server.defence.outliers import intervals, typical
 from fedhm.work.bounds import LARGEST_MEAN
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of

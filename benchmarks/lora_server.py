@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from fedhm.adapters.average import Added, Aggregate, fresh, merged
+from fedhm.lowrank.changes.average import Added, Aggregate, fresh, merged
 
 SIDE, LAYERS, RANKS = 384, 12, (16, 8, 4, 2)
 

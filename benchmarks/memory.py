@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedhm
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.lowrank.hybrid import plan_of
 from fedhm.machine.allocator import give_back_at_once
 from fedhm.measure.training import memory_of_training
-from fedhm.networks.parts import backward
-from fedhm.work.memory_format import channels_last
+from fedhm.networks.less_memory.parts import backward
+from fedhm.networks.memory_format import channels_last
 from fedhm.work.train import local_optimizer, prepare
 from measure import Ratio, arguments, machine, save_json, show
 

@@ -27,8 +27,8 @@ from fedhm.config.reading import parse
 from fedhm.data.federation import gathered
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import Tensors
-from fedhm.privacy.mechanism import Mechanism
 from fedhm.server.optimizer import Moments
+from fedhm.server.privacy.mechanism import Mechanism
 from fedhm.server.record import Record
 from fedhm.work.messages import Reply, Task, Update
 from measure import arguments, save_json, show

@@ -18,8 +18,8 @@ import torch
 
 from fedhm.assembly import read_federation
 from fedhm.config.reading import parse
-from fedhm.lowrank.unroll import join, roll, split, unroll
-from fedhm.lowrank.warm import decompose
+from fedhm.lowrank.decompositions.unroll import join, roll, split, unroll
+from fedhm.lowrank.decompositions.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.fedhm import FedHM
 from fedhm.methods.fedhm_state import FedHMState
@@ -27,7 +27,7 @@ from fedhm.methods.recovered import largest_ranks
 from fedhm.models.build import build_model
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.run import prepare
-from fedhm.server.sampling import participants
+from fedhm.server.participants.sampling import participants
 from fedhm.work.messages import Update
 from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 
 from conftest import small_config
-from fedhm.config.objective import Metrics
+from fedhm.config.sections.objective import Metrics
 from fedhm.measure.cost import Cost
 from fedhm.measure.time import ClientSeconds
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.history import Run
 from fedhm.runs.tier_files import Layer
-from fedhm.server.client_metrics import ClientMetrics, Tally
+from fedhm.server.evaluation.client_metrics import ClientMetrics, Tally
 from fedhm.server.record import Record, Simulated, Traffic
 from fedhm.work.messages import Participant
 

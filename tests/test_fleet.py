@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 import fedhm
 from conftest import no_figures
 from fedhm.cli import main
-from fedhm.config.devices import DeviceProfile, Measurement
+from fedhm.config.sections.devices import DeviceProfile, Measurement
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import digest_of
-from fedhm.report.client_plot import _draw
+from fedhm.report.figures.client_plot import _draw
 from fedhm.runs.folder import read_config
 from fedhm.runs.history import read_runs
 from fedhm.server.record import Record

@@ -10,8 +10,8 @@ from torch import nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble, read_federation
-from fedhm.data.client_tests import ClientTests, held_out
 from fedhm.data.federation import Federation
+from fedhm.data.held_out.client_tests import ClientTests, held_out
 from fedhm.errors import FedhmError
 from fedhm.report.tables import markdown
 from fedhm.runs.history import read_runs

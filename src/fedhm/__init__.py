@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedhm import models, tracking
     from fedhm.assembly import assemble
-    from fedhm.config.method_config import MethodConfig
-    from fedhm.config.objective import Metric, Metrics, Objective
     from fedhm.config.reading import load_config
+    from fedhm.config.sections.method_config import MethodConfig
+    from fedhm.config.sections.objective import Metric, Metrics, Objective
     from fedhm.config.settings import Config
     from fedhm.data.batches import Preprocessing
     from fedhm.data.federation import Federation
@@ -61,8 +61,8 @@ __all__ = [
 # Where each of these names lives: nothing is imported before one of its names is used, for torch takes seconds.
 _HOMES = {
     "assembly": "assemble",
-    "config.method_config": "MethodConfig",
-    "config.objective": "Metric Metrics Objective",
+    "config.sections.method_config": "MethodConfig",
+    "config.sections.objective": "Metric Metrics Objective",
     "config.reading": "load_config",
     "config.settings": "Config",
     "data.batches": "Preprocessing",

@@ -31,21 +31,21 @@ from fedhm.models.pretrained import check_tokens
 from fedhm.networks.exchange import exchanged, untrained
 from fedhm.networks.inputs import Inputs
 from fedhm.networks.probe import probe
-from fedhm.privacy.check import check_privacy
-from fedhm.privacy.mechanism import Mechanism
+from fedhm.networks.reuse import Networks, check_compiler
 from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.seeds import Secret
-from fedhm.server.fleet import Fleet, with_plan
 from fedhm.server.guard import check_attackers
 from fedhm.server.intake import Intake
 from fedhm.server.optimizer import ServerOptimizer
-from fedhm.server.sampling import check_assignment, check_minimum, check_partition
+from fedhm.server.participants.fleet import Fleet, with_plan
+from fedhm.server.participants.sampling import check_assignment, check_minimum, check_partition
+from fedhm.server.privacy.check import check_privacy
+from fedhm.server.privacy.mechanism import Mechanism
 from fedhm.server.stopping import Stopping
 from fedhm.server.watcher import Watcher
 from fedhm.tracking.configured import trackers
 from fedhm.work.client import Client
 from fedhm.work.local_noise import LocalNoise
-from fedhm.work.reuse import Networks, check_compiler
 from fedhm.work.train import check_memory_savings, check_optimizer
 
 

@@ -7,13 +7,13 @@ from typing import Any, Literal
 from torch import nn
 
 from fedhm.assembly import assemble, dtype_of, read_federation
-from fedhm.config.method_config import MethodConfig
-from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, provide
 from fedhm.config.reading import parse
+from fedhm.config.sections.method_config import MethodConfig
+from fedhm.config.sections.objective import Objective
 from fedhm.config.settings import Config, EngineConfig
-from fedhm.data.client_tests import default_share
 from fedhm.data.federation import gathered
+from fedhm.data.held_out.client_tests import default_share
 from fedhm.data.own import DataLike, PublicLike
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError

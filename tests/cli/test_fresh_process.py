@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import fedhm
-from fedhm.cli.fresh_process import mode_of, ran_out_of_memory, step_in_fresh_process, with_mode
+from fedhm.cli.devices.fresh_process import mode_of, ran_out_of_memory, step_in_fresh_process, with_mode
 from fedhm.errors import FedhmError
 from fedhm.measure.versions import Mode
 

@@ -15,7 +15,7 @@ from fedhm.compare.compared import Compared
 from fedhm.compare.pages.report import ComparisonReport
 from fedhm.compare.pages.tabulate import as_csv, outcomes, spent
 from fedhm.compare.targets import common_target, costs_to_reach
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.objectives.regression import Regression
 from made_runs import made_run

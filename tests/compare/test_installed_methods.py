@@ -15,7 +15,7 @@ MODULE = """
 from typing import Literal
 
 from fedhm import MethodConfig
-from fedhm.config.method_config import Family, NamedEntry
+from fedhm.config.sections.method_config import Family, NamedEntry
 
 
 class Mine(MethodConfig):

@@ -12,8 +12,8 @@ from fedhm.compare.entries import Entry, entries, known
 from fedhm.compare.pages.report import ComparisonReport
 from fedhm.compare.reference import Reference
 from fedhm.compare.tuning import read_tuning
-from fedhm.config.objective import Metric
 from fedhm.config.reading import load_config
+from fedhm.config.sections.objective import Metric
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from made_runs import made_run

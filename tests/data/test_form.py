@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.config.objective import Objective
+from fedhm.config.sections.objective import Objective
 from fedhm.data.batches import Preprocessing
 from fedhm.data.form import made_up
 from fedhm.errors import FedhmError

@@ -68,7 +68,7 @@ def test_a_folder_of_parquet_files_is_that_of_the_source(monkeypatch: pytest.Mon
         asked.append((name, folder))
         return read_source("digits", None)
 
-    monkeypatch.setattr("fedhm.data.public.read_source", read)
+    monkeypatch.setattr("fedhm.data.held_out.public.read_source", read)
     monkeypatch.setattr("fedhm.data.dealt.read_source", read)
     for public in ("hf:other", "hf:mine", "cifar100"):
         partitioned(DataConfig(source="hf:mine", public=public, folder=Path("here")), 5, 0)

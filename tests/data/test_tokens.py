@@ -11,7 +11,7 @@ from fedhm.data.own import own_samples
 from fedhm.data.samples import Samples, concatenate
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
-from fedhm.networks.parts import backward
+from fedhm.networks.less_memory.parts import backward
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 

@@ -8,9 +8,9 @@ import torch
 import fedhm
 from fedhm.config.settings import DataConfig
 from fedhm.data.dealt import partitioned
+from fedhm.data.held_out.validation import hold_out
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import read_source
-from fedhm.data.validation import hold_out
 from fedhm.errors import FedhmError
 
 

@@ -21,7 +21,7 @@ from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.partition import dirichlet_equal
 from fedhm.data.sources.digits import read_digits
 from fedhm.seeds import numpy_generator, torch_generator
-from fedhm.server.sampling import participants
+from fedhm.server.participants.sampling import participants
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedhm_plain.py"
 CLIENTS, SEED, TIERS = 8, 3, (1.0, 1 / 2, 1 / 4, 1 / 8)

@@ -29,8 +29,8 @@ from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records
 from fedhm.runs.tier_files import load_tier
+from fedhm.server.participants.sampling import drawings
 from fedhm.server.record import Record
-from fedhm.server.sampling import drawings
 from fedhm.work.messages import Failure, Reply, Task
 from flower_up import Up, wait_until
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import fedhm
 from fedhm.assembly import design
-from fedhm.config.devices import DeviceProfile, Measurement
 from fedhm.config.reading import parse
+from fedhm.config.sections.devices import DeviceProfile, Measurement
 from fedhm.config.settings import Config
 from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import Federation, remote_federation

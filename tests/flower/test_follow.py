@@ -12,12 +12,12 @@ from flwr.proto.node_pb2 import NodeInfo
 
 from fedhm.config.reading import load_config
 from fedhm.errors import FedhmError
-from fedhm.flower import follow
+from fedhm.flower.commands import follow
+from fedhm.flower.commands.status import StatusFile, read_status
 from fedhm.flower.processes.connection import Connection
 from fedhm.flower.processes.private import current_umask
 from fedhm.flower.processes.process import Process
 from fedhm.flower.server import named_server_app
-from fedhm.flower.status import StatusFile, read_status
 from flower_loopback import Loopback
 from flower_up import wait_until
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from fedhm.errors import FedhmError
-from fedhm.flower.follow import _follow
+from fedhm.flower.commands.follow import _follow
 from fedhm.flower.processes.connection import Connection, ask
 from fedhm.flower.processes.fleet_folder import FleetFolder
 from fedhm.flower.processes.guarded_superlink import Bearer

@@ -14,11 +14,11 @@ import forked
 from fedhm.cli import main
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
+from fedhm.flower.commands.status import is_gone, read_status
 from fedhm.flower.processes.connection import status as status_of
 from fedhm.flower.processes.connection import submit
 from fedhm.flower.processes.superlink import simulation_superlink
 from fedhm.flower.processes.supervisor import descendants
-from fedhm.flower.status import is_gone, read_status
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records

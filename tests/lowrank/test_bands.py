@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.bands import Directions, Level, beyond, directions, faster
-from fedhm.lowrank.svd import factorize
+from fedhm.lowrank.changes.bands import Directions, Level, beyond, directions, faster
+from fedhm.lowrank.decompositions.svd import factorize
 
 M, N = 9, 7
 

@@ -13,7 +13,7 @@ import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
-from fedhm.lowrank.unroll import Form, unroll
+from fedhm.lowrank.decompositions.unroll import Form, unroll
 from fedhm.methods.fedavg import FedAvg, FedAvgConfig
 from fedhm.methods.fedhm import FedHM, FedHMConfig, FedHMState
 from fedhm.methods.method import Setup

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedhm.lowrank.unroll import roll
+from fedhm.lowrank.decompositions.unroll import roll
 from fedhm.methods.mean import WeightedMean, trained_rows
 from fedhm.work.messages import Update
 

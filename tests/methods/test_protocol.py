@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from conftest import small_config
 from fedhm.assembly import assemble
-from fedhm.config.method_config import MethodConfig
+from fedhm.config.sections.method_config import MethodConfig
 from fedhm.data.federation import Federation
 from fedhm.methods.mean import WeightedMean
 from fedhm.methods.method import Method, ModelState

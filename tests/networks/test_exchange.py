@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import measure
 from fedhm.networks.exchange import Tensors, exchanged, load, travels_as
+from fedhm.networks.reuse import Networks
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
-from fedhm.work.reuse import Networks
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 import fedhm
 from fedhm.cli import main
-from fedhm.config.objective import Metrics, Objective
+from fedhm.config.sections.objective import Metrics, Objective
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError

@@ -9,7 +9,7 @@ from rich.console import Console
 from fedhm.report.save import save_report
 from fedhm.report.tables import markdown, rich_tables
 from fedhm.runs.history import Run
-from fedhm.server.client_metrics import ClientMetrics, Tally
+from fedhm.server.evaluation.client_metrics import ClientMetrics, Tally
 from fedhm.server.record import Traffic
 from made_runs import made_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedhm.report.epsilon import save_epsilon_plot
+from fedhm.report.figures.epsilon import save_epsilon_plot
 from fedhm.report.progress import progress
 from fedhm.report.tables import as_csv, caption
 from fedhm.runs.history import Run

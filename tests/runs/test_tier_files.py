@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from conftest import small_model
+from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.hybrid import plan_of, to_hybrid
 from fedhm.lowrank.plan import plan_ranks
-from fedhm.lowrank.unroll import Form
 from fedhm.machine.files import read_tensors, write_tensors
 from fedhm.networks.exchange import exchanged
 from fedhm.runs.tier_files import load_tier, save_tier

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhm.config.objective import Objective
+from fedhm.config.sections.objective import Objective
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
 from fedhm.server.admission import objection
-from fedhm.server.client_metrics import ClientMetrics, Tally
+from fedhm.server.evaluation.client_metrics import ClientMetrics, Tally
 from fedhm.server.record import Record
 from fedhm.work.bounds import Expected
 from fedhm.work.messages import Task, Update

@@ -10,7 +10,7 @@ import torch
 from conftest import adapters, small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.config.plugins import known
-from fedhm.config.training import ServerConfig
+from fedhm.config.sections.training import ServerConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.methods.method import ModelState

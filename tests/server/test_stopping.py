@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from fedhm.config.objective import Metric, Metrics
-from fedhm.config.training import StopConfig
+from fedhm.config.sections.objective import Metric, Metrics
+from fedhm.config.sections.training import StopConfig
 from fedhm.errors import FedhmError
 from fedhm.server.record import Record
 from fedhm.server.stopping import Stopping

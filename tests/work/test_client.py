@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.networks.reuse import Networks
 from fedhm.objectives.classification import masked_cross_entropy
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
-from fedhm.work.reuse import Networks
 from fedhm.work.train import check_optimizer
 
 

@@ -9,17 +9,17 @@ from torch.nn import functional as F
 
 from conftest import example, small_model
 from fedhm.config.plugins import known
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.networks.batchnorm import by_batch
 from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.networks.reuse import Networks
 from fedhm.objectives.classification import Classification
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
 from fedhm.work.distil import Distil, follow, logits
 from fedhm.work.messages import Task
-from fedhm.work.reuse import Networks
 from fedhm.work.work import work_of
 
 DIVERGENCE = Classification().divergence

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.cli import main
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmWarning

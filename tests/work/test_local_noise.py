@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from conftest import small_model
-from fedhm.config.privacy import PrivacyConfig
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.privacy import PrivacyConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.networks.exchange import exchanged
+from fedhm.networks.reuse import Networks
 from fedhm.seeds import Secret
 from fedhm.work.client import Client
 from fedhm.work.local_noise import LocalNoise
 from fedhm.work.messages import Failure, Task
-from fedhm.work.reuse import Networks
 
 CLIP = 0.2
 

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.methods.fedhm import FedHM, FedHMConfig
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import exchanged
+from fedhm.networks.reuse import Networks
 from fedhm.seeds import numpy_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Participant
 from fedhm.work.nested import BASIS
-from fedhm.work.reuse import Networks
 
 LR = 0.1
 

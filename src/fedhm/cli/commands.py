@@ -79,7 +79,7 @@ def resume(options: argparse.Namespace) -> None:
 
 def _on_flower(options: argparse.Namespace, config: Config, path: Path) -> None:
     """Have Flower's processes do the work and write the folder."""
-    from fedhm.flower.follow import run_on_flower
+    from fedhm.flower.commands.follow import run_on_flower
 
     console = _reading(config)
     prepare(config)
@@ -149,19 +149,19 @@ def _show(folders: Sequence[Path], out: Path, console: Console) -> None:
 
 
 def fit(options: argparse.Namespace) -> None:
-    from fedhm.cli.fit import fit
+    from fedhm.cli.devices.fit import fit
 
     fit(options, Terminal())
 
 
 def plan(options: argparse.Namespace) -> None:
-    from fedhm.cli.plan import plan
+    from fedhm.cli.devices.plan import plan
 
     plan(options, Terminal())
 
 
 def profile(options: argparse.Namespace) -> None:
-    from fedhm.cli.profile import profile
+    from fedhm.cli.devices.profile import profile
 
     profile(options, Terminal())
 
@@ -182,7 +182,7 @@ def export(options: argparse.Namespace) -> None:
 
 
 def flower_up(options: argparse.Namespace) -> None:
-    from fedhm.flower.up import up
+    from fedhm.flower.commands.up import up
 
     up(options, Terminal())
 

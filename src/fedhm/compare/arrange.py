@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fedhm.compare.compared import Compared, Spread, spread
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.runs.history import Run
 
 

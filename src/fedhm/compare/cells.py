@@ -8,8 +8,8 @@ from typing import Any
 
 from fedhm.assembly import assemble, read_federation
 from fedhm.compare.entries import Entry
-from fedhm.config.method_config import Settings
 from fedhm.config.reading import parse
+from fedhm.config.sections.method_config import Settings
 from fedhm.config.settings import Config, EngineConfig, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.cores import usable_cores

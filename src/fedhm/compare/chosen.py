@@ -12,8 +12,8 @@ from fedhm.compare.cells import Cell, changed_setting, point_name
 from fedhm.compare.compared import Compared
 from fedhm.compare.execute import Failed
 from fedhm.compare.tuning import Tuning
-from fedhm.config.method_config import Settings
-from fedhm.config.objective import Metric
+from fedhm.config.sections.method_config import Settings
+from fedhm.config.sections.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.machine.places import file_name

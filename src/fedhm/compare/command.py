@@ -19,8 +19,8 @@ from fedhm.compare.pages.report import ComparisonReport
 from fedhm.compare.reference import Reference, layers_of
 from fedhm.compare.tuning import Tuning, read_tuning
 from fedhm.config.arguments import number
-from fedhm.config.objective import Metric
 from fedhm.config.reading import load_config
+from fedhm.config.sections.objective import Metric
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.cores import usable_cores

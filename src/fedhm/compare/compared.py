@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.report.comparable import difference
 from fedhm.runs.history import Run, read_runs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from fedhm.compare.reference import Reference
 from fedhm.config import plugins
-from fedhm.config.method_config import Family, NamedEntry, Settings
+from fedhm.config.sections.method_config import Family, NamedEntry, Settings
 from fedhm.errors import FedhmError
 
 

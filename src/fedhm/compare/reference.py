@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fedhm.assembly import Design, named_design
 from fedhm.compare.compared import Compared
-from fedhm.config.method_config import Settings
 from fedhm.config.plugins import make
+from fedhm.config.sections.method_config import Settings
 from fedhm.config.settings import CompareConfig, Config
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fedhm.compare.compared import Compared, computed, sent, so_far
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.runs.history import Run
 from fedhm.server.record import Traffic
 

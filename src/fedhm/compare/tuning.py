@@ -12,8 +12,8 @@ from typing import Any
 from fedhm.compare import TUNE_SHARE
 from fedhm.compare.cells import Cell, cells, check, check_folder, check_parts, config_of, plan, point_name
 from fedhm.compare.entries import Entry
-from fedhm.config.method_config import Settings
 from fedhm.config.reading import read_value
+from fedhm.config.sections.method_config import Settings
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.places import file_name

@@ -9,14 +9,14 @@ import tomli_w
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from pydantic_core import PydanticCustomError
 
-from fedhm.config.federation import FederationConfig
-from fedhm.config.method_config import MethodConfig
-from fedhm.config.objective import Objective
 from fedhm.config.plugins import Group, UnknownNameError, find, make
-from fedhm.config.privacy import PrivacyConfig
 from fedhm.config.section import Positive, Ratio, Section
-from fedhm.config.tracking import TrackingConfig
-from fedhm.config.training import ServerConfig, StopConfig, TrainConfig
+from fedhm.config.sections.federation import FederationConfig
+from fedhm.config.sections.method_config import MethodConfig
+from fedhm.config.sections.objective import Objective
+from fedhm.config.sections.privacy import PrivacyConfig
+from fedhm.config.sections.tracking import TrackingConfig
+from fedhm.config.sections.training import ServerConfig, StopConfig, TrainConfig
 from fedhm.machine.cores import MOST_PROCESSES, usable_cores
 from fedhm.machine.device import find_device
 

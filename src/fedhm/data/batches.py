@@ -13,7 +13,7 @@ from fedhm.data.samples import Samples
 from fedhm.data.tokens import TARGETS, Tokens
 from fedhm.machine.device import CPU
 from fedhm.networks.inputs import Inputs
-from fedhm.networks.parts import split
+from fedhm.networks.less_memory.parts import split
 
 Batch = tuple[Inputs, Tensor]
 

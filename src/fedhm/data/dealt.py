@@ -7,15 +7,15 @@ import torch
 
 from fedhm.config.settings import DataConfig
 from fedhm.data.batches import Preprocessing
-from fedhm.data.client_tests import held_out
 from fedhm.data.downscale import downscaled_source
 from fedhm.data.federation import Federation
+from fedhm.data.held_out.client_tests import held_out
+from fedhm.data.held_out.public import set_aside
+from fedhm.data.held_out.validation import hold_out
 from fedhm.data.partition import PARTITIONS
-from fedhm.data.public import set_aside
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import read_source
 from fedhm.data.sources.text import TEXT, read_text
-from fedhm.data.validation import hold_out
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 

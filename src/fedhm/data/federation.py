@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
+from fedhm.config.sections.objective import Objective
 from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.client_tests import ClientTests, brought
+from fedhm.data.held_out.client_tests import ClientTests, brought
 from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
 from fedhm.data.samples import Samples, channel_statistics, concatenate
 from fedhm.data.tokens import Tokens

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.objective import Objective
+from fedhm.config.sections.objective import Objective
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.data.tokens import Tokens

@@ -8,7 +8,7 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedhm.config.objective import Objective
+from fedhm.config.sections.objective import Objective
 from fedhm.data.samples import Samples
 from fedhm.data.text import as_text
 from fedhm.errors import FedhmError

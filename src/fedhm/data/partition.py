@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fedhm.config.federation import fixed_level
+from fedhm.config.sections.federation import fixed_level
 from fedhm.config.settings import DataConfig
 from fedhm.errors import FedhmError
 

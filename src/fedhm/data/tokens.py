@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.networks.parts import split
+from fedhm.networks.less_memory.parts import split
 
 IDS, MASK, TARGETS = "input_ids", "attention_mask", "labels"
 PADDING = {MASK: 0, TARGETS: -100}  # of all else, the number that the token ids are padded with

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.assembly import dtype_of
-from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
+from fedhm.config.sections.objective import Objective
 from fedhm.data.batches import Preprocessing
 from fedhm.data.own import own_samples
 from fedhm.errors import FedhmError

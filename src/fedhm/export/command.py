@@ -4,7 +4,7 @@ import argparse
 
 from rich.console import Console
 
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.export.formats import find_format
 from fedhm.export.of_run import subjects_of_run

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.objective import Objective
+from fedhm.config.sections.objective import Objective
 from fedhm.data.batches import Preprocessing
 from fedhm.data.samples import Samples
 

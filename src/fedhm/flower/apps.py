@@ -8,7 +8,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedhm.config.devices import read_profile
+from fedhm.config.sections.devices import read_profile
 from fedhm.config.units import size
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node

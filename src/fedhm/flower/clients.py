@@ -9,12 +9,12 @@ from torch import nn
 
 from fedhm.adapters.adapted import base_digest
 from fedhm.assembly import design, make_client, read_federation
-from fedhm.config.privacy import PrivacyConfig
 from fedhm.config.reading import parse
+from fedhm.config.sections.privacy import PrivacyConfig
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.client_tests import split_off
 from fedhm.data.federation import Federation, public_feed
+from fedhm.data.held_out.client_tests import split_off
 from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
@@ -22,8 +22,8 @@ from fedhm.flower.apps import ClientApp, Context, client_number, make_client_app
 from fedhm.flower.models import Model, NamedModel, OwnModel, weights_dtype
 from fedhm.flower.wire import Terms
 from fedhm.machine.device import find_device
+from fedhm.networks.reuse import Networks
 from fedhm.work.client import Client
-from fedhm.work.reuse import Networks
 
 Format = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 

@@ -14,20 +14,20 @@ from torch import nn
 
 from fedhm.adapters.adapted import base_digest
 from fedhm.assembly import assemble, design, read_federation
-from fedhm.config.federation import NO_TIER
 from fedhm.config.reading import parse_flat, parse_resolved
+from fedhm.config.sections.federation import NO_TIER
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.client_tests import ClientTests, check_share, default_share
 from fedhm.data.federation import Federation, remote_federation
 from fedhm.data.form import made_up
+from fedhm.data.held_out.client_tests import ClientTests, check_share, default_share
 from fedhm.data.own import DataLike, PublicLike, own_samples
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
+from fedhm.flower.commands.status import StatusFile
 from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import Model, NamedModel, OwnModel, weights_dtype
 from fedhm.flower.nodes import Node, Roster
-from fedhm.flower.status import StatusFile
 from fedhm.flower.tiers import chosen_tiers, too_much, with_devices
 from fedhm.flower.wire import Terms, greeting
 from fedhm.machine.printable import printable
@@ -40,9 +40,9 @@ from fedhm.report.progress import progress
 from fedhm.run import as_begun, report_on
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.identities import Identities
-from fedhm.server.fleet import Planned, with_plan
 from fedhm.server.intake import Intake
-from fedhm.server.sampling import check_assignment
+from fedhm.server.participants.fleet import Planned, with_plan
+from fedhm.server.participants.sampling import check_assignment
 from fedhm.server.watcher import Watcher
 
 # Makes the federation from the number of samples at each client

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedhm.config.devices import DeviceConfig, parse_profile
-from fedhm.config.federation import FederationConfig, fixed_level
+from fedhm.config.sections.devices import DeviceConfig, parse_profile
+from fedhm.config.sections.federation import FederationConfig, fixed_level
 from fedhm.config.settings import Config
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.machine.printable import printable
 from fedhm.methods.method import AnyMethod
 from fedhm.methods.tier_work import TierWork
-from fedhm.server.fleet import foreign, largest_in, modes
+from fedhm.server.participants.fleet import foreign, largest_in, modes
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
+from fedhm.lowrank.decompositions.unroll import unroll, unrolled_shape
 from fedhm.lowrank.layers import whole_rank
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.unroll import unroll, unrolled_shape
 from fedhm.machine.side_by_side import side_by_side
 
 CHANCE = 0.1  # of a layer's energy: so much more than random numbers the leading directions may have by chance

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedhm.lowrank.decompositions.svd import Factors, squared_norm
+from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.layers import largest_rank
-from fedhm.lowrank.svd import Factors, squared_norm
-from fedhm.lowrank.unroll import Form
 
 
 class Tail(NamedTuple):

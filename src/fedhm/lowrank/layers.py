@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm.lowrank.convolve import convolve
-from fedhm.lowrank.svd import factorize
-from fedhm.lowrank.unroll import Form, join, roll, split, unroll, unrolled_shape
+from fedhm.lowrank.decompositions.svd import factorize
+from fedhm.lowrank.decompositions.unroll import Form, join, roll, split, unroll, unrolled_shape
 
 
 class LowRank(nn.Module):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedhm.lowrank.decompositions.unroll import split, unroll
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.unroll import split, unroll
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fedhm.errors import FedhmError
+from fedhm.lowrank.decompositions.unroll import Form, unrolled_shape
 from fedhm.lowrank.layers import LAYERS, forms_of, largest_rank, whole_rank
-from fedhm.lowrank.unroll import Form, unrolled_shape
 from fedhm.networks.structure import weight_owners
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)

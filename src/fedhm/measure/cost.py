@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fedhm.errors import FedhmError
 from fedhm.measure.alive import AliveBytes
 from fedhm.measure.watching import flop_counter
-from fedhm.networks.checkpointing import checkpoint_blocks
 from fedhm.networks.exchange import exchanged, size_in_bytes
 from fedhm.networks.inputs import Inputs, repeated, rows_of, scores, shape_of
+from fedhm.networks.less_memory.checkpointing import checkpoint_blocks
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import heaviest_in_training, run_in_training
 

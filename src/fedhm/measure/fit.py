@@ -10,8 +10,8 @@ from torch import nn
 
 from fedhm.config.budget import KINDS, Kind, read_size, size_text
 from fedhm.errors import FedhmError
+from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.unroll import Form
 from fedhm.measure.cost import Cost
 from fedhm.measure.versions import Mode, Training, Versions
 from fedhm.networks.batchnorm import running_names

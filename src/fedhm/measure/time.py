@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fedhm.config.devices import DeviceConfig
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.devices import DeviceConfig
+from fedhm.config.sections.training import TrainConfig
 
 AGAIN = 4 / 3  # forward and backward are three passes' worth of computation, and checkpointing runs forward once more
 

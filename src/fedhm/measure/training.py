@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.measure.cost import Form, training_memory
 
 

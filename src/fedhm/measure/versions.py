@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.allocate import Layer, at_cost, layers_of, levels_after, levels_of_plan, order_of, plan_of_levels
+from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan, plan_ranks
-from fedhm.lowrank.unroll import Form
 from fedhm.measure.cost import Cost, measure, sample_of, training_memory
 from fedhm.networks.batchnorm import running_names
-from fedhm.networks.repeatable import can_checkpoint
+from fedhm.networks.less_memory.repeatable import can_checkpoint
 from fedhm.networks.structure import copied
 
 SMALLEST = 1e-9  # a ratio at which every layer has rank 1

@@ -7,11 +7,11 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from fedhm.adapters.adapted import Adapting, Base, find_head
-from fedhm.adapters.average import fresh
-from fedhm.config.method_config import MethodConfig, Settings
 from fedhm.config.section import Positive, tier_name
-from fedhm.lowrank.svd import Factors
-from fedhm.lowrank.unroll import split
+from fedhm.config.sections.method_config import MethodConfig, Settings
+from fedhm.lowrank.changes.average import fresh
+from fedhm.lowrank.decompositions.svd import Factors
+from fedhm.lowrank.decompositions.unroll import split
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import torch_generator

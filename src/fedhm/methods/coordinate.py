@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedhm.config.method_config import MethodConfig
-from fedhm.config.training import ServerConfig
+from fedhm.config.sections.method_config import MethodConfig
+from fedhm.config.sections.training import ServerConfig
 from fedhm.errors import FedhmError
 from fedhm.methods.mean import MakeMean, WeightedMean
 from fedhm.networks.exchange import Tensors

@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedhm.config.method_config import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Ratio, tier_name
+from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry
 from fedhm.errors import FedhmError
+from fedhm.lowrank.decompositions.svd import factorize
+from fedhm.lowrank.decompositions.unroll import join, roll, split, unroll
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.lowrank.svd import factorize
-from fedhm.lowrank.unroll import join, roll, split, unroll
 from fedhm.methods.mean import average
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.tier_plan import tier_plan

@@ -25,16 +25,16 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from fedhm.config.budget import read_budget
-from fedhm.config.method_config import Family, MethodConfig, NamedEntry, Settings
 from fedhm.config.section import Positive, Tiers, tier_name
+from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry, Settings
 from fedhm.errors import FedhmError
-from fedhm.lowrank.bands import directions
+from fedhm.lowrank.changes.bands import directions
+from fedhm.lowrank.decompositions.svd import Factors
+from fedhm.lowrank.decompositions.unroll import roll
 from fedhm.lowrank.diagnostics import layer_constants, tier_energies
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.nested import Inside, contain
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors
-from fedhm.lowrank.unroll import roll
 from fedhm.methods.fedhm_entries import ENTRIES
 from fedhm.methods.fedhm_state import FedHMState, PlannedState, tensors_at, weight_of
 from fedhm.methods.method import Method, Setup

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-from fedhm.config.method_config import Family, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import tier_name
+from fedhm.config.sections.method_config import Family, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.methods.tier_budgets import budgets_of
 
 PAPER: Settings = {"aggregate": "models", "start": "whole"}

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fedhm.errors import FedhmError
+from fedhm.lowrank.decompositions.svd import Factors
+from fedhm.lowrank.decompositions.unroll import split
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors
-from fedhm.lowrank.unroll import split
 from fedhm.methods.method import State
 from fedhm.methods.tier_budgets import Planned
 from fedhm.networks.exchange import Tensors

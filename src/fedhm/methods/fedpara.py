@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from torch import nn
 
-from fedhm.config.method_config import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.config.section import as_ratio
+from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import plan_hadamard
 from fedhm.lowrank.hybrid import to_hadamard, to_hybrid

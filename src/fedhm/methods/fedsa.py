@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.method_config import Family, NamedEntry
+from fedhm.config.sections.method_config import Family, NamedEntry
 from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_smallest
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State

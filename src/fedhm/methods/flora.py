@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fedhm.adapters.wire import FOLDED
-from fedhm.config.method_config import Family, NamedEntry
-from fedhm.lowrank.unroll import join
+from fedhm.config.sections.method_config import Family, NamedEntry
+from fedhm.lowrank.decompositions.unroll import join
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.mean import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, Setup, State

@@ -11,7 +11,8 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.method_config import (
+from fedhm.config.section import Ratios
+from fedhm.config.sections.method_config import (
     PAPER_WIDTHS,
     Family,
     MethodConfig,
@@ -21,7 +22,6 @@ from fedhm.config.method_config import (
     matched_widths,
     replace_largest,
 )
-from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors

@@ -16,9 +16,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedhm.config.method_config import Family, NamedEntry
-from fedhm.lowrank.change import inner
-from fedhm.lowrank.unroll import join
+from fedhm.config.sections.method_config import Family, NamedEntry
+from fedhm.lowrank.changes.change import inner
+from fedhm.lowrank.decompositions.unroll import join
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.mean import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, ModelState, Setup

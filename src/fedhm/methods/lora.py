@@ -4,7 +4,7 @@ The base is frozen and with everybody; the server has what the federation has ad
 of the largest rank, and the head, which is trained whole.
 
     tasks    tier of rank r gets the first r directions, as A and B, and the head
-    merge    by models, by updates, or by bands, as FedHM, or by partitions (`adapters/average.py`); models is
+    merge    by models, by updates, or by bands, as FedHM, or by partitions (`lowrank/changes/average.py`); models is
              the rule of FlexLoRA, partitions that of raFLoRA
 
 With `fold`, nothing is truncated: a client folds all that the federation has learnt, at rank `fold_rank`, into its
@@ -17,12 +17,12 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from fedhm.adapters.average import Added, Aggregate, merged
 from fedhm.adapters.wire import FOLDED
-from fedhm.config.method_config import Family, NamedEntry
 from fedhm.config.section import Positive
-from fedhm.lowrank.svd import Factors
-from fedhm.lowrank.unroll import join
+from fedhm.config.sections.method_config import Family, NamedEntry
+from fedhm.lowrank.changes.average import Added, Aggregate, merged
+from fedhm.lowrank.decompositions.svd import Factors
+from fedhm.lowrank.decompositions.unroll import join
 from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.mean import WeightedMean, influence, trained_rows

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.unroll import Form, roll, unroll
+from fedhm.lowrank.decompositions.unroll import Form, roll, unroll
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.precision import precise, precise_type
 from fedhm.widths.narrow import Where, spots

@@ -27,9 +27,9 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import nn
 
-from fedhm.config.objective import Objective
 from fedhm.config.plugins import make
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.objective import Objective
+from fedhm.config.sections.training import TrainConfig
 from fedhm.data.batches import Feed
 from fedhm.methods.mean import MakeMean, WeightedMean
 from fedhm.networks.exchange import Tensors

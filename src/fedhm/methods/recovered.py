@@ -6,14 +6,14 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedhm.config.method_config import only_uniform
-from fedhm.lowrank.bands import Level, directions, faster
+from fedhm.config.sections.method_config import only_uniform
+from fedhm.lowrank.changes.bands import Level, directions, faster
+from fedhm.lowrank.decompositions.svd import Factors
+from fedhm.lowrank.decompositions.unroll import Form, join, roll, unroll
+from fedhm.lowrank.decompositions.warm import decompose
 from fedhm.lowrank.diagnostics import largest_norm
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors
-from fedhm.lowrank.unroll import Form, join, roll, unroll
-from fedhm.lowrank.warm import decompose
 from fedhm.machine.side_by_side import side_by_side
 from fedhm.methods.mean import MakeMean, WeightedMean, trained_rows
 from fedhm.networks.exchange import Tensors

@@ -16,8 +16,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method_config import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Positive, Ratio
+from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry
 from fedhm.methods.mean import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices

@@ -15,8 +15,8 @@ from torch import nn
 
 from fedhm.config.budget import Budget, Kind
 from fedhm.errors import FedhmError, FedhmWarning
+from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.plan import RankPlan, plan_ranks
-from fedhm.lowrank.unroll import Form
 from fedhm.measure.fit import Fit, fit_versions
 from fedhm.measure.versions import SMALLEST, Mode, Training, Versions
 from fedhm.methods.method import Setup

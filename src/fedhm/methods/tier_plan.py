@@ -4,8 +4,8 @@ from torch import nn
 
 from fedhm.config.section import tier_name
 from fedhm.errors import FedhmError
+from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.plan import RankPlan, plan_ranks
-from fedhm.lowrank.unroll import Form
 
 
 def tier_plan(model: nn.Module, ratio: float, keep: int, classifier: str | None, form: Form = "spatial") -> RankPlan:

@@ -12,9 +12,9 @@ from fedhm.measure.training import memory_of_training
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import digest_of, exchanged
 from fedhm.networks.inputs import Inputs, shape_of
-from fedhm.networks.repeatable import can_checkpoint
-from fedhm.server.fleet import Fleet, Planned, check_profiles
+from fedhm.networks.less_memory.repeatable import can_checkpoint
 from fedhm.server.intake import Intake
+from fedhm.server.participants.fleet import Fleet, Planned, check_profiles
 from fedhm.work.messages import Participant, Task
 from fedhm.work.train import trained_as
 

@@ -2,7 +2,7 @@
 
 from fedhm.report.sheets import Sheet, readable_bytes
 from fedhm.runs.history import Run
-from fedhm.server.client_metrics import Group
+from fedhm.server.evaluation.client_metrics import Group
 
 EVERYBODY = "all"
 

@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Sequence
 from itertools import groupby
 
-from fedhm.config.federation import NO_TIER
+from fedhm.config.sections.federation import NO_TIER
 from fedhm.config.settings import Config
 from fedhm.config.units import shown
 from fedhm.report.sheets import Sheet, readable_bytes, readable_macs
 from fedhm.runs.history import Run
-from fedhm.server.fleet import LATE, Planned
+from fedhm.server.participants.fleet import LATE, Planned
 from fedhm.server.record import Record
 
 NOTHING = "–"

@@ -10,11 +10,11 @@ from fedhm.runs.history import Run
 
 def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write page, tables and plots, and return their paths."""
-    from fedhm.report.client_plot import save_client_plots  # matplotlib takes a second to import
-    from fedhm.report.energy import save_collapse_plot
-    from fedhm.report.epsilon import save_epsilon_plot
+    from fedhm.report.figures.client_plot import save_client_plots  # matplotlib takes a second to import
+    from fedhm.report.figures.energy import save_collapse_plot
+    from fedhm.report.figures.epsilon import save_epsilon_plot
+    from fedhm.report.figures.plots import save_plots
     from fedhm.report.page.write import save_page
-    from fedhm.report.plots import save_plots
 
     write_atomically(folder / "report.md", markdown(runs))
     write_atomically(folder / "report.csv", as_csv(runs))

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from fedhm.config.sections.training import ServerConfig
 from fedhm.config.settings import ResolvedConfig
-from fedhm.config.training import ServerConfig
-from fedhm.defence.clip import Findings, clip
-from fedhm.defence.disagreeing import drop_disagreeing
-from fedhm.defence.moved import Layout, moved
-from fedhm.defence.norms import History
-from fedhm.defence.standing import Standing
-from fedhm.defence.together import by_centered_clip, by_krum, judged_together
 from fedhm.errors import FedhmError
+from fedhm.server.defence.agreement.disagreeing import drop_disagreeing
+from fedhm.server.defence.agreement.standing import Standing
+from fedhm.server.defence.agreement.together import by_centered_clip, by_krum, judged_together
+from fedhm.server.defence.clip import Findings, clip
+from fedhm.server.defence.moved import Layout, moved
+from fedhm.server.defence.norms import History
 from fedhm.server.intake import Guard, Intake
 from fedhm.server.record import Record
 from fedhm.work.messages import Task, Update

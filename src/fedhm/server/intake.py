@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Batch
 from fedhm.data.federation import Federation
-from fedhm.defence.counts import capped, most_samples
-from fedhm.defence.network_facts import NetworkFacts, facts_of
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
 from fedhm.networks.exchange import Tensors, size_in_bytes
 from fedhm.server.admission import objection
+from fedhm.server.defence.counts import capped, most_samples
+from fedhm.server.defence.network_facts import NetworkFacts, facts_of
 from fedhm.server.record import Record
 from fedhm.server.watcher import Watcher
 from fedhm.work.bounds import LARGEST_LOGIT, LARGEST_MEAN, Expected

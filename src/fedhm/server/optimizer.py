@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedhm.config.training import ServerConfig
+from fedhm.config.sections.training import ServerConfig
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors, averages
 from fedhm.server.flatten import Way, mapped

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from fedhm.config.objective import Metrics
-from fedhm.defence.counts import typical_loss
-from fedhm.defence.standing import Seen
+from fedhm.config.sections.objective import Metrics
 from fedhm.measure.time import ClientSeconds
 from fedhm.networks.exchange import size_in_bytes
-from fedhm.server.client_metrics import ClientMetrics
+from fedhm.server.defence.agreement.standing import Seen
+from fedhm.server.defence.counts import typical_loss
+from fedhm.server.evaluation.client_metrics import ClientMetrics
 from fedhm.work.messages import Participant, Reply, Task, Update
 from fedhm.work.work import work_of
 

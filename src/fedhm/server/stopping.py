@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from fedhm.config.objective import Metric
-from fedhm.config.training import StopConfig
+from fedhm.config.sections.objective import Metric
+from fedhm.config.sections.training import StopConfig
 from fedhm.errors import FedhmError
 from fedhm.server.record import Record
 

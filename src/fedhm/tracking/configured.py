@@ -1,6 +1,6 @@
 """The trackers that a config names."""
 
-from fedhm.config.tracking import TrackingConfig
+from fedhm.config.sections.tracking import TrackingConfig
 from fedhm.tracking.ml_flow import MLflow
 from fedhm.tracking.tensor_board import TensorBoard
 from fedhm.tracking.tracker import Tracker

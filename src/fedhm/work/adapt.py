@@ -7,12 +7,12 @@ kept from its last one.
 from torch import nn
 
 from fedhm.adapters.wire import FOLDED
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.networks.exchange import Tensors, load
+from fedhm.networks.reuse import Ready
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.reuse import Ready
 from fedhm.work.train import fit, task_seed
 from fedhm.work.work import Answer, Example
 

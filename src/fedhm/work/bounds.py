@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedhm.config.objective import Objective
+from fedhm.config.sections.objective import Objective
 from fedhm.networks.exchange import Tensors
 
 LARGEST_LOGIT = 1e6

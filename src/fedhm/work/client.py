@@ -5,16 +5,16 @@ from functools import partial
 
 from torch import nn
 
-from fedhm.config.objective import Objective
 from fedhm.config.plugins import find, make
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.objective import Objective
+from fedhm.config.sections.training import TrainConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.samples import Samples
 from fedhm.networks.batchnorm import running_names
 from fedhm.networks.exchange import untrained
+from fedhm.networks.reuse import Networks
 from fedhm.work.local_noise import LocalNoise
 from fedhm.work.messages import Failure, Reply, Task, Update
-from fedhm.work.reuse import Networks
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.data.batches import Batch, Feed
 from fedhm.networks.batchnorm import by_batch
-from fedhm.networks.checkpointing import checkpoint_blocks
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.parts import backward
+from fedhm.networks.less_memory.checkpointing import checkpoint_blocks
+from fedhm.networks.less_memory.parts import backward
+from fedhm.networks.reuse import Ready
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.seeds import torch_generator
 from fedhm.work.bounds import Expected, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.reuse import Ready
 from fedhm.work.train import at_once, fit, task_seed
 from fedhm.work.work import Answer, Example
 

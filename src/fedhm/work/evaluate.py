@@ -12,18 +12,18 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.objective import Metrics, Objective
+from fedhm.config.sections.objective import Metrics, Objective
+from fedhm.config.sections.training import TrainConfig
 from fedhm.config.settings import Config
-from fedhm.config.training import TrainConfig
 from fedhm.data.batches import Feed
 from fedhm.errors import FedhmWarning
 from fedhm.machine.device import CPU
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import scores
+from fedhm.networks.reuse import Ready
 from fedhm.work.bounds import LARGEST_MEAN, Expected, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.reuse import Ready
 from fedhm.work.train import at_once
 from fedhm.work.work import Answer, Example
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedhm.config.privacy import PrivacyConfig
-from fedhm.lowrank.change import within
+from fedhm.config.sections.privacy import PrivacyConfig
+from fedhm.lowrank.changes.change import within
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import Secret, secret_normals
 from fedhm.work.messages import Task, Update

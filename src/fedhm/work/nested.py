@@ -15,17 +15,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.lowrank.nested import inside_of
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.parts import Loss
+from fedhm.networks.less_memory.parts import Loss
+from fedhm.networks.reuse import Ready
 from fedhm.networks.structure import normalises
 from fedhm.seeds import numpy_generator
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.reuse import Ready
 from fedhm.work.train import fit, task_seed
 from fedhm.work.work import Answer, Example
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.adapters.wire import factors_of
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.training import TrainConfig
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
+from fedhm.networks.reuse import Ready
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.reuse import Ready
 from fedhm.work.train import fit, task_seed
 from fedhm.work.work import Answer, Example
 

@@ -8,27 +8,27 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.adapters.wire import head_of
+from fedhm.config.sections.training import TrainConfig
 from fedhm.config.settings import Config
-from fedhm.config.training import TrainConfig
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
 from fedhm.machine.allocator import give_back_at_once
 from fedhm.machine.device import seeded
 from fedhm.networks.batchnorm import freeze_statistics, running_names
-from fedhm.networks.checkpointing import check_blocks, checkpoint_blocks
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.parts import Loss, backward
+from fedhm.networks.less_memory.checkpointing import check_blocks, checkpoint_blocks
+from fedhm.networks.less_memory.parts import Loss, backward
+from fedhm.networks.less_memory.repeatable import check_repeats
 from fedhm.networks.precision import precise
-from fedhm.networks.repeatable import check_repeats
+from fedhm.networks.reuse import Ready
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import run_in_training
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.reuse import Ready
 from fedhm.work.work import Answer, Example
 
 

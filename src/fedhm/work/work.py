@@ -9,15 +9,15 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from fedhm.config.objective import Objective
 from fedhm.config.plugins import find
-from fedhm.config.training import TrainConfig
+from fedhm.config.sections.objective import Objective
+from fedhm.config.sections.training import TrainConfig
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs
+from fedhm.networks.reuse import Ready
 from fedhm.work.bounds import Expected
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.reuse import Ready
 
 
 @dataclass(frozen=True)

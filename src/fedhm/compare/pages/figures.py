@@ -15,7 +15,7 @@ from fedhm.compare.compared import computed, sent, so_far
 from fedhm.compare.pages.tabulate import readable_count
 from fedhm.compare.targets import Reached
 from fedhm.measure.cost import LayerCost
-from fedhm.report.plots import plain
+from fedhm.report.figures.plots import plain
 from fedhm.runs.history import Run
 from fedhm.server.record import Traffic
 

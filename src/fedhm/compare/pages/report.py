@@ -71,7 +71,7 @@ class ComparisonReport:
 
     def save(self, folder: Path) -> list[Path]:
         from fedhm.compare.pages import figures as draw  # matplotlib takes a second to import
-        from fedhm.report.energy import save_collapse_plot
+        from fedhm.report.figures.energy import save_collapse_plot
         from fedhm.report.page.sections import Switch
         from fedhm.report.page.write import save_sections
 
@@ -107,7 +107,7 @@ class ComparisonReport:
     def _sections(self) -> "list[Section]":
         """Return what the comparison's page shows."""
         from fedhm.compare.pages import web
-        from fedhm.report.page.by_round import spectrum
+        from fedhm.report.page.content.by_round import spectrum
         from fedhm.report.page.sections import Section
 
         paper, *others = self.sheets

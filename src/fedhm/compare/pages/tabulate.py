@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedhm.compare.arrange import Comparison, Place
 from fedhm.compare.compared import Compared, Spread, computed, sent, so_far
 from fedhm.compare.targets import Reached, Timed
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.report.sheets import Sheet, readable_bytes, readable_macs
 
 CSV = (

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.export.cards.plot import draw
 from fedhm.export.cards.timing import Timed, timed

@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fedhm.config.objective import Metric
+from fedhm.config.sections.objective import Metric
 from fedhm.machine.files import write_atomically
 
 Point = tuple[str, str, float, int, Mapping[str, float]]  # tier, kind of file, seconds, bytes, metrics

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from fedhm.report.client_table import client_sheet
 from fedhm.report.comparable import difference
 from fedhm.report.fleet_table import time_sheet
-from fedhm.report.page.at_clients import at_each_client
-from fedhm.report.page.by_round import privacy, spectrum
-from fedhm.report.page.curves import curves, metrics_of
-from fedhm.report.page.layers import parameters_by_layer
+from fedhm.report.page.content.at_clients import at_each_client
+from fedhm.report.page.content.by_round import privacy, spectrum
+from fedhm.report.page.content.curves import curves, metrics_of
+from fedhm.report.page.content.layers import parameters_by_layer
+from fedhm.report.page.content.settings import settings_sheet
+from fedhm.report.page.content.taking_part import cut_sheet, dropped_sheet, who_took_part
 from fedhm.report.page.plot import Plot
-from fedhm.report.page.settings import settings_sheet
-from fedhm.report.page.taking_part import cut_sheet, dropped_sheet, who_took_part
 from fedhm.report.sheets import Sheet
 from fedhm.report.tables import sheet
 from fedhm.runs.history import Run

@@ -11,8 +11,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from fedhm.report.figures.plots import plain
 from fedhm.report.page.plot import DASHES, HEIGHT, Line, Plot
-from fedhm.report.plots import plain
 
 INK = "#010203"  # stands for the page's own colour of text, which a file cannot know
 STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}

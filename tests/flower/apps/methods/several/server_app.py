@@ -8,8 +8,8 @@ from flwr.app import Message, RecordDict
 
 from fedhm.config.reading import parse_resolved
 from fedhm.flower.apps import Context, Grid, make_server_app
+from fedhm.flower.commands.status import StatusFile
 from fedhm.flower.server import run_named
-from fedhm.flower.status import StatusFile
 from fedhm.machine.files import write_atomically
 
 CLIENTS = 4

@@ -1,0 +1,1 @@
+"""What a device can afford: budgets, plans of fleets, and measuring one."""

@@ -1,0 +1,68 @@
+"""fedhm fit: the largest version of a model that a device can afford."""
+
+import argparse
+from typing import Literal, cast
+
+from rich.console import Console
+
+from fedhm.assembly import named_design
+from fedhm.cli.devices.fresh_process import STEPS, TIMES, step_in_fresh_process, with_mode
+from fedhm.config.budget import KINDS, read_size
+from fedhm.config.reading import load_config
+from fedhm.errors import FedhmError
+from fedhm.lowrank.decompositions.unroll import Form
+from fedhm.measure.fit import Fit, fit_versions
+from fedhm.measure.seconds import timed
+from fedhm.measure.versions import Training, Versions
+from fedhm.networks.inputs import one_tensor
+from fedhm.report.sheets import Sheet, readable_bytes, readable_macs, rich_table
+
+
+def fit(options: argparse.Namespace, console: Console) -> None:
+    """Print the plan for a config's model and training."""
+    try:
+        limits = {kind: read_size(size, kind) for kind in KINDS if (size := getattr(options, kind)) is not None}
+    except ValueError as error:
+        raise FedhmError(f"--{error}") from None
+    if not limits and options.seconds is None:
+        raise FedhmError(f"fedhm fit needs a budget: --{', --'.join(KINDS)} or --seconds")
+    config = load_config(options.config, options.changes).resolved()
+    design = named_design(config)
+    sample = one_tensor(design.sample, "fedhm fit")
+    shape = tuple(sample.shape[1:])
+    training = Training(shape, config.train.batch, config.train.optimizer, sample.dtype)
+    keep, form = getattr(config.method, "keep", 1), cast(Form, getattr(config.method, "form", "spatial"))
+    by: Literal["parameters", "macs"] = "macs" if set(limits) == {"macs"} else "parameters"
+    versions = Versions(design.model, training, keep, design.classifier or "auto", form, by=by)
+
+    def seconds(found: Fit) -> float:
+        what = f"a version of {found.expected.parameters:,} parameters"
+        console.print(f"measuring a step of {what} in a process of its own …", highlight=False, markup=False)
+        ranks = {"ranks": dict(found.plan), "form": found.plan.form}
+        step = step_in_fresh_process(with_mode(config, found.mode), what, **ranks)
+        if step is None:
+            raise FedhmError(f"training {what} takes more memory than there is here")
+        return step["seconds"]
+
+    found = timed(versions, fit_versions(versions, limits), seconds, options.seconds)
+    console.print(rich_table(plan_sheet(options.config, versions, found), spacious=True))
+    expected = found.expected
+    console.print(
+        f"train.micro_batch = {found.micro_batch}, train.checkpointing = {str(found.checkpointing).lower()}\n"
+        f"memory of a step {readable_bytes(expected.memory)}\n"
+        f"seconds of a step {expected.seconds:.3g} here, in the fastest of {TIMES} times {STEPS} steps\n"
+        f"MACs of a sample {readable_macs(expected.macs)}, bytes each way {readable_bytes(expected.bytes)}, "
+        f"parameters {expected.parameters:,}",
+        highlight=False,
+        markup=False,
+    )
+
+
+def plan_sheet(name: str, versions: Versions, found: Fit) -> Sheet:
+    """Return the layers of a plan with their ranks, and the share of the energy that each keeps."""
+    rows = [
+        [layer, str(found.plan.get(layer, "dense")), str(len(versions.layers[layer].energies)), f"{100 * kept:.1f} %"]
+        for layer, kept in found.kept.items()
+    ]
+    title = f"{name}: batch {versions.training.batch}"
+    return Sheet(["layer", "rank", "of", "energy kept"], [rows], left=1, title=title)

@@ -1,0 +1,134 @@
+"""`fedhm profile`: measure on a device what training takes there, and write it down for who plans a fleet."""
+
+import argparse
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from fedhm.assembly import Design, named_design
+from fedhm.cli.devices.fresh_process import mode_of, step_in_fresh_process, with_mode
+from fedhm.config.reading import load_config
+from fedhm.config.sections.devices import DeviceProfile, Measurement
+from fedhm.config.sections.training import TrainConfig
+from fedhm.config.settings import ResolvedConfig
+from fedhm.config.units import rate, size
+from fedhm.errors import FedhmError
+from fedhm.machine.files import write_atomically
+from fedhm.machine.link import LinkServer, address, measure_link
+from fedhm.machine.places import check_file
+from fedhm.measure.cost import measure
+from fedhm.measure.versions import Mode
+from fedhm.methods.tier_work import TierWork
+from fedhm.networks.exchange import digest_of
+from fedhm.networks.inputs import one_tensor
+from fedhm.report.sheets import readable_bytes
+from fedhm.work.train import trained_as
+
+
+def profile(options: argparse.Namespace, console: Console) -> None:
+    if options.serve:
+        _serve(options.serve, console)
+        return
+    given = {name: _given(name, getattr(options, name), read) for name, read in READ.items()}
+    if options.host and (options.up or options.down):
+        raise FedhmError("--host measures the link, and --up and --down give it: choose one of them")
+    _check_writable(options.out)
+    config = load_config(options.config, options.changes).resolved()
+    if config.method.needs_public:
+        raise FedhmError(f"{config.method.name} needs public samples: profile another method, the model is the same")
+    check_file(options.out)  # what is to be written takes minutes to measure
+    design = named_design(config)
+    if options.host:
+        console.print(f"measuring the link to {options.host} …", highlight=False, markup=False)
+        given["up"], given["down"] = measure_link(*address(options.host))
+    steps = list(_measured(config, design, console))
+    if not steps:
+        raise FedhmError("nothing could be measured on this device: choose a smaller train.batch")
+    shape = tuple(one_tensor(design.sample, "fedhm profile").shape[1:])
+    found = DeviceProfile(
+        name=options.name or platform.node() or "device",
+        model=digest_of(design.model, shape),
+        described=f"that of {options.config} for inputs of {'×'.join(map(str, shape))}",
+        batch=config.train.batch,
+        optimizer=config.train.optimizer,
+        threads=config.engine.threads,
+        machine=f"{platform.system()} {platform.machine()}, torch {torch.__version__}",
+        steps=tuple(steps),
+        **given,
+    )
+    write_atomically(options.out, found.model_dump_json(indent=2, exclude_none=True) + "\n")
+    fastest = max(step.macs * config.train.batch / step.seconds for step in steps)
+    console.print(f"{options.out}: up to {fastest / 1e9:.3g} GMACs a second in training", highlight=False, markup=False)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before all is measured for it."""
+    if path.is_dir():
+        raise FedhmError(f"--out {path} is a folder: name a file, such as {path / 'device.json'}")
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise FedhmError(f"--out {path} cannot be written: {there} is no folder that one may write to")
+
+
+READ: dict[str, Callable[[str], float]] = {"memory": size, "up": rate, "down": rate}
+
+
+def _given(name: str, text: str | None, read: Callable[[str], float]) -> float | None:
+    try:
+        return None if text is None else read(text)
+    except ValueError as error:
+        raise FedhmError(f"--{name}: {error}") from None
+
+
+def _measured(config: ResolvedConfig, design: Design, console: Console) -> Iterator[Measurement]:
+    shape = tuple(one_tensor(design.sample, "fedhm profile").shape[1:])
+    work = TierWork(design.method, design.model, config, shape)
+    tasks = {task.network: task for tier in reversed(work.tiers) for task in work.tasks(tier)}
+    ways = [
+        (task, mode)
+        for task in reversed(tasks.values())
+        for mode in modes_to_measure(config.train, work.can_checkpoint(), mode_of(trained_as(config.train, task)))
+    ]
+    for number, (task, mode) in enumerate(ways, start=1):
+        what = f"{number} of {len(ways)}: {task.network}, {mode if mode != Mode() else 'plain'}"
+        found = step_in_fresh_process(with_mode(config, mode), task.network, tier=task.tier, network=task.network)
+        if found is None:
+            console.print(f"{what}: it takes more memory than there is", highlight=False, markup=False)
+            continue
+        memory = readable_bytes(found["memory"] or None)
+        console.print(f"{what}: {1e3 * found['seconds']:.4g} ms, {memory}", highlight=False, markup=False)
+        yield Measurement(
+            network=task.network,
+            checkpointing=mode.checkpointing,
+            micro_batch=mode.micro_batch,
+            macs=measure(design.method.network(task.network), shape).macs,
+            seconds=found["seconds"],
+            memory=int(found["memory"]),
+        )
+
+
+def modes_to_measure(train: TrainConfig, can_checkpoint: bool, own: Mode) -> Iterable[Mode]:
+    """Return the ways to train that are measured: those that a plan may choose among, and a tier's own."""
+    part = train.parts or train.batch // 4
+    sizes = [0, part] if part else [0]
+    found = [Mode(size, again) for size in sizes for again in ((False, True) if can_checkpoint else (False,))]
+    return dict.fromkeys([*found, own])
+
+
+def _serve(where: str, console: Console) -> None:
+    host, port = address(where)
+    with LinkServer(host, port) as server:
+        console.print(
+            f"answering at {host}:{server.port} until Ctrl-C; on devices: fedhm profile … --host HOST:{server.port}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return

@@ -1,0 +1,1 @@
+"""The sections of a config, a file for each, and what all methods' and objectives' sections have."""

@@ -1,0 +1,1 @@
+"""What the command line does with Flower: showing a run until it has ended, and starting a federation."""

@@ -1,0 +1,1 @@
+"""Training with less memory: batches in parts, and blocks that run again in the backward pass."""

@@ -1,0 +1,104 @@
+"""The networks on which one process does its tasks: prepared once for each name, and a copy for each task.
+
+A task trains a copy and throws it away, so that what comes of it cannot depend on the tasks before it, whatever a
+network keeps in attributes, lists or buffers that are not saved.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.errors import FedhmError
+from fedhm.machine.device import CPU
+from fedhm.networks.exchange import Tensors, exchanged, fill, unpacked
+from fedhm.networks.memory_format import channels_last
+from fedhm.networks.structure import copied
+
+MOST = 16  # networks at a time; methods name fewer
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A network that is prepared for training."""
+
+    network: nn.Module
+    forward: Callable[..., Any]  # the network, perhaps compiled
+    discarded: bool = True  # nobody uses it after its task
+
+    def hand_over(self, names: Iterable[str]) -> Tensors:
+        """Return what travels of the network under these names, to keep; the network is of no use afterwards."""
+        trained = exchanged(self.network)
+        return {name: self._kept(trained[name]) for name in names}
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself where a copy would be just like it."""
+        # those of four dimensions may lie in channels-last memory, or have odd strides of axes of length 1
+        if self.discarded and tensor.device == CPU and tensor.ndim != 4 and tensor.is_contiguous():
+            return tensor
+        return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
+
+
+class Networks:
+    """Networks by name, for one task at a time; `build` makes a new one, whose weights are to be loaded."""
+
+    def __init__(
+        self, build: Callable[[str], nn.Module], device: torch.device = CPU, compiled: bool = False, most: int = MOST
+    ) -> None:
+        self.device = device
+        self._build, self._compiled, self._most = build, compiled, most
+        self._prepared: dict[str, nn.Module] = {}  # the one that was used last comes last
+        self._used: dict[str, Ready] = {}  # those that are compiled, by name
+
+    @contextmanager
+    def loaded(self, name: str, tensors: Tensors) -> Iterator[Ready]:
+        """Yield the network of this name with `tensors` in it. What they leave out is as in a new network."""
+        prepared = self._network(name)
+        ready = self._compiled_once(name, prepared) if self._compiled else _ready(copied(prepared))
+        fill(ready.network, unpacked(ready.network, tensors))
+        yield ready
+
+    def _network(self, name: str) -> nn.Module:
+        network = self._prepared.pop(name, None)
+        if network is None:
+            network = channels_last(self._build(name).to(self.device))
+        self._prepared[name] = network
+        while len(self._prepared) > self._most:
+            oldest = next(iter(self._prepared))
+            del self._prepared[oldest]
+            self._used.pop(oldest, None)
+        return network
+
+    def _compiled_once(self, name: str, prepared: nn.Module) -> Ready:
+        """Return a compiled network, which is too dear to be thrown away, with the values of a new one."""
+        if name not in self._used:
+            network = copied(prepared)
+            self._used[name] = Ready(network, torch.compile(network), discarded=False)
+        network = self._used[name].network
+        with torch.no_grad():
+            for used, new in zip(_tensors(network), _tensors(prepared), strict=True):
+                used.copy_(new)
+                used.requires_grad_(new.requires_grad)
+                used.grad = None
+        return self._used[name]
+
+
+def _ready(network: nn.Module) -> Ready:
+    return Ready(network, network)
+
+
+def _tensors(network: nn.Module) -> list[Tensor]:
+    return [*network.parameters(), *network.buffers()]
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise where `torch.compile` does not work, as without a C++ compiler."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(3, device=device))
+    except Exception as error:  # whatever the compiler raises
+        raise FedhmError(
+            f"engine.compile = true, but torch.compile does not work here: {str(error).partition(chr(10))[0]}"
+        ) from error

@@ -1,0 +1,1 @@
+"""What the page shows, a file for each."""

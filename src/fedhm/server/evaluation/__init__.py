@@ -1,0 +1,1 @@
+"""Evaluating at the clients, and what has to be gathered there before."""
