@@ -36,7 +36,7 @@ SMALL = [
     "engine.server_threads=1",
 ]
 METHODS = {
-    "fp16": ["engine.fp16=true"],
+    "fp16": ["engine.fp16=true", "train.nested_form=beside"],  # longer steps would part more than rounding does
     "fedavg": ["method.name=fedavg"],
     "fedmedian": ["method.name=fedmedian", "method.strength=0.9"],  # of a package of a user's
     "heterofl": ["method.name=heterofl"],

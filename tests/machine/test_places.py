@@ -88,7 +88,6 @@ def test_what_the_system_refuses_is_said_without_its_number() -> None:
         ["report", ".", "--out", "FILE"],
         ["export", ".", "--out", "FILE"],
         ["compare", "digits", "--out", "FILE"],
-        ["profile", "digits", "--out", "FILE/device.json"],
     ],
 )
 def test_a_place_that_is_a_file_is_refused_before_anything_is_done(
@@ -100,4 +99,14 @@ def test_a_place_that_is_a_file_is_refused_before_anything_is_done(
     said = capsys.readouterr()
     assert said.err.startswith("fedhm: cannot make the folder ")
     assert f"{file} is a file" in said.err
+    assert said.out == ""
+
+
+def test_a_device_file_below_a_file_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["profile", "digits", "--out", f"{tmp_path}/file/device.json"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"fedhm: --out {tmp_path}/file/device.json cannot be written: ")
     assert said.out == ""
