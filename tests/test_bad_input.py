@@ -152,6 +152,7 @@ def test_ratios_of_rank_plans(ratio: str) -> None:
         fedhm.plan_ranks(nn.Linear(4, 3), ratio)
 
 
+@pytest.mark.slow
 def test_names_with_brackets_and_dollars_are_shown_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

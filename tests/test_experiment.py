@@ -67,6 +67,7 @@ def test_seeds_decide_everything(federation: Federation) -> None:
     assert not same(first, other)
 
 
+@pytest.mark.slow
 def test_every_tier_learns(federation: Federation) -> None:
     for heterogeneity in ("fixed", "dynamic"):
         tiers: dict[str, object] = {"heterogeneity": heterogeneity}

@@ -73,6 +73,7 @@ def honest() -> Result:
     return ready(small_federation()).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ["flip", "noise", "replacement", "statistics"])
 def test_the_default_bounds_what_one_client_can_do(federation: Federation, honest: Result, attack: str) -> None:
     bounded = ready(federation, attack).run()
@@ -112,6 +113,7 @@ def test_results_do_not_depend_on_arrival_order(federation: Federation, robust: 
     assert torch.equal(weights(found[0]), weights(found[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("robust", ["clip", "centered-clip"])
 def test_a_resumed_run_bounds_as_one_that_was_not_interrupted(
     federation: Federation, tmp_path: Path, robust: str

@@ -44,6 +44,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
+@pytest.mark.slow
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock", "config.toml", "records.jsonl", "tiers.json", "data.json", "checkpoints", "models",

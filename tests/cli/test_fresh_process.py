@@ -31,6 +31,7 @@ def test_a_version_is_measured_by_its_ranks() -> None:
         step_in_fresh_process(CONFIG, "it", ranks={"conv2": 9999}, form="spatial")
 
 
+@pytest.mark.slow
 def test_want_of_memory_is_told_from_other_ends() -> None:
     program = "import torch; torch.empty(2**40)"
     limited = subprocess.run(

@@ -68,6 +68,7 @@ def test_tables_have_the_objectives_metrics() -> None:
     assert (rows[0]["r2"], rows[0]["mse"]) == ("0.5", "0.5")
 
 
+@pytest.mark.slow
 def test_the_whole_report_speaks_of_the_metric(tmp_path: Path) -> None:
     out = io.StringIO()
     _show(ComparisonReport(ENTRIES, "fedhm compare mine.toml", {}), tmp_path, Console(file=out, width=150))

@@ -212,6 +212,7 @@ def test_the_csv_has_plain_numbers() -> None:
     assert float(last["accuracy"]) == pytest.approx(0.8)
 
 
+@pytest.mark.slow
 def test_everything_is_written_and_the_figures_show_something(tmp_path: Path) -> None:
     report = ComparisonReport([fedhm(), fedavg(), lowrank()], "fedhm compare digits", LAYERS)
     written = report.save(tmp_path)

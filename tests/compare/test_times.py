@@ -31,6 +31,7 @@ def test_time_to_a_target_is_the_mean_over_seeds() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_time_is_shown_only_where_all_runs_have_it(tmp_path: Path) -> None:
     timed = [entry(name, {"name": name}, 2.0, (0.5, 0.9)) for name in ("fedavg", "fedpara")]
     names = {path.name for path in ComparisonReport(timed, "fedhm compare", {}).save(tmp_path)}

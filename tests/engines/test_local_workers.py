@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -89,6 +90,7 @@ def test_results_do_not_depend_on_the_number_of_workers(
     assert_same(results[0], results[2])
 
 
+@pytest.mark.slow
 def test_workers_can_have_several_threads_each_after_their_parent_had_some(federation: Federation) -> None:
     """GNU's OpenMP waits for ever, in a forked process, for the threads of the one it was forked from."""
     before = torch.get_num_threads()
@@ -326,7 +328,12 @@ def test_a_worker_that_is_stopped_is_told_of_and_goes_on(
 ) -> None:
     monkeypatch.setattr("fedhm.engines.pool.LOOK", 0.02)
     monkeypatch.setattr("sys.stderr", said := Helpful())
-    stopped = in_trouble(federation, lambda: os.kill(os.getpid(), signal.SIGSTOP), train={"rounds": 1})
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)  # another thread may be the one that gets the signal, and this one goes on until it does
+
+    stopped = in_trouble(federation, stop, train={"rounds": 1})
     sentence = (
         r"fedhm: worker process (\d+) was stopped while client 3 \(tier full\) trained in round 1: 'kill -CONT \1' "
     )
@@ -370,6 +377,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries do not learn")
 def test_what_a_step_frees_is_there_for_the_next_one() -> None:
     """In a process of its own, since the C library also learns from whatever was freed before."""

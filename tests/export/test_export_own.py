@@ -23,6 +23,7 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).eval()
 
 
+@pytest.mark.slow
 def test_onnx_is_read_back_by_its_runtime(tmp_path: Path) -> None:
     done = fedhm.export(small(), (6,), out=tmp_path, samples=(X, Y), classes=["a", "b", "ü"])
     assert done.path == tmp_path / "model.onnx"

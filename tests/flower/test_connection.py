@@ -69,6 +69,7 @@ def test_ports_are_free_and_a_taken_one_is_refused() -> None:
         check_port(taken.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_to_start_is_quoted(tmp_path: Path) -> None:
     process = Process("the SuperLink", ["flower-superlink", "--port", "x"], tmp_path, tmp_path / "log")
     with pytest.raises(FedhmError, match=r"^the SuperLink ended: .*argument --port: invalid.*$"):

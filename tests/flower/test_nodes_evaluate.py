@@ -75,6 +75,7 @@ def test_a_share_is_held_out_and_evaluated_as_with_the_local_engine(tmp_path: Pa
     assert exchanges == 2 * (1 + 1 + 3)
 
 
+@pytest.mark.slow
 def test_nodes_that_bring_test_samples_need_not_be_asked_for_them(tmp_path: Path) -> None:
     grid = grid_of(*[client_app(build_model, own, test=own_test)] * 2, client_app(build_model, own))
     (*_, last) = served(grid, tmp_path / "run")

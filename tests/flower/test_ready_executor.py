@@ -68,6 +68,7 @@ def test_the_apps_commands_are_imported_and_others_are_left_to_themselves() -> N
     assert ready_executor._imported("no-such-command") is None
 
 
+@pytest.mark.slow
 def test_flower_finds_this_executor_in_place_of_its_own(tmp_path: Path) -> None:
     own = Path(executable("flower-superexec", tmp_path))
     have_ready_executors(tmp_path)

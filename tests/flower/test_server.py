@@ -86,6 +86,7 @@ def test_a_node_config_names_the_tier_and_the_others_go_by_number(tmp_path: Path
     assert tiers == ["1/16", "1/4", "full"]
 
 
+@pytest.mark.slow
 def test_memory_buys_the_largest_tier_that_fits(tmp_path: Path) -> None:
     config = parse_flat(SETTINGS, "test")
     room = {tier: -(-memory(config, tier) >> 20) for tier in ("full", "1/4", "1/16")}  # in whole MiB
@@ -101,6 +102,7 @@ def memory(config: Config, tier: str) -> int:
     return TierWork(built.method, built.model, config, (12,)).memory(tier)
 
 
+@pytest.mark.slow
 def test_a_client_whose_wish_cannot_be_met_takes_no_part(tmp_path: Path) -> None:
     wishes = ({"tier": "1/3"}, {}, {"memory": 1})
     nodes = {1 + number: node(number, build_large_model, **wish) for number, wish in enumerate(wishes)}

@@ -125,6 +125,7 @@ def test_what_once_ended_everybodys_run(name: str) -> None:
     assert isinstance(reply, Failure) or objection(reply, TASK, Expected(TENSORS, 8, 2, labelled=True))
 
 
+@pytest.mark.slow
 @given(contents)
 @FUZZ
 def test_any_reply_is_a_failure_or_is_judged(content: Any) -> None:

@@ -28,6 +28,7 @@ print(resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
 @pytest.mark.parametrize("given_back", [True, False])
 def test_holes_between_what_is_alive_are_given_back(given_back: bool) -> None:

@@ -124,6 +124,7 @@ def test_a_model_that_looks_at_values_is_measured_as_it_is() -> None:
     assert list(found.plan.values()) == list(plain.plan.values())
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "digits", "--parameters", "30k", "--memory", "50MB", "--seconds", "60"]) == 0
     shown = capsys.readouterr().out
@@ -132,6 +133,7 @@ def test_the_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(r"seconds of a step [\d.]+ here, in the fastest of 3 times 4 steps", shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

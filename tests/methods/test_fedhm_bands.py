@@ -154,6 +154,7 @@ def test_from_the_smallest_rank_all_tiers_begin_as_one_function_and_can_go_apart
         assert not right[small:].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "which"), [("auto", "smallest"), ("beside", "random"), ("instead", "random")])
 @pytest.mark.parametrize("tiers", [[1, "1/2", "1/4", "1/8"], ["1/2", "1/4"]])
 def test_a_whole_run(federation: Federation, tiers: list[object], form: str, which: str) -> None:

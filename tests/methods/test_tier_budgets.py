@@ -130,6 +130,7 @@ def test_a_run_is_resumed_exactly_across_a_replan(
     assert [record.plans for record in result.records] == [record.plans for record in whole[1].records]
 
 
+@pytest.mark.slow
 def test_the_best_models_are_loaded_by_the_plan_of_their_round(federation: Federation, tmp_path: Path) -> None:
     config = planned().model_copy(update={"stop": StopConfig(target=1.0)}).resolved()  # which is never reached
     with RunFolder.create(tmp_path / "run", config) as folder:

@@ -73,6 +73,7 @@ def test_positions_are_drawn_small_also_anew() -> None:
         assert 0.01 < model.get_parameter("positions.weight").std() < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [

@@ -122,6 +122,7 @@ def test_whole_numbers_can_be_predicted_too() -> None:
     assert result.metrics["full"].r2 > 0.8
 
 
+@pytest.mark.slow
 def test_a_preset_of_regression_runs_from_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert main(["run", "diabetes", "--out", str(out), "--set", "train.rounds=4"]) == 0

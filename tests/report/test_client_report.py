@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -64,6 +65,7 @@ def test_a_terminal_has_room_for_it() -> None:
     assert "…" not in console.export_text()
 
 
+@pytest.mark.slow
 def test_plots_are_written_where_clients_evaluated(tmp_path: Path) -> None:
     plain = made_run("plain", SIZES, [{"full": 0.5, "1/4": 0.25}])
     assert not [path for path in save_report([plain], tmp_path / "a") if "clients" in path.name]

@@ -119,6 +119,7 @@ def test_huggingface_names_go_to_huggingface(tmp_path: Path) -> None:
         read_source("hf:org/name", tmp_path)
 
 
+@pytest.mark.slow
 def test_importing_the_sources_stays_light() -> None:
     question = (
         "import sys, fedhm.data.sources.catalogue; print([m for m in ('sklearn', 'datasets') if m in sys.modules])"
