@@ -69,6 +69,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_seconds_follow_from_macs_and_bytes(timed: Path) -> None:
     history = read_runs([timed])[0]
     tiers = history.config.federation.plan
@@ -169,6 +170,7 @@ def test_a_tier_that_fits_with_checkpointing_only_is_trained_so_for_the_same_wei
     assert simulated(b).clients[0] == simulated(a).clients[0]
 
 
+@pytest.mark.slow
 def test_a_device_affords_the_tier_that_is_its_own_budget() -> None:
     """That tier trains in micro-batches, which the run's settings know nothing of."""
     small, batch = fedhm.training_memory(blocks(), (1, 1, DIM), 64, micro_batch=16, checkpointing=True), 64
@@ -192,6 +194,7 @@ def profile(**changes: Any) -> DeviceProfile:
     return DeviceProfile(**{**known, "batch": 10, "optimizer": "sgd", "steps": steps, "up": 1e4, **changes})
 
 
+@pytest.mark.slow
 def test_a_device_file_gives_seconds_of_steps_and_memory(tmp_path: Path) -> None:
     file = tmp_path / "device.json"
     file.write_text(profile(memory=6000).model_dump_json())

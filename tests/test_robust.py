@@ -102,6 +102,7 @@ def test_running_averages_that_travel_are_bounded_too(federation: Federation) ->
     assert weights(unbounded).abs().max() > 1e8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("robust", ["clip", "centered-clip", "krum", "trimmed-mean", "median"])
 def test_results_do_not_depend_on_arrival_order(federation: Federation, robust: str) -> None:
     found = []

@@ -136,6 +136,7 @@ def vectors() -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
     return clients, (x[150:], y[150:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [HeadFirst, ConvHead, TiedHead])
 def test_models_of_any_build_learn_where_labels_are_missing(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

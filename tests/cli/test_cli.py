@@ -69,6 +69,7 @@ def test_the_table_has_a_row_for_each_tier(finished: Path, capsys: pytest.Captur
         assert re.search(rf"│ {tier} +│ +[\d,]+ │ +[\d.]+ [kM] │ +[\d.]+ kB │ +\d+\.\d\d % │", out), out
 
 
+@pytest.mark.slow
 def test_several_runs_side_by_side(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

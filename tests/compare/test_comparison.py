@@ -235,6 +235,7 @@ def test_everything_is_written_and_the_figures_show_something(tmp_path: Path) ->
     assert page.count("<figure ") == 8  # convergence, two of communication and of computation, costs, two of layers
 
 
+@pytest.mark.slow
 def test_without_the_full_model_there_is_no_cost_to_a_target(tmp_path: Path) -> None:
     (tmp_path / "cost-to-target.png").write_text("of an earlier comparison")
     ComparisonReport([fedhm(), lowrank()], "…", {}).save(tmp_path)

@@ -173,6 +173,7 @@ def made(label: str, lr: float, method: str) -> Compared:
     return Compared(label, runs)
 
 
+@pytest.mark.slow
 def test_tuned_settings_may_differ_and_no_others(tmp_path: Path) -> None:
     ours, theirs = made("fedhm", 0.05, "fedhm"), made("fedavg", 0.1, "fedavg")
     with pytest.raises(FedhmError, match=r"fedhm-seed0 has train\.lr = 0\.05, fedavg-seed0 has 0\.1"):

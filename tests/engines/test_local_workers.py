@@ -64,6 +64,7 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(*layers[:9], nn.Dropout(0.3), layers[9])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "model"),
     [
@@ -106,6 +107,7 @@ def test_workers_can_have_several_threads_each_after_their_parent_had_some(feder
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_figures")
 def test_a_run_can_be_gone_on_with_by_another_number_of_workers(
     federation: Federation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -166,6 +166,7 @@ def test_library_gives_the_plain_result(digits: Federation, weighting: str, hete
     assert _difference(final, result.networks["full"]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_every_tier_scores_as_in_the_library(digits: Federation) -> None:
     model, config = _seeded(plain.small_network), _config("softmax", "fixed")
     result = assemble(model, digits, config).run()

@@ -62,6 +62,7 @@ def served(grid: Loopback, out: Path, **options: float) -> list[fedhm.Record]:
     return read_records(out / "records.jsonl")
 
 
+@pytest.mark.slow
 def test_a_share_is_held_out_and_evaluated_as_with_the_local_engine(tmp_path: Path) -> None:
     grid = grid_of(*[client_app(build_model, own)] * 3)
     records = served(grid, tmp_path / "run", client_test=0.25)
@@ -110,6 +111,7 @@ def test_a_node_that_claims_what_cannot_be_is_not_used(tests: object) -> None:
         Node.read(content)
 
 
+@pytest.mark.slow
 def test_a_server_needs_no_test_samples(tmp_path: Path) -> None:
     """All that it is told of the samples is the shape of an input; the model tells how many classes there are."""
     app = server_app(build_model, inputs=(12,))

@@ -41,6 +41,7 @@ def convolutions(draw: Callable) -> nn.Conv1d:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=250)
 @given(convolutions(), st.booleans(), st.data())
 def test_the_pair_equals_the_dense_convolution_with_the_recovered_kernel(

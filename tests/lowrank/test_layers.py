@@ -53,6 +53,7 @@ def with_weight(dense: nn.Conv2d, layer: LowRank, x: Tensor) -> Tensor:
     return dense._conv_forward(x, layer.weight, dense.bias)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=250)
 @given(convolutions(), st.sampled_from(FORMS), st.data())
 def test_convolution_pair_equals_dense_convolution_with_recovered_kernel(

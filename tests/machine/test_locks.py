@@ -82,6 +82,7 @@ def test_a_folder_with_nothing_but_a_lock_is_free(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_killed_process_leaves_no_lock_even_if_its_children_live(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path, small_config()):

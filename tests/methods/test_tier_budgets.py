@@ -90,6 +90,7 @@ def whole(federation: Federation, tmp_path_factory: pytest.TempPathFactory) -> t
     return DONE[0]
 
 
+@pytest.mark.slow
 def test_plans_keep_to_their_budgets_and_are_saved_with_the_run(whole: tuple[Path, Result]) -> None:
     path, result = whole
     assert tuple(result.metrics) == NAMES
@@ -105,6 +106,7 @@ def test_plans_keep_to_their_budgets_and_are_saved_with_the_run(whole: tuple[Pat
     assert (path / "models" / "bytes-8kB.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_run_is_resumed_exactly_across_a_replan(
     whole: tuple[Path, Result], stop: int, federation: Federation, tmp_path: Path

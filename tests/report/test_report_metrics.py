@@ -54,6 +54,7 @@ def test_the_plots_are_named_by_the_headline(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_runs_of_several_objectives_stand_in_one_report_that_says_so(tmp_path: Path) -> None:
     runs = [classified(), regressed()]
     assert difference(runs) == "classes has objective.name = classification, numbers has regression"

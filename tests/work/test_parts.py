@@ -85,6 +85,7 @@ def test_checkpointed_runs_are_the_same_to_the_last_bit(federation: Federation, 
     assert all(torch.equal(ours[name], tensor) for name, tensor in without.items())
 
 
+@pytest.mark.slow
 def test_checkpointed_nested_networks_are_the_same(federation: Federation) -> None:
     for form in ("beside", "instead"):
         method = {"name": "fedhm", "tiers": [1, "1/2", "1/4"]}
@@ -187,6 +188,7 @@ def test_statistics_and_evaluation_at_clients_keep_to_it(
     assert max(seen) == min(most, 10)
 
 
+@pytest.mark.slow
 def test_memory_falls_with_parts_and_blocks() -> None:
     def taken(**how: Any) -> int:
         return training_memory(fedhm.models.resnet18(10, width=0.25), (3, 32, 32), 32, **how)

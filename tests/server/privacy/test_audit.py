@@ -25,6 +25,7 @@ def audit() -> ModuleType:
         return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "noise", "participation", "rounds"),
     [("fedavg", 1.0, 1.0, 1), ("fedavg", 1.0, 0.5, 3), ("fedhm", 1.0, 1.0, 1)],
