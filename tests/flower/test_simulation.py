@@ -19,6 +19,7 @@ from fedhm.flower.processes.connection import status as status_of
 from fedhm.flower.processes.connection import submit
 from fedhm.flower.processes.superlink import simulation_superlink
 from fedhm.flower.processes.supervisor import descendants
+from fedhm.report.page.serve import Watched
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records
@@ -90,8 +91,15 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
     assert process.returncode == 130, said
     assert f"fedhm: stopped; 'fedhm resume {tmp_path}/run' resumes from the last complete round" in said
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
+    watched = Watched([tmp_path / "run"])  # what a browser would be shown between its records
+    begun = watched.page(whole=False)
+    assert "of its 4 rounds" in begun[1]
+    assert "run has done all" not in begun[1]
 
     assert main(["resume", str(tmp_path / "run")]) == 0
+    ended = watched.page(whole=False)
+    assert begun[0] != ended[0]
+    assert "run has done all of its 4 rounds" in ended[1]
     run_locally(settings("train.rounds=4", "evaluation.every=4"), tmp_path / "local")
     assert_same_models(tmp_path / "run", tmp_path / "local")
     ours, theirs = (read_records(tmp_path / name / "records.jsonl") for name in ("run", "local"))
