@@ -12,7 +12,10 @@ import fedhm
 from fedhm.server.privacy.accountant import ORDERS
 from measure import arguments, save_json, show
 
-SETTINGS = ("train.masked_loss=false", "method.aggregate=updates", "evaluation.static_from=never")
+SETTINGS = (
+    *("train.masked_loss=false", "method.aggregate=updates", "evaluation.static_from=never"),
+    "method.start=smallest",  # short steps learn too little beside the random weights of a whole one
+)
 
 
 def main() -> None:

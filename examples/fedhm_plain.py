@@ -28,6 +28,7 @@ class Settings:
     keep: int = 1  # ρ: so many layers stay dense at the start
     temperature: float = math.inf  # τ; at infinity every client counts the same
     bands: bool = False  # average changes, each of their bands over those whose rank reaches it, and not models
+    band_speed: float = 0.5  # between the mean of changes over everybody, at 0, and that by bands, at 1
 
 
 class Factored(nn.Module):
@@ -95,7 +96,9 @@ def unrolled(weight: Tensor) -> Tensor:
     return weight.reshape(n, m, k1, k2).permute(1, 2, 0, 3).reshape(m * k1, n * k2)
 
 
-def banded(old: Tensor, changes: Sequence[Tensor], ranks: Sequence[int], alpha: Sequence[float]) -> Tensor:
+def banded(
+    old: Tensor, changes: Sequence[Tensor], ranks: Sequence[int], alpha: Sequence[float], speed: float
+) -> Tensor:
     """Return the mean change of a matrix: a rank's band is what the next smaller rank has no tangent direction for."""
     U, _, Vt = torch.linalg.svd(old, full_matrices=False)
 
@@ -110,10 +113,13 @@ def banded(old: Tensor, changes: Sequence[Tensor], ranks: Sequence[int], alpha: 
         for a, change, own in reaching:
             band = (change if own == rank else tangent(change, rank)) - tangent(change, below)
             mean += a * band / sum(a for a, _, _ in reaching)
-    return mean
+    everybody = sum(a * change for a, change in zip(alpha, changes, strict=True)) / sum(alpha)
+    return speed * mean + (1 - speed) * everybody
 
 
-def merge_bands(model: nn.Module, networks: Sequence[tuple[nn.Module, nn.Module]], alpha: Tensor) -> dict[str, Tensor]:
+def merge_bands(
+    model: nn.Module, networks: Sequence[tuple[nn.Module, nn.Module]], alpha: Tensor, speed: float
+) -> dict[str, Tensor]:
     """Return W + the banded mean of what clients changed; `networks` has each as it was sent and as it came back."""
     merged: dict[str, Tensor] = {}
     for name, layer in layers_of(model).items():
@@ -122,7 +128,7 @@ def merge_bands(model: nn.Module, networks: Sequence[tuple[nn.Module, nn.Module]
             weight = attrgetter(f"{name}.weight")
             changes = [unrolled(weight(after) - weight(before)) for before, after in networks]
             ranks = [len(each.u) if isinstance(each, Factored) else min(changes[0].shape) for each in sent]
-            step = banded(unrolled(layer.weight), changes, ranks, alpha.tolist())
+            step = banded(unrolled(layer.weight), changes, ranks, alpha.tolist(), speed)
             n, m, k1, k2 = (*layer.weight.shape, 1, 1)[:4]
             rolled = step.reshape(m, k1, n, k2).permute(2, 0, 1, 3).reshape(layer.weight.shape)
             merged[f"{name}.weight"] = layer.weight + rolled
@@ -162,7 +168,7 @@ def one_round(
     alpha = torch.softmax(torch.tensor(ratios, dtype=torch.float64) / settings.temperature, 0)
     if settings.bands:
         with torch.no_grad():
-            by_bands = merge_bands(model, networks, alpha)
+            by_bands = merge_bands(model, networks, alpha, settings.band_speed)
         recovered = [full | by_bands for full in recovered]  # the mean of one and the same is itself
     merge(model, recovered, alpha, owners)
 

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+# Some virtual machines announce AMX, by which oneDNN multiplies 16-bit floats, and end the process that uses it by an
+# illegal instruction. All else is as without; processes of tests inherit it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
 words = " ".join(sys.argv) + " "
 hands_out = " -n" in words and " -n 0 " not in words and " -n0 " not in words
 if "PYTEST_XDIST_WORKER" in os.environ or not hands_out:  # that process would wait for torch before it begins

@@ -50,7 +50,7 @@ def test_presets_for_many_seeds_are_small(source: str) -> None:
     assert isinstance(config.method, FedHMConfig)
     assert (config.data.source, config.data.partition, config.data.downscale) == (source, "iid", 2)
     assert (config.federation.clients, config.federation.per_round(20)) == (20, 10)
-    assert (config.server.optimizer, config.method.aggregate, config.method.start) == ("momentum", "bands", "smallest")
+    assert (config.server.optimizer, config.method.aggregate, config.method.start) == ("momentum", "bands", "whole")
     assert config.method.tiers == (1, 0.5, 0.25, 0.125)
     assert config.model.name == "resnet10"
 

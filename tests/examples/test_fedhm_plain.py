@@ -116,6 +116,7 @@ def _settings(config: Config) -> object:
         keep=config.method.keep,
         temperature=config.method.temperature if config.method.weighting == "softmax" else math.inf,
         bands=config.method.aggregate == "bands",
+        band_speed=config.method.band_speed,
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedhm.lowrank.changes.average import LENGTH, Added, Aggregate, fresh, merged
-from fedhm.lowrank.changes.bands import Level, directions, faster
+from fedhm.lowrank.changes.bands import Level, mean_change
 from fedhm.lowrank.decompositions.svd import Factors
 
 RANKS = (6, 3, 1)
@@ -38,9 +38,9 @@ def plain(old: Factors, clients: list[tuple[int, Tensor, Tensor]], aggregate: Ag
         if of_rank:
             sent = old.left[:, :rank] @ old.right[:rank]
             levels.append(Level(rank, sum(w * (m - sent) for w, m in of_rank), sum(w for w, _ in of_rank)))
-    mean = old.left @ old.right + sum(level.total for level in levels) / sum(weights)
-    more = faster(levels, directions(old)) if aggregate == "bands" and len(levels) > 1 else None
-    return mean if more is None else mean + more
+    if aggregate == "bands":
+        return old.left @ old.right + mean_change(levels, old)
+    return old.left @ old.right + sum(level.total for level in levels) / sum(weights)
 
 
 @pytest.mark.parametrize("aggregate", ["models", "updates", "bands"])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.changes.bands import Directions, Level, beyond, directions, faster
+from fedhm.lowrank.changes.bands import Directions, Level, directions, mean_change
 from fedhm.lowrank.decompositions.svd import factorize
 
 M, N = 9, 7
@@ -18,6 +18,13 @@ def matrix(seed: int, rows: int = M, columns: int = N) -> Tensor:
 
 def known(seed: int) -> Directions:
     return directions(factorize(matrix(seed), N))
+
+
+def beyond(change: Tensor, at: Directions, rank: int) -> Tensor:
+    """What is left of a change that no small step of the factors can make, by two products."""
+    left, right = at.left[:, :rank], at.right[:rank]
+    rest = change - left @ (left.T @ change)
+    return rest - (rest @ right.T) @ right
 
 
 def tangent(change: Tensor, at: Directions, rank: int) -> Tensor:
@@ -68,7 +75,8 @@ def test_the_bands_of_a_change_sum_to_it(seed: int, ranks: list[int]) -> None:
     weights=st.lists(st.floats(0.1, 4), min_size=5, max_size=5),
 )
 def test_each_band_is_averaged_over_those_who_reach_it(seed: int, ranks: list[int], weights: list[float]) -> None:
-    at, levels = known(seed), sorted(set(ranks))
+    factors, levels = factorize(matrix(seed), N), sorted(set(ranks))
+    at = directions(factors)
     changes = [matrix(seed + 1 + number) for number in range(len(ranks))]
     expected = torch.zeros(M, N, dtype=torch.float64)
     for place, lowest in enumerate(levels):
@@ -76,15 +84,36 @@ def test_each_band_is_averaged_over_those_who_reach_it(seed: int, ranks: list[in
         parts = [w * bands(c, at, [x for x in levels if x <= r])[place] for c, r, w in reaching]
         expected += sum(parts, torch.zeros_like(expected)) / sum(w for _, _, w in reaching)
 
-    total = sum(weights[: len(ranks)])
-    mean = sum(w * c for c, w in zip(changes, weights, strict=False)) / total
-    more = faster([Level(r, w * c, w) for c, r, w in zip(changes, ranks, weights, strict=False)], at)
-    torch.testing.assert_close(mean if more is None else mean + more, expected, rtol=1e-9, atol=1e-9)
+    given_levels = [Level(r, w * c, w) for c, r, w in zip(changes, ranks, weights, strict=False)]
+    torch.testing.assert_close(mean_change(given_levels, factors), expected, rtol=1e-9, atol=1e-9)
+
+    def sent_at(rank: int) -> Tensor:
+        left, right = factors.prefix(rank)
+        return left @ right
+
+    whole = [Level(r, w * (c + sent_at(r)), w, r) for c, r, w in zip(changes, ranks, weights, strict=False)]
+    torch.testing.assert_close(mean_change(whole, factors), expected, rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 1000), speed=st.floats(0, 1), sent=st.booleans())
+def test_their_speed_is_between_that_mean_and_the_one_over_everybody(seed: int, speed: float, sent: bool) -> None:
+    factors, ranks, weights = factorize(matrix(seed), N), [2, 4, N], [1.0, 3.0, 0.5]
+    left, right = factors.left, factors.right
+    levels = []
+    for place, (rank, weight) in enumerate(zip(ranks, weights, strict=True)):
+        change = matrix(seed + 1 + place)
+        model = change + left[:, :rank] @ right[:rank]
+        levels.append(Level(rank, weight * (model if sent else change), weight, rank if sent else 0))
+    changes = [weight * matrix(seed + 1 + place) for place, weight in enumerate(weights)]
+    everybody = sum(changes, torch.zeros(M, N, dtype=torch.float64)) / sum(weights)
+    expected = torch.lerp(everybody, mean_change(levels, factors), speed)
+    torch.testing.assert_close(mean_change(levels, factors, speed), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_one_rank_has_one_band() -> None:
     levels = [Level(3, matrix(1), 1.0), Level(3, matrix(2), 2.0)]
-    assert faster(levels, known(0)) is None
+    torch.testing.assert_close(mean_change(levels, factorize(matrix(0), N)), (matrix(1) + matrix(2)) / 3)
 
 
 @pytest.mark.parametrize("zero", [0, 3, N])

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -52,6 +53,8 @@ def test_a_process_takes_as_much_as_predicted(case: dict[str, object]) -> None:
     """Up to a tenth, of a ResNet-18 of a quarter of the width; `docs/devices.md` has the whole one."""
     command = [sys.executable, "benchmarks/memory.py", "--quick", "--batch", "64", "--case", json.dumps(case)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found["predicted"] == pytest.approx(found["measured"], rel=0.1)
+    found = []
+    for _ in range(3):  # what a process takes differs by some percent from one to the next
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout))
+    assert found[0]["predicted"] == pytest.approx(median(each["measured"] for each in found), rel=0.1)

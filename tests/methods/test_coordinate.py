@@ -1,16 +1,22 @@
 """Coordinate-wise rules: the trimmed mean and the median of every number, over what clients of a tier sent."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.methods.coordinate import CoordinateMean, Rule, robust_mean
+from fedhm.methods.fedhm import FedHM, FedHMConfig
+from fedhm.methods.method import Setup
+from fedhm.networks.exchange import exchanged
+from fedhm.work.messages import Participant
 
 
 def plain(values: list[float], rule: Rule, trim: float) -> float:
@@ -96,6 +102,31 @@ def _update(task, tensors):  # type: ignore[no-untyped-def]
     from fedhm.work.messages import Update
 
     return Update("train", 1, task.client, task.tier, task.network, tensors, 5, (0, 1, 2, 3), 0.0)
+
+
+@pytest.mark.parametrize("rule", ["trimmed-mean", "median"])
+def test_layers_that_are_merged_side_by_side_are_settled_once(rule: Rule) -> None:
+    model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
+    setup = Setup(make_mean=partial(CoordinateMean, rule=rule, trim=0.2))
+    method = FedHM(model, FedHMConfig(tiers=(1, 1 / 3, 1 / 4)), setup)
+    state = method.start(exchanged(model))
+    clients = [Participant(number, tier) for number, tier in enumerate(list(method.tiers) * 3)]
+    generator = torch.Generator().manual_seed(0)
+    updates = []
+    for task in method.tasks(state, clients, 1):
+        moved = {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in task.tensors.items()}
+        updates.append(_update(task, moved))
+    threads = torch.get_num_threads()
+    try:
+        merged = []
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            merged.append(method.merge(state, iter(updates), 1).weights)
+    finally:
+        torch.set_num_threads(threads)
+    for name, tensor in merged[0].items():
+        assert torch.equal(merged[1][name], tensor)
+        assert torch.equal(merged[2][name], tensor)
 
 
 def test_a_method_that_averages_parts_of_models_refuses(federation: Federation) -> None:

@@ -1,4 +1,4 @@
-"""FedHM with bands, from the smallest rank, with smaller tiers trained inside larger ones."""
+"""FedHM with bands, with smaller tiers trained inside larger ones."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def method_of(dtype: torch.dtype = torch.float64, nested: tuple[float, float] | 
     model = small_model().to(dtype)
     return FedHM(
         model,
-        FedHMConfig.model_validate({"aggregate": "bands", "start": "whole", **config}),
+        FedHMConfig.model_validate({"aggregate": "bands", "start": "whole", "band_speed": 1, **config}),
         Setup(nested=nested, nested_tier="random"),
     )
 
@@ -76,7 +76,8 @@ def plain_bands(method: FedHM, state: FedHMState, tasks: Sequence[Task], updates
             for matrix, rank in among:
                 upper = matrix if rank == lowest else tangent(matrix, L, R, lowest)
                 step += (upper - tangent(matrix, L, R, below)) / len(among)
-        merged[name] = unroll(old, form) + step
+        everybody = torch.stack(matrices).mean(0)
+        merged[name] = unroll(old, form) + torch.lerp(everybody, step, method.config.band_speed)
     return merged
 
 
@@ -87,8 +88,9 @@ def tangent(change: Tensor, L: Tensor, R: Tensor, rank: int) -> Tensor:
 
 
 @both_forms
-def test_bands_against_the_formula(form: Form) -> None:
-    method = method_of(form=form)
+@pytest.mark.parametrize("speed", [1, 0.5])
+def test_bands_against_the_formula(form: Form, speed: float) -> None:
+    method = method_of(form=form, band_speed=speed)
     state = begun(method)
     tasks = tasks_of(method, state, [*TIERS, "1/4", "full"])
     updates = [answer(task) for task in tasks]

@@ -23,7 +23,8 @@ NAMES = ("full", "bytes:8kB", "parameters:1/8")
 
 
 def planned(**changes: object) -> Config:
-    method = {"name": "fedhm", "tiers": [1, *TIERS[1:]], "replan": [1, 3], **changes}
+    learnt = {"start": "smallest", "band_speed": 1}  # all that lies beyond the smallest rank, so that plans change
+    method = {"name": "fedhm", "tiers": [1, *TIERS[1:]], "replan": [1, 3], **learnt, **changes}
     inside = {
         "nested": 0.5,
         "nested_tier": "random",

@@ -20,7 +20,7 @@ from fedhm.runs.folder import RunFolder, read_config
 from fedhm.runs.records import read_records
 
 # settings of which an earlier version knew nothing
-NEW = ("nested", "nested_form", "nested_tier", "start", "robust", "attackers", "trim")
+NEW = ("nested", "nested_form", "nested_tier", "start", "band_speed", "robust", "attackers", "trim")
 SETTINGS: dict[str, dict[str, Any]] = {
     "federation": {"participation": 0.5},
     "train": {"rounds": 3, "batch": 8, "lr": 0.05},
@@ -71,13 +71,14 @@ def test_what_an_earlier_version_did_not_state_is_as_it_was_then(federation: Fed
     interrupted(federation, tmp_path, 1)
     config = read_config(tmp_path)
     assert (config.train.nested, config.method.start, config.checkpoints.keep) == (0.0, "whole", 2)  # type: ignore[attr-defined]
+    assert config.method.band_speed == 1  # type: ignore[attr-defined]
     assert (config.server.robust, small_config().resolved().server.robust) == ("none", "clip")
     fresh = small_config()
-    assert (fresh.train.nested, fresh.method.start) == (1.0, "smallest")  # type: ignore[attr-defined]
+    assert (fresh.train.nested, fresh.method.start, fresh.method.band_speed) == (0.5, "whole", 0.5)  # type: ignore[attr-defined]
 
 
 def test_a_run_of_an_earlier_version_is_finished_as_it_was_begun(federation: Federation, tmp_path: Path) -> None:
-    as_then = {**SETTINGS, "train": {**SETTINGS["train"], "nested": 0}, "method": {"start": "whole"}}
+    as_then = {**SETTINGS, "train": {**SETTINGS["train"], "nested": 0}, "method": {"start": "whole", "band_speed": 1}}
     whole = fedhm.run(small_model(), federation.clients, federation.test, as_then)
     interrupted(federation, tmp_path, 2)
     finished = fedhm.run(small_model(), federation.clients, federation.test, SETTINGS, tmp_path)  # nobody sets the new

@@ -93,4 +93,4 @@ def test_steps_are_longer_where_something_normalises(layer: nn.Module) -> None:
 
 def test_a_larger_tier_is_trained_at_all() -> None:
     with pytest.raises(ValueError, match="needs a nested below 1, or no larger tier would be trained"):
-        TrainConfig(nested_form="instead")
+        TrainConfig(nested=1, nested_form="instead")

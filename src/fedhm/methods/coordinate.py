@@ -4,6 +4,7 @@ They need all contributions at once: what clients of a tier sent is held until t
 Of fewer than three contributions no number can be told to be wrong, and the mean is all there is. Clients count alike.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -53,10 +54,10 @@ class CoordinateMean(WeightedMean):
         given.weights.append(weight)
         given.rows.append(rows)
 
-    def absorb(self, other: WeightedMean) -> None:
+    def absorb(self, other: WeightedMean, but: Set[str] = frozenset()) -> None:
         if isinstance(other, CoordinateMean):
             other.settle()
-        super().absorb(other)
+        super().absorb(other, but)
 
     def total(self, name: str) -> Tensor:
         self.settle()

@@ -10,8 +10,9 @@ one of the round before:
 
 The paper averages models. Directions beyond a tier's rank then shrink every round by the share of the clients that
 could not carry them. Averaging updates leaves them alone, but trains them at that share of the speed; by bands they
-move as fast as if those who can carry them were alone. There, clients of larger tiers also train smaller ones inside
-theirs (`train.nested`), so that a smaller tier's network is one that was trained, and not what truncation leaves.
+can move as fast as if those who can carry them, few and so noisy, were alone; the default is half-way (`band_speed`).
+There, clients of larger tiers also train smaller ones inside theirs (`train.nested`), so that a smaller tier's network
+is one that was trained, and not what truncation leaves.
 
 In warm-up rounds every tier trains the full network, with the weight of γ = 1: the best directions are found before
 anything is cut off.
@@ -51,7 +52,7 @@ NESTED = "nested "  # before a tier: its network with the smaller tiers inside
 
 
 class FedHMConfig(MethodConfig):
-    as_before: ClassVar = {"aggregate": "models", "start": "whole"}
+    as_before: ClassVar = {"aggregate": "models", "start": "whole", "band_speed": 1.0}
     by_coordinate: ClassVar[bool] = True
     name: Literal["fedhm"] = "fedhm"
     tiers: Tiers = (1.0, 1 / 2, 1 / 4, 1 / 8)  # or budgets: "memory:128MB"; one listed twice has two shares
@@ -60,7 +61,8 @@ class FedHMConfig(MethodConfig):
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
     aggregate: Aggregate = "bands"  # the paper: models
-    start: Literal["whole", "smallest"] = "smallest"  # factorized layers: at the smallest tier's rank; the paper: whole
+    band_speed: Annotated[float, Field(ge=0, le=1)] = 0.5  # of what lies beyond the smallest rank
+    start: Literal["whole", "smallest"] = "whole"  # factorized layers: as they are, or at the smallest tier's rank
     form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
@@ -189,7 +191,7 @@ class FedHM(Method[FedHMState]):
 
     def merge(self, state: FedHMState, updates: Iterable[Update], round_number: int) -> FedHMState:
         how = (self.config.aggregate, self.config.form, self._setup.classifier, self._setup.make_mean)
-        mean = RecoveredMean(state.weights, state.factors, *how)
+        mean = RecoveredMean(state.weights, state.factors, *how, self.config.band_speed)
         samples: list[int] = []
         plans, ratios = self._plans_in(state), dict(self.ratios)
         if self._budgets:

@@ -1,6 +1,6 @@
 """The weighted mean of client models, folded one at a time, dense or in factor form."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 import torch
 from torch import Tensor
@@ -73,14 +73,14 @@ class WeightedMean:
         else:
             self._sums[name] = precise(tensor) * weight
 
-    def absorb(self, other: "WeightedMean") -> None:
-        """Fold in all that another mean has been given."""
-        for name, tensor in other._sums.items():
-            self.correct(name, tensor, 1.0)
-        for name, product in other._products.items():
-            self._products[name] = self._products[name].add_(product) if name in self._products else product.clone()
-        for name, share in other._weights.items():
-            self._count(name, share)
+    def absorb(self, other: "WeightedMean", but: Set[str] = frozenset()) -> None:
+        """Fold in all that another mean has been given, but for these names."""
+        for name in [each for each in other._weights if each not in but]:
+            self._count(name, other._weights[name])
+            if name in other._sums:
+                self.correct(name, other._sums[name], 1.0)
+            if (product := other._products.get(name)) is not None:
+                self._products[name] = self._products[name].add_(product) if name in self._products else product.clone()
 
     def total(self, name: str) -> Tensor:
         """Return the sum behind a mean: in unrolled form if its contributions were factored."""

@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fedhm.config.sections.method_config import only_uniform
-from fedhm.lowrank.changes.bands import Level, directions, faster
+from fedhm.lowrank.changes.bands import Level, mean_change
 from fedhm.lowrank.decompositions.svd import Factors
 from fedhm.lowrank.decompositions.unroll import Form, join, roll, unroll
 from fedhm.lowrank.decompositions.warm import decompose
@@ -48,13 +49,14 @@ class RecoveredMean:
         form: Form,
         classifier: str | None,
         make_mean: MakeMean = WeightedMean,
+        band_speed: float = 1.0,
     ) -> None:
         self._weights, self._factors = weights, factors
         self._aggregate, self._form, self._classifier = aggregate, form, classifier
         self._whole = make_mean(weights)
         # a rule that is no mean is one over what was sent the same
         self._apart = aggregate == "bands" or make_mean is not WeightedMean
-        self._make_mean = make_mean
+        self._make_mean, self._band_speed = make_mean, band_speed
         self._means: dict[str, WeightedMean] = {}  # by network; without bands they are all one
         self._plans: dict[str, RankPlan] = {}
         self._influence: dict[str, float] = defaultdict(float)
@@ -89,19 +91,19 @@ class RecoveredMean:
 
     def result(self) -> tuple[Tensors, Tensors]:
         """Return the means, and those of factorized layers in unrolled form where that is there already; once."""
-        if self._aggregate != "models":
+        banded = self._banded() if self._aggregate == "bands" and len(self._means) > 1 else {}
+        by_changes = self._aggregate != "models" and not banded  # which has all factorized layers
+        if by_changes:
             self._subtract_sent()
-        steps = self._faster_steps() if self._aggregate == "bands" else {}
         for mean in self._means.values():
             if mean is not self._whole:
-                self._whole.absorb(mean)
-        if self._aggregate != "models":
+                self._whole.absorb(mean, but=banded.keys())
+        if by_changes:
             self._add_to_old()
         merged = self._whole.result()
-        unrolled = {name: t for name in merged if (t := self._whole.unrolled(name)) is not None}
-        for name, step in steps.items():
-            unrolled[name] = unrolled[name].add_(step)
-            merged[name] = roll(unrolled[name], merged[name].shape).to(merged[name].dtype)
+        unrolled = {name: t for name in merged if (t := self._whole.unrolled(name)) is not None} | banded
+        for name, matrix in banded.items():
+            merged[name] = roll(matrix, merged[name].shape).to(merged[name].dtype)
         return merged, {name: tensor.to(merged[name].dtype) for name, tensor in unrolled.items()}
 
     def _subtract_sent(self) -> None:
@@ -117,26 +119,29 @@ class RecoveredMean:
             for layer in self._plans[network]:
                 self._whole.correct(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
 
-    def _faster_steps(self) -> dict[str, Tensor]:
-        """Return, by weight, how much further than the mean over everybody the mean over the bands goes."""
-
-        def step_of(layer: str) -> Tensor | None:
-            levels = [self._level(layer, network) for network in self._means]
-            factors = Factors(*(precise(tensor) for tensor in self._factors[layer]))
-            return faster(levels, directions(factors)) if len(levels) > 1 else None
-
+    def _banded(self) -> Tensors:
+        """Return the means over the bands, in unrolled form, of all layers that some network has factorized."""
         layers = list(dict.fromkeys(layer for plan in self._plans.values() for layer in plan))
-        found = zip(layers, side_by_side(step_of, layers), strict=True)
-        return {f"{layer}.weight": step for layer, step in found if step is not None}
+        # here, and not side by side: a rule that is no mean settles all layers when it is asked for the first
+        totals = {
+            (each, layer): mean.total(f"{layer}.weight") for each, mean in self._means.items() for layer in layers
+        }
 
-    def _level(self, layer: str, network: str) -> Level:
-        """Return the changes of one network's clients in a layer, in unrolled form."""
-        name, weight, plan = f"{layer}.weight", self._influence[network], self._plans[network]
-        total = self._means[network].total(name)
+        def mean_of(layer: str) -> Tensor:
+            factors = Factors(*(precise(tensor) for tensor in self._factors[layer]))
+            old = precise(unroll(self._weights[f"{layer}.weight"], self._form))
+            levels = [self._level(layer, network, totals[network, layer], old) for network in self._means]
+            return mean_change(levels, factors, self._band_speed).add_(old)
+
+        return {f"{layer}.weight": mean for layer, mean in zip(layers, side_by_side(mean_of, layers), strict=True)}
+
+    def _level(self, layer: str, network: str, total: Tensor, old: Tensor) -> Level:
+        """Return what the clients of one network have in a layer, in unrolled form."""
+        weight, plan = self._influence[network], self._plans[network]
         if layer in plan:
-            return Level(plan[layer], total, weight)
-        full = largest_rank(self._weights[name].shape, self._form)  # dense there
-        return Level(full, unroll(total.sub(self._weights[name], alpha=weight), self._form), weight)
+            return Level(plan[layer], total, weight, sent=plan[layer])
+        full = largest_rank(self._weights[f"{layer}.weight"].shape, self._form)  # dense there
+        return Level(full, torch.sub(unroll(total, self._form), old, alpha=weight), weight)
 
 
 def largest_ranks(plans: Iterable[RankPlan]) -> dict[str, int]:

@@ -4,24 +4,16 @@ A task brings, beside what is trained and sent back, what is to be folded into t
 kept from its last one.
 """
 
-from torch import nn
-
 from fedhm.adapters.wire import FOLDED
-from fedhm.config.sections.training import TrainConfig
 from fedhm.networks.exchange import Tensors, load
 from fedhm.networks.reuse import Ready
-from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
-from fedhm.work.messages import Task, Update
+from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
-from fedhm.work.work import Answer, Example
+from fedhm.work.work import Answer, TrainingWork
 
 
-class Adapt:
-    trains = returns_network = True
-    tests = False
-    past, short = "trained", "train"
-
+class Adapt(TrainingWork):
     def loaded(self, task: Task) -> Tensors:
         return {name: tensor for name, tensor in task.tensors.items() if not name.startswith(FOLDED)}
 
@@ -32,15 +24,6 @@ class Adapt:
             held = client.held
             loss = fit(client, task, ready, held)
         return Answer(ready.hand_over(own), loss, held, ready.hand_over(task.kept))
-
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
-        raise AssertionError("an answer has the tensors that the network was loaded with")
-
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
-        return change(update.tensors, self.loaded(task), expected)
-
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
-        return samples * train.epochs
 
 
 ENTRY_POINT = Adapt()

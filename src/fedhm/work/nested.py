@@ -13,9 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedhm.config.sections.training import TrainConfig
 from fedhm.lowrank.nested import inside_of
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
@@ -23,20 +22,15 @@ from fedhm.networks.less_memory.parts import Loss
 from fedhm.networks.reuse import Ready
 from fedhm.networks.structure import normalises
 from fedhm.seeds import numpy_generator
-from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
-from fedhm.work.messages import Task, Update
+from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
-from fedhm.work.work import Answer, Example
+from fedhm.work.work import Answer, TrainingWork
 
 BASIS = "basis "  # before a layer: its leading directions, which come with a task and are not sent back
 
 
-class Nested:
-    trains = returns_network = True
-    tests = False
-    past, short = "trained", "train"
-
+class Nested(TrainingWork):
     def loaded(self, task: Task) -> Tensors:
         return {name: tensor for name, tensor in task.tensors.items() if not name.startswith(BASIS)}
 
@@ -72,15 +66,6 @@ class Nested:
         with task_seed(client, task):
             mean = fit(client, task, ready, held, instead if form == "instead" else beside)
         return Answer(ready.hand_over(self.loaded(task)), mean, held)
-
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
-        raise AssertionError("an answer has the tensors that the network was loaded with")
-
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
-        return change(update.tensors, self.loaded(task), expected)
-
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
-        return samples * train.epochs  # of a network whose costs are those of all that runs for a batch
 
 
 ENTRY_POINT = Nested()

@@ -13,25 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.adapters.wire import factors_of
-from fedhm.config.sections.training import TrainConfig
-from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
 from fedhm.networks.reuse import Ready
-from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
-from fedhm.work.messages import Task, Update
+from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
-from fedhm.work.work import Answer, Example
+from fedhm.work.work import Answer, TrainingWork
 
 
-class Prune:
-    trains = returns_network = True
-    tests = False
-    past, short = "trained", "train"
-
-    def loaded(self, task: Task) -> Tensors:
-        return task.tensors
-
+class Prune(TrainingWork):
     def run(self, client: Client, task: Task, ready: Ready) -> Answer:
         left, held = int(task.options["left"]), client.held
         before = _tails(ready.network, left).detach()
@@ -47,15 +37,6 @@ class Prune:
                 for a, b in _last(ready.network, left):
                     a.zero_(), b.zero_()
         return Answer(ready.hand_over(task.tensors), found, held)
-
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
-        raise AssertionError("an answer has the tensors of its task")
-
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
-        return change(update.tensors, task.tensors, expected)
-
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
-        return samples * train.epochs
 
 
 def _last(network: nn.Module, left: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,7 +16,6 @@ from fedhm.lowrank.layers import LowRank
 from fedhm.machine.allocator import give_back_at_once
 from fedhm.machine.device import seeded
 from fedhm.networks.batchnorm import freeze_statistics, running_names
-from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
 from fedhm.networks.less_memory.checkpointing import check_blocks, checkpoint_blocks
 from fedhm.networks.less_memory.parts import Loss, backward
@@ -26,34 +25,17 @@ from fedhm.networks.reuse import Ready
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import run_in_training
 from fedhm.seeds import derive, torch_generator
-from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
-from fedhm.work.messages import Task, Update
-from fedhm.work.work import Answer, Example
+from fedhm.work.messages import Task
+from fedhm.work.work import Answer, TrainingWork
 
 
-class Train:
-    trains = returns_network = True
-    tests = False
-    past, short = "trained", "train"
-
-    def loaded(self, task: Task) -> Tensors:
-        return task.tensors
-
+class Train(TrainingWork):
     def run(self, client: Client, task: Task, ready: Ready) -> Answer:
         with task_seed(client, task):
             held = client.held
             loss = fit(client, task, ready, held)
         return Answer(ready.hand_over(task.tensors), loss, held)
-
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
-        raise AssertionError("an answer has the tensors of its task")
-
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
-        return change(update.tensors, task.tensors, expected)
-
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
-        return samples * train.epochs
 
 
 def task_seed(client: Client, task: Task) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ A kind is one file of this package that ends in `ENTRY_POINT = …`, or an objec
 entry-point group `fedhm.work`. Tasks carry its name, and nobody else asks for it.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from fedhm.config.sections.training import TrainConfig
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs
 from fedhm.networks.reuse import Ready
-from fedhm.work.bounds import Expected
+from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 
@@ -69,6 +70,29 @@ class Work(Protocol):
         `samples` are the client's, or its test samples if the work runs on these.
         """
         ...
+
+
+class TrainingWork(ABC):
+    """What the kinds have in common that train the network on the client's samples and send it back."""
+
+    trains = returns_network = True
+    tests = False
+    past, short = "trained", "train"
+
+    @abstractmethod
+    def run(self, client: Client, task: Task, ready: Ready) -> Answer: ...
+
+    def loaded(self, task: Task) -> Tensors:
+        return task.tensors
+
+    def blank(self, network: nn.Module, example: Example) -> Tensors:
+        raise AssertionError("an answer has the tensors that the network was loaded with")
+
+    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+        return change(update.tensors, self.loaded(task), expected)
+
+    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        return samples * train.epochs  # of a network whose costs are those of all that runs for a batch
 
 
 def work_of(kind: str) -> Work:

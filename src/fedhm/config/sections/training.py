@@ -37,7 +37,7 @@ class TrainConfig(Section):
     frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
     decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
     masked_loss: bool = True  # logits of labels that a client does not hold count as 0
-    nested: Annotated[float, Field(ge=0, le=1)] = 1.0  # of FedHM by bands: how much a client trains a smaller tier, too
+    nested: Annotated[float, Field(ge=0, le=1)] = 0.5  # of FedHM by bands: how much a client trains a smaller tier, too
     nested_tier: Literal["smallest", "random"] = "smallest"  # always that one, or one drawn for every batch
     # both losses on every batch, as their sum or their mean, or the other one alone on this share of the batches; auto:
     # the sum, whose steps are longer, where the network has normalisation layers, which bear that

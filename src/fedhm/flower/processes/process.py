@@ -23,6 +23,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _UNREMARKABLE = re.compile(
     r"INFO\b|\S+Z INFO\b|For more information|The SuperNode could not establish|WARNING.*--insecure"
 )
+_RETRIES = re.compile(r"WARNING.*Connection attempt failed, retrying")
 
 
 def check_installed() -> None:
@@ -125,7 +126,9 @@ class Process:
         text = _COLOUR.sub("", self.log.read_text(errors="replace")) if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         told = [line for line in lines if not _UNREMARKABLE.match(line)]
-        return printable((told or lines or ["(nothing)"])[-1])
+        # a node's own processes may still ask for it when it has said why it ends
+        final = [line for line in told if not _RETRIES.match(line)]
+        return printable((final or told or lines or ["(nothing)"])[-1])
 
     def check(self) -> None:
         if not self.alive:

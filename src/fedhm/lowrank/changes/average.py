@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.changes.bands import Level, directions, faster
+from fedhm.lowrank.changes.bands import Level, mean_change
 from fedhm.lowrank.decompositions.svd import Factors
 
 Aggregate = Literal["models", "updates", "bands", "partitions"]
@@ -92,19 +92,16 @@ def _mean(levels: Sequence[Added], totals: Sequence[Tensor], left: Tensor, right
     if how == "partitions":
         means = [total / level.weight for level, total in zip(levels, totals, strict=True)]
         return sum(means[1:], means[0])
-    changes = [
-        Level(
-            level.rank,
-            torch.addmm(total, left[:, : level.sent], right[: level.sent], alpha=-level.weight),
-            level.weight,
-        )
-        for level, total in zip(levels, totals, strict=True)
-    ]
-    step = sum((change.total for change in changes[1:]), changes[0].total) / weight
-    if how == "bands" and len(changes) > 1:
-        known = directions(Factors(left, right, right[:, 0]))
-        more = faster(changes, known)
-        step = step if more is None else step + more
+    pairs = list(zip(levels, totals, strict=True))
+    if how == "bands":
+        whole = [Level(level.rank, total, level.weight, level.sent) for level, total in pairs]
+        step = mean_change(whole, Factors(left, right, right[:, 0]))
+    else:
+        changes = [
+            torch.addmm(total, left[:, : level.sent], right[: level.sent], alpha=-level.weight)
+            for level, total in pairs
+        ]
+        step = sum(changes[1:], changes[0]) / weight
     return torch.addmm(step, left, right)
 
 

@@ -34,11 +34,12 @@ class Directions(NamedTuple):
 
 
 class Level(NamedTuple):
-    """The changes of all that have one rank."""
+    """What all that have one rank made of the matrix that they were sent."""
 
     rank: int
-    total: Tensor  # (M, N): the sum of their changes, each times its weight
+    total: Tensor  # (M, N): the sum of what they have, each times its weight
     weight: float  # the sum of these
+    sent: int = 0  # so many of the server's leading directions, at most `rank`, are in each and are no change
 
 
 def directions(factors: Factors) -> Directions:
@@ -50,30 +51,69 @@ def directions(factors: Factors) -> Directions:
     )
 
 
-def beyond(change: Tensor, known: Directions, rank: int) -> Tensor:
-    """Return the part of `change` (M, N) that no small step of rank `rank` can make."""
-    left, right = known.left[:, :rank], known.right[:rank]
-    rest = torch.addmm(change, left, left.T @ change, alpha=-1)
-    return rest.addmm_(rest @ right.T, right, alpha=-1)
+def mean_change(levels: Sequence[Level], factors: Factors, speed: float = 1.0) -> Tensor:
+    """Return the mean of all changes (M, N), each band over those whose rank reaches it.
 
+    speed  of what lies beyond a rank: 1 is that mean, 0 the one over everybody, to which those count who change nothing
 
-def faster(levels: Sequence[Level], known: Directions) -> Tensor | None:
-    """Return what the mean over the bands has more than the mean over everybody; None if that is nothing."""
+    In the basis of the known directions, beyond_r drops the entries (i, j) with i < r or j < r. So what stays at (i, j)
+    depends on the larger of the two alone: it is of G_b = Σ c_a H_{a+1} over the ranks r_a above that, with
+    c_a = 1 / N_{a+1} − 1 / N_a. Every direction is multiplied with one matrix, and not with one for each rank:
+
+        Σ_b c_b · beyond_{r_b}(H_{b+1}) = G_1 − L (X − C R) − Y R
+        X_i = L_iᵀ G_b(i),    Y_j = G_b(j) R_jᵀ,    C_ij = L_iᵀ G_b(max(i, j)) R_jᵀ
+
+    What was sent is subtracted by the same product with L: its mean over those who reach a direction is a share of it,
+    as far as directions are orthogonal. Those of 16 bits are so to some digits, which is less than their rounding.
+    """
     ordered = _one_for_each_rank(levels)
-    found: Tensor | None = None
+    sent = max(level.sent for level in levels)
+    rank = ordered[1].rank if len(ordered) > 1 else 0  # the largest with something beyond it
+    known = directions(Factors(*factors.prefix(max(rank, sent)), factors.spectrum))
+    left, right = known.left, known.right[:rank]
+    rows = left.new_zeros(left.shape[1], factors.right.shape[1])  # X − C R, and what was sent
+    rows[:sent] = (_shares_sent(levels, sent, speed) * factors.left[:, :sent].norm(dim=0).double())[:, None]
+    rows[:sent] *= factors.right[:sent]
     total, weight = ordered[0].total, ordered[0].weight
-    for level in ordered[1:]:
-        more = 1 / weight - 1 / (weight + level.weight)
-        part = beyond(total, known, level.rank).mul_(more)
-        found = part if found is None else found.add_(part)
-        total, weight = total + level.total, weight + level.weight
-    return found
+    if not rank:
+        return torch.addmm(total / weight, left, rows, alpha=-1)
+    columns, core = left.new_empty(len(left), rank), left.new_empty(rank, rank)  # Y, C
+    mixed: Tensor | None = None  # G of the band
+    so_far: Tensor | None = None  # the memory of the sum over those of larger ranks, once there are two
+    for level, inner in zip(ordered[1:], [each.rank for each in ordered[2:]] + [0], strict=True):
+        more = speed * (1 / weight - 1 / (weight + level.weight))
+        mixed = total * more if mixed is None else mixed.add_(total, alpha=more)
+        band, reached = slice(inner, level.rank), slice(0, level.rank)
+        here = left[:, band].T @ mixed
+        rows[band] += here
+        columns[:, band] = mixed @ right[band].T
+        core[band, reached] = here @ right[reached].T
+        core[:inner, band] = left[:, :inner].T @ columns[:, band]
+        total = so_far = total + level.total if so_far is None else so_far.add_(level.total)
+        weight += level.weight
+    assert mixed is not None  # there are two levels or more
+    rows[:rank].addmm_(core, right, alpha=-1)
+    mixed.add_(total, alpha=1 / weight)
+    return mixed.addmm_(left, rows, alpha=-1).addmm_(columns, right, alpha=-1)
+
+
+def _shares_sent(levels: Sequence[Level], count: int, speed: float) -> Tensor:
+    """Return how much of each of so many directions is in the mean since it was sent.
+
+    At full speed, it is the share of those who were sent it among those whose rank reaches it.
+    """
+    everybody, shares = sum(level.weight for level in levels), []
+    for j in range(count):
+        reaching = sum(level.weight for level in levels if level.rank > j)
+        counts = (1 - speed) / everybody + speed / reaching
+        shares.append(counts * sum(level.weight for level in levels if level.sent > j))
+    return torch.tensor(shares, dtype=torch.float64)
 
 
 def _one_for_each_rank(levels: Sequence[Level]) -> list[Level]:
     """Return the levels, those of one rank together, the largest rank first."""
     found: dict[int, Level] = {}
-    for rank, total, weight in levels:
+    for rank, total, weight, _ in levels:
         old = found.get(rank)
         found[rank] = Level(rank, old.total + total, old.weight + weight) if old else Level(rank, total, weight)
     return [found[rank] for rank in sorted(found, reverse=True)]
