@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import cast, get_args
 
 import torch
@@ -33,8 +34,8 @@ class RankPlan(Mapping[str, int]):
     decisions: Mapping[str, int | str]  # a rank, or the reason for none, in the order of the model
     form: Form = "spatial"  # of the factorized convolutions
 
-    @property
-    def ranks(self) -> dict[str, int]:
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
         return {name: what for name, what in self.decisions.items() if not isinstance(what, str)}
 
     @property

@@ -64,7 +64,8 @@ class WeightedMean:
         if name in self._products:
             self._products[name].addmm_(left, right, alpha=weight)
         else:
-            self._products[name] = (left @ right).mul_(weight)
+            product = left @ right
+            self._products[name] = product if weight == 1 else product.mul_(weight)
 
     def correct(self, name: str, tensor: Tensor, weight: float) -> None:
         """Add `weight · tensor` to the sum, without counting it as a contribution."""

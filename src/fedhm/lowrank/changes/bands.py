@@ -17,6 +17,7 @@ sum of their weights, that mean is
 the mean over everybody, and whatever lies beyond a rank as much faster as fewer can make it.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -102,12 +103,14 @@ def _shares_sent(levels: Sequence[Level], count: int, speed: float) -> Tensor:
 
     At full speed, it is the share of those who were sent it among those whose rank reaches it.
     """
-    everybody, shares = sum(level.weight for level in levels), []
-    for j in range(count):
-        reaching = sum(level.weight for level in levels if level.rank > j)
+    everybody = sum(level.weight for level in levels)
+    shares = torch.zeros(count, dtype=torch.float64)
+    edges = sorted({0, count, *(end for level in levels for end in (level.rank, level.sent) if end < count)})
+    for start, end in itertools.pairwise(edges):  # all of these directions have the same clients
+        reaching = sum(level.weight for level in levels if level.rank > start)
         counts = (1 - speed) / everybody + speed / reaching
-        shares.append(counts * sum(level.weight for level in levels if level.sent > j))
-    return torch.tensor(shares, dtype=torch.float64)
+        shares[start:end] = counts * sum(level.weight for level in levels if level.sent > start)
+    return shares
 
 
 def _one_for_each_rank(levels: Sequence[Level]) -> list[Level]:
