@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # files side by side, in the order that tests/conftest.py gives them: the slow ones, which have few tests, come first
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# where one of their processes crashes all end: with another in its place, pytest-xdist may wait for ever
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 # many processes import the library: where this is set, each of them would compile it again
