@@ -53,7 +53,8 @@ def honest(partition: str, seed: int, robust: str, changes: Sequence[str]) -> di
         found["updates"] = float(sum(len(record.participants) for record in result.records))
         found["left out"] = float(sum(len(record.dropped) for record in result.records))
         found["cut"] = float(sum(len(record.clipped) for record in result.records))
-        found["lowest margin"] = min(margins(result.records))
+        if seen := margins(result.records):  # of fewer than five in a round, nobody is judged by it
+            found["lowest margin"] = min(seen)
     return found
 
 

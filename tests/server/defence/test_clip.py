@@ -54,11 +54,17 @@ def test_in_the_first_round_the_bound_is_that_of_the_round_itself() -> None:
 
 
 def test_of_few_updates_nobody_is_bounded() -> None:
-    lengths = [1.0, 1.0, 1.0, 500.0]
+    lengths = [1.0, 500.0]
     assert len(lengths) < ENOUGH
     found, findings = clipped([arrived(n, length) for n, length in enumerate(lengths)], history(), 1)
     assert found == pytest.approx(lengths)
     assert not findings.clipped
+
+
+def test_of_three_in_the_first_round_one_is_bounded_by_the_others() -> None:
+    found, findings = clipped([arrived(n, length) for n, length in enumerate([1.0, 500.0, 2.0])], history(), 1)
+    assert found == pytest.approx([1.0, MULTIPLE * 2.0, 2.0])
+    assert [entry["client"] for entry in findings.clipped] == [1]
 
 
 def test_the_few_of_several_rounds_are_enough() -> None:

@@ -200,9 +200,27 @@ def test_layers_are_compared_by_name_whatever_their_order() -> None:
 def test_who_has_too_few_others_to_be_compared_with_passes() -> None:
     changes = honest(3, 8)
     changes[0] = times(-4, changes[0])
-    apart = [arrived(n, change, "ab"[n % 2]) for n, change in enumerate(changes)]
+    apart = [arrived(n, change, "abcd"[n % 4]) for n, change in enumerate(changes)]
     assert guarded(apart, Findings({}, [], []), one_model=False) == but(of=8)
     assert guarded(apart, Findings({}, [], []), one_model=True) == but(0, of=8)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10_000), st.integers(3, 4), st.integers(0, 2))
+def test_of_three_or_four_who_goes_against_the_others_is_left_out(seed: int, count: int, hostile: int) -> None:
+    changes, findings = honest(seed, count), Findings({}, [], [])
+    assert passed(changes) == but(of=count)
+    changes[hostile] = times(-4, changes[hostile])
+    assert passed(changes, findings) == but(hostile, of=count)
+    assert "goes against the others" in findings.dropped[0]["reason"]
+
+
+def test_of_four_nobody_is_left_out_for_going_another_way() -> None:
+    """So few tell too little of how honest clients differ."""
+    changes, findings = honest(3, 4), Findings({}, [], [])
+    changes[1] = honest(4, 1)[0]
+    assert passed(changes, findings) == but(of=4)
+    assert findings.agreement == {}
 
 
 def test_where_nobody_agrees_nobody_is_left_out() -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fedhm.server.defence.moved import WEIGHTS
 
 WINDOW = 5  # rounds whose norms make one median: of a single round, a tier has two or three
-ENOUGH = 5  # norms, of which a median resists two that lie: with fewer, nobody is bounded
+ENOUGH = 3  # norms, of which a median resists one that lies: with fewer, nobody is bounded
 SETTLED = 8  # norms, from which on there is no need to wait for more
 ABOVE_ALL = 2.0  # times the level of all tiers: a tier's own is not more
 GROWTH = 2.0  # times the level of the rounds before: that of this round is not more

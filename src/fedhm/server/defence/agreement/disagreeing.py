@@ -10,6 +10,8 @@ train the same layers, and there they can be compared. An update is dropped if
   longer than half of that, or
 - it was too long, and goes along with the others less than most do: a long honest one has trained longer.
 
+Among three or four clients only the last two can be told, among fewer nothing.
+
 The first few updates of a round are held and compared with each other, all later ones with these: memory stays
 independent of the number of clients.
 """
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from fedhm.server.defence.agreement.gram import Recovered, recovered
-from fedhm.server.defence.agreement.panel import FEWEST, Panel
+from fedhm.server.defence.agreement.panel import FEWEST, TELLING, Panel
 from fedhm.server.defence.agreement.standing import Standing
 from fedhm.server.defence.clip import Findings
 from fedhm.server.defence.moved import WEIGHTS, Layout, Moved, length
@@ -74,7 +76,7 @@ def drop_disagreeing(
         return not reason
 
     def of_agreement(client: int, panel: Panel, agreement: float) -> str | None:
-        if not panel.clear:
+        if not panel.clear or panel.others(client) < TELLING:
             return DISAGREED if standing.was_out(client) else None
         seen = panel.seen(agreement)
         findings.agreement[client] = min(findings.agreement.get(client, seen), seen)  # of several tasks, the worst

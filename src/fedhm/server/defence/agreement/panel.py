@@ -9,7 +9,8 @@ from torch import Tensor
 from fedhm.server.defence.agreement.gram import Recovered, by_layer
 from fedhm.server.defence.agreement.standing import LEAST_SPREAD, Seen, Standing
 
-FEWEST = 4  # others, of which three honest ones tell the way
+FEWEST = 2  # others, who tell which way is against theirs
+TELLING = 4  # others, of which three honest ones tell who disagrees with them
 DEVIATIONS = 1.4826  # in a median distance from the median
 QUANTILE = 0.6  # of the cosines with others
 CLEAR = 2.0  # spreads: so large is the median agreement of clients that go one way
@@ -28,13 +29,13 @@ class Panel:
         self._lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt()
         self._cosines = _over(products, self._lengths[:, :, None] * self._lengths[:, None])
         trusted = [place for place, client in enumerate(clients) if not known.was_out(client)]
-        self._way = trusted if len(trusted) > FEWEST else list(range(len(clients)))
+        self._way = trusted if len(trusted) > TELLING else list(range(len(clients)))
         for _ in clients:
             self._look()
             if self.median <= 0:
                 break
             left = [place for place, seen in enumerate(self._seen) if not known.out(clients[place], seen)]
-            if left == self._way or len(left) <= FEWEST:
+            if left == self._way or len(left) <= TELLING:
                 break
             self._way = left
 
