@@ -17,10 +17,10 @@ from pathlib import Path
 
 from fedhm.assembly import assemble, read_federation
 from fedhm.config.reading import load_config
+from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.models.build import build_model
 from fedhm.runs.result import Result
-from fedhm.server.intake import TooFewUpdatesError
 from fedhm.work.work import work_of
 from hostile import ATTACKS, ORDER, Hostile, mislabelled
 from remembered import Remembering
@@ -75,7 +75,8 @@ def run(cell: Cell, preset: str, changes: Sequence[str], records: Path | None = 
         experiment.engine = Hostile(experiment.engine, hostile, cell.attack, config.train.max_change)
     try:
         result = experiment.run()
-    except TooFewUpdatesError:  # of a model that was destroyed, no client's training gives numbers
+    except FedhmError as error:  # of a model that was destroyed, no client's training or statistics give numbers
+        print(f"{cell.name}: {error}", flush=True)
         return {}
     if records:
         lines = "".join(record.to_json() + "\n" for record in result.records)
