@@ -162,7 +162,8 @@ def assemble(
         engine or _own_engine(settings, federation, networks, public, secret),
         costs, partial(fingerprint, settings, initial, federation), data_facts(federation),
         [*watchers, *trackers(settings.tracking)],
-        bool(federation.remote), holders, Stopping(settings.stop, settings.objective.headline, method.tiers),
+        bool(federation.remote), holders,
+        Stopping(settings.stop, settings.objective.headline, method.tiers, at_clients=test is None),
         _privacy(settings, federation, method, intake, bool(holders), secret),
         Fleet(settings, intake) if settings.federation.devices else None,
     )  # fmt: skip

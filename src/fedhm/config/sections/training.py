@@ -99,10 +99,14 @@ class ServerConfig(Section):
 class StopConfig(Section):
     """When a run ends before its last round: never, if neither a patience nor a target is set."""
 
+    as_before: ClassVar = {"clients": "pooled"}
+
     patience: Annotated[int, Field(ge=0)] = 0  # so many evaluations without an improvement end it; 0: never
     min_change: Annotated[float, Field(ge=0)] = 0.0  # of the headline metric: what is not more is no improvement
     target: float | None = None  # the headline metric's value at which it ends, as records have it: 0.97
     tier: str = ""  # whose model counts; empty: the largest tier's
+    # where only clients evaluate: what of their metrics counts. One that lies moves the pooled ones as far as it likes
+    clients: Literal["median", "pooled"] = "median"
 
     @property
     def active(self) -> bool:
