@@ -30,6 +30,11 @@ def kept(out: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("round-")) for path in (out / "checkpoints").iterdir())
 
 
+def leave_records(out: Path, count: int) -> None:
+    file = out / "records.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:count]))
+
+
 def take_back(out: Path, last: int) -> None:
     with RunFolder.open(out) as folder:
         folder.take_back(last)
@@ -82,11 +87,53 @@ def test_records_without_any_checkpoint_are_not_thrown_away(tmp_path: Path) -> N
 def test_the_record_of_a_first_round_that_was_killed_is_taken_back(tmp_path: Path) -> None:
     run(tmp_path)
     expected = outcome(tmp_path)
-    shutil.rmtree(tmp_path / "checkpoints")
-    file = tmp_path / "records.jsonl"
-    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    for folder in ("checkpoints", "models"):
+        shutil.rmtree(tmp_path / folder)
+    (tmp_path / "report.md").unlink()
+    leave_records(tmp_path, 1)
+    (tmp_path / "models" / "best-round-1").mkdir(parents=True)  # which is there before the record is
     run(tmp_path)
+    (tmp_path / "models" / "best-round-1").rmdir()
     assert outcome(tmp_path) == expected
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_results_without_any_checkpoint_are_not_written_over(left: int, tmp_path: Path) -> None:
+    run(tmp_path, train={"rounds": 2, "batch": 8})
+    shutil.rmtree(tmp_path / "checkpoints")
+    leave_records(tmp_path, left)
+    for what in ("models", "report"):
+        with pytest.raises(FedhmError, match=rf"holds the {what} of a run, but there is no checkpoint in .*: put one"):
+            run(tmp_path, train={"rounds": 2, "batch": 8})
+        assert len(read_records(tmp_path / "records.jsonl")) == left
+        shutil.rmtree(tmp_path / "models", ignore_errors=True)
+
+
+def test_the_models_of_a_best_round_stay_if_it_does(tmp_path: Path) -> None:
+    settings = {"train": {"rounds": 4, "batch": 8, "lr": 1e-9}, "stop": {"patience": 9}, "checkpoints": {"keep": "all"}}
+    best = run(tmp_path, **settings).best_round
+    assert best == 1
+    folder = tmp_path / "models" / f"best-round-{best}"
+    before = (folder / "full.safetensors").read_bytes()
+    take_back(tmp_path, 3)
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [folder.name]
+    assert [path.name for path in (tmp_path / "taken-back-1" / "models").iterdir()] == ["full.safetensors"]
+    again = run(tmp_path, **settings)
+    assert (again.best_round, again.best.keys()) == (best, {"full"})
+    assert (folder / "full.safetensors").read_bytes() == before
+    (folder / "full.safetensors").write_bytes(b"x")
+    with pytest.raises(FedhmError, match=r"cannot read .*; put it back, or remove .*best-round-1 to do without"):
+        run(tmp_path, **settings)
+    shutil.rmtree(folder)
+    assert run(tmp_path, **settings).best == {}
+
+
+def test_where_nothing_is_taken_back_nothing_is_moved(tmp_path: Path) -> None:
+    run(tmp_path, train={"rounds": 2, "batch": 8})
+    before = outcome(tmp_path)
+    take_back(tmp_path, 2)
+    assert not list(tmp_path.glob("taken-back-*"))
+    assert outcome(tmp_path) == before
 
 
 def test_records_of_checkpoints_that_somebody_removed_are_moved_aside(tmp_path: Path) -> None:

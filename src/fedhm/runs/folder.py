@@ -1,7 +1,7 @@
 """A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +16,9 @@ from fedhm.machine.locks import take_lock
 from fedhm.machine.places import check_folder, make_folder
 from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
-from fedhm.runs import identities, secret
+from fedhm.runs import identities, released, secret
 from fedhm.runs.begun import Begun, note_resumed, read_begun, write_begun
+from fedhm.runs.best_models import best_round_of
 from fedhm.runs.checkpoint import (
     Checkpoint,
     ForeignCheckpointError,
@@ -28,6 +29,7 @@ from fedhm.runs.checkpoint import (
 )
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.records import append_record, in_brief, read_records, write_records
+from fedhm.runs.released import check_none_repeats, note_released
 from fedhm.runs.taken_back import set_aside
 from fedhm.runs.tier_files import save_tier, tier_file
 from fedhm.server.record import Record
@@ -109,11 +111,13 @@ class RunFolder:
             raise FedhmError(f"{error}{self.begun.remark}") from None
         done, file = checkpoint.round if checkpoint else 0, self.path / "records.jsonl"
         records = read_records(file)
-        if not done and len(records) > 1:  # of the first round, a run that was killed may have left the record alone
+        if not done and (found := self._results(records)):
             raise FedhmError(
-                f"{file} names {len(records)} rounds, but there is no checkpoint in {self.path}/checkpoints: put one "
-                "back to resume the run, or start it again in another folder"
+                f"{found}, but there is no checkpoint in {self.path}/checkpoints: put one back to resume the run, or "
+                "start it again in another folder"
             )
+        if self.config.privacy.active:
+            check_none_repeats(self.path, done)
         if [record.round for record in records[:done]] != list(range(1, done + 1)):
             raise FedhmError(f"{file} does not hold the {done} rounds that the checkpoint has seen")
         if len(records) > done + 1:  # somebody has removed checkpoints; one record more is that of a killed round
@@ -123,6 +127,16 @@ class RunFolder:
         if not self._new:
             note_resumed(self.path, self.begun, done)
         return checkpoint, records[:done]
+
+    def _results(self, records: Sequence[Record]) -> str:
+        """Return which results are there that one killed in its first round cannot have, to begin a sentence."""
+        if len(records) > 1:  # of the first round, a run that was killed may have left the record alone
+            return f"{self.path}/records.jsonl names {len(records)} rounds"
+        models = any(
+            best_round_of(path) != 1 for path in self.models.glob("*")
+        )  # that one is written before its record
+        report = (self.path / "report.md").exists()
+        return f"{self.path} holds the {'models' if models else 'report'} of a run" if models or report else ""
 
     def take_back(self, last: int) -> None:
         """Make the run one that has done `last` rounds: what came of later ones is moved aside."""
@@ -150,6 +164,8 @@ class RunFolder:
         """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
         append_record(self.path / "records.jsonl", record)
         save_checkpoint(self.path / "checkpoints", checkpoint, run, keep)
+        if self.config.privacy.active:
+            note_released(self.path, checkpoint.round)
 
     def remove_if_nothing_was_done(self) -> None:
         """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
@@ -161,6 +177,7 @@ class RunFolder:
                 "plans.json",
                 "data.json",
                 secret.FILE,
+                released.FILE,
                 identities.FILE,
                 TRACKING,
             ):
