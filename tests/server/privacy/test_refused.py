@@ -105,6 +105,8 @@ def test_pixels_whose_mean_is_taken_in_the_clear(federation: Federation) -> None
 def test_local_noise_refuses_what_a_client_would_send_without_it() -> None:
     assert "set it to 0" in refusal(privacy=LOCAL, train={"masked_loss": False, "max_change": 10.0})
     assert "data.validation" in refusal(privacy=LOCAL, data={"validation": 0.2})
+    by_samples = {"name": "fedavg", "weighting": "samples"}
+    assert "method.weighting = 'samples' counts a client by its" in refusal(privacy=LOCAL, method=by_samples)
     there = normal_federation()
     clients = [(samples.inputs, samples.labels) for samples in there.clients]
     table = {"privacy": LOCAL, "method": {"name": "fedavg"}, "train": {"masked_loss": False, "max_change": 0}}
