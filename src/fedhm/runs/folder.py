@@ -1,7 +1,7 @@
 """A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +28,7 @@ from fedhm.runs.checkpoint import (
     save_checkpoint,
 )
 from fedhm.runs.fingerprint import DataFacts
-from fedhm.runs.records import append_record, in_brief, read_records, write_records
+from fedhm.runs.records import append_record, check_whole, in_brief, read_records, write_records
 from fedhm.runs.released import check_none_repeats, note_released
 from fedhm.runs.taken_back import set_aside
 from fedhm.runs.tier_files import save_tier, tier_file
@@ -103,7 +103,9 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def restore(self, run: str, state_type: type[Any]) -> tuple[Checkpoint | None, list[Record]]:
+    def restore(
+        self, run: str, state_type: type[Any], tiers: Collection[str]
+    ) -> tuple[Checkpoint | None, list[Record]]:
         """Return the last checkpoint and the records up to it. Remove those of rounds without a finished checkpoint."""
         try:
             checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
@@ -111,6 +113,7 @@ class RunFolder:
             raise FedhmError(f"{error}{self.begun.remark}") from None
         done, file = checkpoint.round if checkpoint else 0, self.path / "records.jsonl"
         records = read_records(file)
+        check_whole(file, records, self.config.objective.headline.name, tiers)
         if not done and (found := self._results(records)):
             raise FedhmError(
                 f"{found}, but there is no checkpoint in {self.path}/checkpoints: put one back to resume the run, or "

@@ -12,7 +12,7 @@ from fedhm.measure.cost import Cost
 from fedhm.runs.best_models import kept_best
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
-from fedhm.runs.records import read_records
+from fedhm.runs.records import check_whole, read_records
 from fedhm.runs.tier_files import Layer, read_layers, tier_file
 from fedhm.server.record import Record, Traffic
 
@@ -101,4 +101,5 @@ def _read(path: Path) -> Run:
             raise FedhmError(
                 f"{path}/tiers.json and round {record.round} of {path}/records.jsonl name other tiers: {min(odd)}"
             )
+    check_whole(path / "records.jsonl", records, config.objective.headline.name, costs)
     return run
