@@ -52,6 +52,8 @@ class TrainConfig(Section):
             raise ValueError("nesterov needs a momentum, and no dampening")
         if self.nested_form == "instead" and self.nested == 1:
             raise ValueError("nested_form = 'instead' needs a nested below 1, or no larger tier would be trained")
+        if not self.learning_rate(self.rounds):  # norms of changes are measured in multiples of it
+            raise ValueError("lr is multiplied by lr_decay at so many milestones that it is 0 in the last round")
         return self
 
     @property
