@@ -222,7 +222,7 @@ def read_federation(config: Config) -> Federation:
     if config.data is None:
         raise FedhmError(
             "this run has no [data] section: it was started from Python with its own data, "
-            "and is resumed there, by fedhm.run with the same arguments"
+            "and is resumed there, by fedhm.run with the same arguments, or with from_round=ROUND from an earlier round"
         )
     base = config.model.base if config.model else ""
     return partitioned(config.data, config.federation.clients, config.seed, base, config.objective.per_token)

@@ -16,14 +16,17 @@ from fedhm.runs.records import read_records
 from fedhm.runs.result import Result
 from run_outcome import outcome
 
+DIGITS = ["train.rounds=3", "data.train_samples=40", "model.width=0.05", "method.name=fedavg", "engine.workers=1"]
+DIGITS += ["federation.clients=2", "train.epochs=1", "evaluation.every=3", "checkpoints.keep=all"]
 pytestmark = pytest.mark.usefixtures("without_figures")
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 
 
-def run(out: Path, **sections: dict[str, Any]) -> Result:
-    torch.manual_seed(0)
+def run(out: Path, from_round: int | None = None, seed: int = 0, **sections: dict[str, Any]) -> Result:
+    torch.manual_seed(seed)
     settings = {"train": {"rounds": 5, "batch": 8}, "engine": {"threads": 1}, "method": "fedavg", **sections}
-    return fedhm.run(nn.Linear(4, 3), [(X[::2], Y[::2]), (X[1::2], Y[1::2])], (X, Y), settings, out)
+    clients = [(X[::2], Y[::2]), (X[1::2], Y[1::2])]
+    return fedhm.run(nn.Linear(4, 3), clients, (X, Y), settings, out, from_round=from_round)
 
 
 def kept(out: Path) -> list[int]:
@@ -146,11 +149,33 @@ def test_records_of_checkpoints_that_somebody_removed_are_moved_aside(tmp_path: 
     assert read_records(tmp_path / "taken-back-1" / "records.jsonl") == records[3:]
 
 
-def test_from_the_shell_and_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["train.rounds=3", "data.train_samples=40", "model.width=0.05", "method.name=fedavg", "engine.workers=1"]
-    settings += ["federation.clients=2", "train.epochs=1", "evaluation.every=3", "checkpoints.keep=all"]
+def test_a_run_of_ones_own_model_goes_back(tmp_path: Path) -> None:
+    settings = {"train": {"rounds": 3, "batch": 8}, "checkpoints": {"keep": "all"}}
     out = tmp_path / "run"
-    assert main(["run", "digits", "--set", *settings, "--out", str(out)]) == 0
+    with pytest.raises(FedhmError, match="from_round goes back in a run that has begun: out must be its folder"):
+        run(out, from_round=1, **settings)
+    run(out, **settings)
+    before = outcome(out)
+    with pytest.raises(FedhmError, match=r"started from Python .* with from_round=ROUND from an earlier round"):
+        fedhm.resume(out, from_round=1)
+    with pytest.raises(FedhmError, match="belongs to another run"):
+        run(out, from_round=1, seed=1, **settings)
+    first = out / "checkpoints" / "round-000001.safetensors"
+    content = first.read_bytes()
+    first.write_bytes(content[:-1])
+    with pytest.raises(FedhmError, match="is damaged"):
+        run(out, from_round=1, **settings)
+    first.write_bytes(content)
+    assert not list(out.glob("taken-back-*"))
+    assert outcome(out) == before
+    run(out, from_round=1, **settings)
+    assert outcome(out) == before
+    assert kept(out / "taken-back-1") == [2, 3]
+
+
+def test_from_the_shell_and_from_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "digits", "--set", *DIGITS, "--out", str(out)]) == 0
     before = outcome(out)
     assert main(["resume", str(out), "--from", "1"]) == 0
     assert outcome(out) == before
@@ -160,3 +185,32 @@ def test_from_the_shell_and_from_python(tmp_path: Path, capsys: pytest.CaptureFi
     assert {path.name for path in out.glob("taken-back-*")} == {"taken-back-1", "taken-back-2"}
     assert main(["resume", str(out), "--from", "7"]) == 1
     assert "has no checkpoint of round 7, only of 1 and 2 and 3" in capsys.readouterr().err
+
+
+def reword(out: Path, *changes: tuple[str, str]) -> None:
+    text = (out / "config.toml").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (out / "config.toml").write_text(text)
+
+
+def test_on_flower_nothing_is_moved_for_a_run_that_cannot_be_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "digits", "--set", *DIGITS, "--out", str(out)]) == 0
+    reword(out, ('name = "local"', 'name = "flower"'), ("train_samples = 40", "train_samples = 1"))
+    before = outcome(out)
+    assert main(["resume", str(out), "--from", "1"]) == 1
+    assert "samples" in capsys.readouterr().err
+    assert not list(out.glob("taken-back-*"))
+    assert outcome(out) == before
+
+
+def test_a_run_of_a_flower_app_goes_back_for_its_app(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, train={"rounds": 3, "batch": 8})
+    reword(tmp_path, ('name = "local"', 'name = "flower"'))
+    assert main(["resume", str(tmp_path), "--from", "2"]) == 0
+    assert "the same 'flwr run' resumes" in capsys.readouterr().out
+    assert kept(tmp_path / "taken-back-1") == [3]

@@ -22,6 +22,7 @@ from fedhm.runs.best_models import best_round_of
 from fedhm.runs.checkpoint import (
     Checkpoint,
     ForeignCheckpointError,
+    check_checkpoint,
     existing_checkpoints,
     newest_checkpoint,
     round_of,
@@ -141,15 +142,22 @@ class RunFolder:
         report = (self.path / "report.md").exists()
         return f"{self.path} holds the {'models' if models else 'report'} of a run" if models or report else ""
 
-    def take_back(self, last: int) -> None:
-        """Make the run one that has done `last` rounds: what came of later ones is moved aside."""
+    def take_back(self, last: int, run: str | None = None) -> None:
+        """Make the run one that has done `last` rounds: what came of later ones is moved aside.
+
+        run  identifies the run that is to be resumed from there, if that is known: it is refused before anything moves
+        """
         self._check_repeatable()
-        existing = [round_of(path) for path in existing_checkpoints(self.path / "checkpoints")]
+        existing = {round_of(path): path for path in existing_checkpoints(self.path / "checkpoints")}
         if last not in existing:
             there = f"only of {' and '.join(map(str, existing))}" if existing else "nor of any other"
             raise FedhmError(
                 f"{self.path} has no checkpoint of round {last}, {there}; a run keeps more with checkpoints.keep"
             )
+        try:
+            check_checkpoint(existing[last], run)
+        except ForeignCheckpointError as error:
+            raise FedhmError(f"{error}{self.begun.remark}") from None
         set_aside(self.path, last, read_records(self.path / "records.jsonl"))
 
     def _check_repeatable(self) -> None:
