@@ -44,7 +44,7 @@ class Run:
     def evaluated_at_clients(self) -> bool:
         """Tell whether the server had no test set, so that metrics are those of the clients' test samples together."""
         pooled = {tier: found.overall.pooled for tier, found in self.evaluated[-1].clients.items()}
-        return pooled == self.evaluated[-1].metrics
+        return str(pooled) == str(self.evaluated[-1].metrics)  # NaN is no other than NaN here
 
     def bytes_per_client(self, tier: str) -> float | None:
         """Return the measured bytes of training, both ways, per round and participant of a tier; None if none."""
