@@ -136,9 +136,8 @@ class RunFolder:
         """Return which results are there that one killed in its first round cannot have, to begin a sentence."""
         if len(records) > 1:  # of the first round, a run that was killed may have left the record alone
             return f"{self.path}/records.jsonl names {len(records)} rounds"
-        models = any(
-            best_round_of(path) != 1 for path in self.models.glob("*")
-        )  # that one is written before its record
+        # the models of the first round as the best one are written before its record
+        models = any(best_round_of(path) != 1 for path in self.models.glob("*"))
         report = (self.path / "report.md").exists()
         return f"{self.path} holds the {'models' if models else 'report'} of a run" if models or report else ""
 
