@@ -10,6 +10,7 @@ from conftest import small_config, small_federation, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
+from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import exchanged
 from fedhm.runs.folder import RunFolder
@@ -34,9 +35,11 @@ class Backwards:
         self._engine.close()
 
 
-def ready(federation: Federation, attack: str = "", rounds: int = 3, **sections: dict[str, object]) -> Experiment:
+def ready(
+    federation: Federation, attack: str = "", rounds: int = 3, least: int = 1, **sections: dict[str, object]
+) -> Experiment:
     train = {"rounds": rounds, "on_bad_update": "drop", **sections.pop("train", {})}
-    everybody = {"clients": 8, "participation": 1.0}
+    everybody = {"clients": 8, "participation": 1.0, "min_updates": least, "attempts": 1}
     engine = {"threads": 1, "server_threads": 1, "workers": 1}
     at_the_end = {"every": rounds, **sections.pop("evaluation", {})}
     config = small_config(
@@ -145,6 +148,15 @@ def test_every_attack_passes_the_door(federation: Federation, attack: str) -> No
 def test_krum_drops_the_one_that_is_far_off(federation: Federation) -> None:
     result = ready(federation, "noise", server={"robust": "krum", "attackers": 1}).run()
     assert [[entry["client"] for entry in record.dropped] for record in result.records] == [[0]] * 3
+
+
+def test_what_the_defence_leaves_out_does_not_count_as_an_update(federation: Federation) -> None:
+    with pytest.raises(
+        FedhmError, match=r"too few updates could be used in round 1, 7 of 8 in attempt 1 of 1: .*client 0"
+    ):
+        ready(federation, "flip", rounds=1, least=8).run()
+    merged = ready(federation, "flip", rounds=1, least=7).run()
+    assert [entry["client"] for entry in merged.records[0].dropped] == [0]
 
 
 def test_a_server_that_hides_its_clients_does_not_compare_them() -> None:

@@ -1,19 +1,27 @@
 """A run that ended early is complete, says why, resumes as complete, and keeps the models of its best round."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import fedhm
+from fedhm.assembly import assemble
 from fedhm.compare.compared import Compared, difference_of_entries
+from fedhm.config.reading import parse
+from fedhm.data.federation import gathered
+from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
 from fedhm.report.tables import markdown
 from fedhm.runs.best_models import kept_best, load_best
-from fedhm.runs.folder import is_complete, read_config
+from fedhm.runs.folder import RunFolder, is_complete, read_config
 from fedhm.runs.history import read_runs
 from fedhm.runs.result import Result
 from fedhm.runs.tier_files import load_tier, tier_file
+from fedhm.work.messages import Reply, Task, Update
 from made_runs import made_run
 from test_without_server_test import SETTINGS, clients, model
 
@@ -31,7 +39,8 @@ def models(out: Path) -> dict[str, bytes]:
 
 
 def accuracies(result: Result) -> list[float]:
-    return [record.metrics["full"].accuracy for record in result.records]
+    """Return by round what [stop] goes by where only clients evaluate."""
+    return [record.clients["full"].overall.median.accuracy for record in result.records]
 
 
 def test_a_target_ends_the_run_which_is_complete_then(tmp_path: Path) -> None:
@@ -40,7 +49,7 @@ def test_a_target_ends_the_run_which_is_complete_then(tmp_path: Path) -> None:
     first = next(number for number, value in enumerate(whole, start=1) if value >= target)
     result = run(tmp_path / "run", rounds=8, target=target)
     assert accuracies(result) == whole[:first]
-    assert result.records[-1].stopped == f"tier full reached {100 * target:g} % accuracy"
+    assert result.records[-1].stopped == f"tier full reached {100 * target:g} % accuracy in the median over clients"
     assert is_complete(tmp_path / "run", read_config(tmp_path / "run"))
     before = models(tmp_path / "run")
     again = run(tmp_path / "run", rounds=8, target=target)
@@ -49,7 +58,7 @@ def test_a_target_ends_the_run_which_is_complete_then(tmp_path: Path) -> None:
     (read,) = read_runs([tmp_path / "run"])
     assert read.complete
     text = markdown([read])
-    assert f"run stopped after round {first}: tier full reached {100 * target:g} % accuracy." in text
+    assert f"run stopped after round {first}: {result.records[-1].stopped}." in text
     assert f"The best round of run was {first}: models/best-round-{first}." in text
 
 
@@ -70,6 +79,67 @@ def test_patience_keeps_the_models_of_the_best_round(tmp_path: Path) -> None:
     for tier, network in again.best.items():
         for name, tensor in network.state_dict().items():
             assert torch.equal(tensor, result.best[tier].state_dict()[name])
+
+
+class OneLiar:
+    """An engine whose client 0 says, from round 2 on, that the model is as wrong as the door lets in."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Reply]:
+        for reply in self._engine.run(tasks):
+            task = tasks[reply.position]
+            if isinstance(reply, Update) and task.kind == "evaluate" and task.client == 0 and task.round > 1:
+                errors = torch.full_like(reply.tensors["errors"], 1e19 * reply.samples)
+                reply = replace(reply, tensors={**reply.tensors, "errors": errors})
+            yield reply
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def lied_to(how: str) -> Result:
+    """Run without a server's test set, with one client of five that lies."""
+    table = {
+        **SETTINGS,
+        "train": {"rounds": 5, "epochs": 4, "lr": 0.05, "batch": 8},
+        "federation": {"clients": 5, "participation": 1.0},
+        "objective": "regression",
+        "engine": {"threads": 1, "server_threads": 1, "workers": 1},
+        "stop": {"patience": 2, "clients": how},
+    }
+    config = parse(table, "test").resolved()
+    numbers = [(x, x[:, 0]) for x, _ in clients()]
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    data = gathered(numbers, None, 0, False, torch.float32, None, config.objective, 0.5, 0)
+    experiment = assemble(network, data, config)
+    experiment.engine = OneLiar(experiment.engine)
+    return experiment.run()
+
+
+def test_one_client_that_lies_neither_ends_a_run_nor_chooses_its_round() -> None:
+    pooled = lied_to("pooled")
+    assert (len(pooled.records), pooled.best_round) == (3, 1)
+    median = lied_to("median")
+    assert (len(median.records), median.best_round) == (5, 5)
+
+
+def test_a_run_of_an_earlier_version_goes_by_the_pooled_metric(tmp_path: Path) -> None:
+    train = {**SETTINGS["train"], "rounds": 3, "lr": 0.2}
+    table = {**SETTINGS, "train": train, "stop": {"patience": 5}, "federation": {"clients": 5}}
+    with RunFolder.create(tmp_path, parse(table, "test").resolved()):
+        pass
+    file = tmp_path / "config.toml"
+    before = file.read_text()
+    file.write_text(before.replace('clients = "median"\n', ""))
+    assert file.read_text() != before
+    assert read_config(tmp_path).stop.clients == "pooled"
+    result = run(tmp_path, rounds=3, patience=5)
+    pooled = [record.metrics["full"].accuracy for record in result.records]
+    assert result.best_round == 1 + pooled.index(max(pooled))
+    assert run(tmp_path, rounds=3, patience=5).best_round == result.best_round  # resumed as complete
 
 
 class KilledError(Exception):

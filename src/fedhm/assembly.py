@@ -162,7 +162,8 @@ def assemble(
         engine or _own_engine(settings, federation, networks, public, secret),
         costs, partial(fingerprint, settings, initial, federation), data_facts(federation),
         [*watchers, *trackers(settings.tracking)],
-        bool(federation.remote), holders, Stopping(settings.stop, settings.objective.headline, method.tiers),
+        bool(federation.remote), holders,
+        Stopping(settings.stop, settings.objective.headline, method.tiers, at_clients=test is None),
         _privacy(settings, federation, method, intake, bool(holders), secret),
         Fleet(settings, intake) if settings.federation.devices else None,
     )  # fmt: skip
@@ -221,7 +222,7 @@ def read_federation(config: Config) -> Federation:
     if config.data is None:
         raise FedhmError(
             "this run has no [data] section: it was started from Python with its own data, "
-            "and is resumed there, by fedhm.run with the same arguments"
+            "and is resumed there, by fedhm.run with the same arguments, or with from_round=ROUND from an earlier round"
         )
     base = config.model.base if config.model else ""
     return partitioned(config.data, config.federation.clients, config.seed, base, config.objective.per_token)

@@ -135,7 +135,7 @@ class Experiment:
         return load_best(folder.models, best, blank)
 
     def _begin(self, folder: RunFolder | None, run: str) -> tuple[tuple[Any, Moments], list[Record]]:
-        checkpoint, records = folder.restore(run, self.method.state_type) if folder else (None, [])
+        checkpoint, records = folder.restore(run, self.method.state_type, self.method.tiers) if folder else (None, [])
         if self.privacy:
             self.privacy.secret.value = folder.secret(begun=bool(records)) if folder else new_secret()
         if folder:

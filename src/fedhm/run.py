@@ -40,6 +40,7 @@ def run(
     flip: bool = False,
     public: PublicLike | None = None,
     client_test: float | Sequence[DataLike | None] | None = None,
+    from_round: int | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Result:
     """Train `model` in a federation of `clients`, each of which holds its own samples.
@@ -54,6 +55,8 @@ def run(
                    with a test set for each client (None: it has none); `Result.clients` tells how they do. Without
                    `test` it is 0.2 unless it is said, and metrics are those of all clients' test samples together
     out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
+    from_round     of a run in `out`, take back the rounds after this one first: what came of them is moved to a folder
+                   there
     """
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -71,6 +74,8 @@ def run(
     if settings.engine.name == "flower":
         raise FedhmError(Elsewhere.SENTENCE)
     path = None if out is None else Path(out)
+    if from_round is not None and (path is None or not (path / "config.toml").exists()):
+        raise FedhmError("from_round goes back in a run that has begun: out must be its folder")
     resolved = as_begun(settings, path).resolved()
     federation = gathered(
         clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed
@@ -80,6 +85,8 @@ def run(
         return experiment.run()
     with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, resolved) as folder:
         try:
+            if from_round is not None:
+                _take_back(experiment, folder, from_round)
             result = experiment.run(folder)
         except FedhmError:
             folder.remove_if_nothing_was_done()
@@ -114,8 +121,12 @@ def finish(
     experiment = prepare(config if workers is None else config.with_workers(workers), watchers)
     with RunFolder.open(path) as folder:
         if from_round is not None:
-            folder.take_back(from_round)
+            _take_back(experiment, folder, from_round)
         return experiment.run(folder)
+
+
+def _take_back(experiment: Experiment, folder: RunFolder, last: int) -> None:
+    folder.take_back(last, experiment.fingerprint(folder.stated_with_plan(experiment.config)))
 
 
 def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:

@@ -181,3 +181,11 @@ def test_a_config_without_sections_is_whole() -> None:
 )
 def test_tier_names(ratio: float, name: str) -> None:
     assert tier_name(ratio) == name
+
+
+def test_a_learning_rate_that_becomes_zero_is_one_sentence() -> None:
+    table = {"rounds": 2, "lr_decay": 1e-300, "milestones": [1, 1]}
+    with pytest.raises(FedhmError, match="lr is multiplied by lr_decay at so many milestones that it is 0 in the last"):
+        parse({"train": table}, "test")
+    assert parse({"train": {**table, "milestones": [1]}}, "test").train.learning_rate(2) > 0
+    assert parse({"train": {**table, "milestones": [5, 5]}}, "test").train.learning_rate(2) == 0.1

@@ -37,6 +37,11 @@ def clip(model: Own, _: Tensor) -> None:
     model.layers[1].weight.data.clamp_(-9, 9)  # type: ignore[operator,union-attr]
 
 
+def clip_elsewhere(model: Own, _: Tensor) -> None:
+    weight = model.layers[1].weight
+    weight.data = weight.data.clamp(-9, 9)  # type: ignore[operator,union-attr]
+
+
 def clip_without_gradient(model: Own, _: Tensor) -> None:
     with torch.no_grad():
         model.layers[1].weight.clamp_(-9, 9)  # type: ignore[operator,union-attr]
@@ -61,6 +66,7 @@ def teach(model: Own, _: Tensor) -> None:
     [
         (lambda *_: None, set()),
         (clip, {"layers.1.weight"}),
+        (clip_elsewhere, {"layers.1.weight"}),
         (clip_without_gradient, {"layers.1.weight"}),
         (follow, {"average"}),
         (follow_in_place, {"average"}),
@@ -83,7 +89,7 @@ def test_statistics_of_norms_are_written() -> None:
     assert self_written(network, torch.randn(1, 1, 8)) == {*averages, "2.num_batches_tracked"}
 
 
-@pytest.mark.parametrize("act", [clip, clip_without_gradient])
+@pytest.mark.parametrize("act", [clip, clip_elsewhere, clip_without_gradient])
 def test_weights_that_forward_changes_are_not_factorized(act: Callable[[Own, Tensor], None]) -> None:
     config = small_config(method={"name": "fedhm", "tiers": [1, 0.25]})
     with pytest.raises(FedhmError, match=r"changes 'layers.1.weight' itself, which has no effect in tier 1/4"):

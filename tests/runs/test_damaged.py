@@ -14,14 +14,17 @@ import fedhm
 from fedhm.errors import FedhmError
 from fedhm.machine.files import read_tensors, write_tensors
 from fedhm.methods.method import ModelState
+from fedhm.report.page.sections import run_sections
+from fedhm.report.tables import as_csv, markdown
 from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
-from fedhm.runs.folder import read_costs, read_data_facts
+from fedhm.runs.folder import RunFolder, read_costs, read_data_facts
 from fedhm.runs.history import read_runs
 from fedhm.runs.records import read_records
 from fedhm.runs.tier_files import load_tier, save_tier
 from fedhm.server.record import Record, Traffic
 from fedhm.widths.ensemble import Ensemble
 from fedhm.work.messages import Participant
+from made_runs import eventful_run
 
 RECORD = Record(1, [Participant(0, "full")], traffic={"full": Traffic(1, 1, 40, 40, 7, 0.5)})
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -48,6 +51,74 @@ def test_every_flipped_bit_in_a_record_leaves_one_or_is_a_sentence(tmp_path: Pat
             except FedhmError:  # anything else fails the test
                 refused += 1
     assert refused > len(content)
+
+
+def eventful_folder(path: Path) -> list[str]:
+    """Leave the folder of a run of which there is much to tell, and return its records."""
+    run = eventful_run()
+    assert run.data is not None
+    with RunFolder.create(path, run.config.resolved()) as folder:
+        folder.save_costs(run.costs)
+        folder.save_data_facts(run.data)
+    return [record.to_json() + "\n" for record in run.records]
+
+
+@pytest.mark.parametrize("stride", [37, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_what_is_read_of_a_damaged_record_can_be_reported_on(stride: int, tmp_path: Path) -> None:
+    *before, last = (line.encode() for line in eventful_folder(tmp_path / "run"))
+    refused = reported = 0
+    for position in range(0, len(last), stride):
+        damaged = bytearray(last)
+        damaged[position] ^= 1 << 2
+        (tmp_path / "run" / "records.jsonl").write_bytes(b"".join(before) + damaged)
+        try:
+            runs = read_runs([tmp_path / "run"])
+        except FedhmError:
+            refused += 1
+            continue
+        assert markdown(runs)
+        assert as_csv(runs)
+        assert run_sections(runs)
+        reported += 1
+    assert min(refused, reported) > 100 / stride
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            '"scores": {"full": {"accuracy"',
+            '"scores": {"full": {"accurbcy"',
+            "does not tell the accuracy of every model",
+        ),
+        ('"median": {"accuracy"', '"median": {"accurbcy"', "does not tell the accuracy of every model"),
+        ('"clients": {"full"', '"clients": {"fuml"', "round 3 of .* have other tiers: full"),
+        ('"round": 3', '"round": 6', "line 3 of .* is the record of round 6, not of 3"),
+        ('"client": 2, "tier": "1/4", "kind"', '"cliant": 2, "tier": "1/4", "kind"', "dropped.0: .*it names no client"),
+    ],
+)
+def test_a_record_that_cannot_be_reported_on_is_one_sentence(old: str, new: str, said: str, tmp_path: Path) -> None:
+    *before, last = eventful_folder(tmp_path / "run")
+    assert old in last
+    (tmp_path / "run" / "records.jsonl").write_text("".join(before) + last.replace(old, new, 1))
+    with pytest.raises(FedhmError, match=said):
+        read_runs([tmp_path / "run"])
+    (tmp_path / "run" / "records.jsonl").write_text(last)
+    with pytest.raises(FedhmError, match=r"line 1 of .* is the record of round 3, not of the first"):
+        read_runs([tmp_path / "run"])
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_damaged_record_is_one_sentence_where_a_run_goes_by_it(tmp_path: Path) -> None:
+    x, y = torch.randn(12, 4), torch.arange(12) % 3
+    settings = {"train": {"rounds": 2}, "engine": {"threads": 1}, "method": "fedavg", "stop": {"patience": 5}}
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    fedhm.run(model, [(x, y)], (x, y), settings, out=tmp_path)
+    file = tmp_path / "records.jsonl"
+    file.write_text(file.read_text().replace('"accuracy"', '"accurbcy"', 1))
+    with pytest.raises(FedhmError, match=r"round 1 of .* does not tell the accuracy of every model"):
+        fedhm.run(model, [(x, y)], (x, y), settings, out=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,13 @@ def test_lies_are_bounded_by_the_counts(changes: dict[str, object], reason: str 
     assert objection(update, TASK, KNOWN) == reason
 
 
+def test_where_nobody_lies_nan_is_told() -> None:
+    known = replace(KNOWN, trusted=True)
+    lost = replace(UPDATE, tensors={"correct": RIGHT, "loss": LOSS * torch.nan})
+    assert objection(lost, TASK, known) is None
+    assert objection(replace(lost, tensors={**lost.tensors, "correct": RIGHT + 99}), TASK, known) is not None
+
+
 def test_sums_that_give_no_finite_metrics_are_refused() -> None:
     sent = {"errors": 1e20, "targets": 0.0, "squares": 1e-295}
     tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in sent.items()}

@@ -7,6 +7,7 @@ import pytest
 from fedhm.config.sections.objective import Metric, Metrics
 from fedhm.config.sections.training import StopConfig
 from fedhm.errors import FedhmError
+from fedhm.server.evaluation.client_metrics import ClientMetrics, Group
 from fedhm.server.record import Record
 from fedhm.server.stopping import Stopping
 
@@ -74,6 +75,22 @@ def test_the_best_round_is_the_first_of_the_best(metric: Metric, values: list[fl
 def test_the_largest_tier_counts_unless_another_is_named() -> None:
     found = Stopping(StopConfig(target=0.5), ACCURACY, ["full", "1/4"])
     assert found.reason(records(ACCURACY, 0.1)) == "tier full reached 50 % accuracy"
+
+
+def test_the_median_over_clients_counts_where_only_they_evaluate() -> None:
+    found = records(ACCURACY, 0.9, 0.1)
+    for record, median in zip(found, (0.2, 0.6), strict=True):
+        of = {name: Metrics(accuracy=median) for name in ("mean", "median", "worst_tenth")}
+        group = Group(5, 50, pooled=record.metrics["1/4"], **of)
+        record.clients = {"1/4": ClientMetrics(group, {}, [])}
+    config = StopConfig(tier="1/4", target=0.5)
+    at_clients = Stopping(config, ACCURACY, ["full", "1/4"], at_clients=True)
+    assert at_clients.best(found) == 2
+    assert at_clients.reason(found) == "tier 1/4 reached 50 % accuracy in the median over clients"
+    on_test_set = Stopping(config, ACCURACY, ["full", "1/4"])
+    earlier = Stopping(config.model_copy(update=StopConfig.as_before), ACCURACY, ["full", "1/4"], at_clients=True)
+    for by_metrics in (on_test_set, earlier):
+        assert (by_metrics.best(found), by_metrics.reason(found)) == (1, "")
 
 
 def test_what_cannot_be_is_one_sentence() -> None:

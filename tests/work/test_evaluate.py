@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from fedhm.data.samples import Samples
 from fedhm.errors import FedhmWarning
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
+from fedhm.report.figures.client_plot import save_client_plots
+from fedhm.report.page.sections import run_sections
+from fedhm.report.tables import markdown
+from fedhm.runs.history import read_runs
 from fedhm.work.evaluate import evaluate
 
 
@@ -57,6 +62,31 @@ def test_a_run_warns_of_it_and_goes_on() -> None:
         result = fedhm.run(Broken(3), [(X, Y)], (X, Y), settings)
     assert len(result.records) == 2
     assert math.isnan(result.metrics["full"].loss)
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_run_that_only_clients_evaluate_goes_on_too(tmp_path: Path) -> None:
+    settings = {"train": {"rounds": 2, "lr": 0.01}, "engine": {"threads": 1}, "method": "fedavg"}
+    clients = [(X + 8 * shift, Y) for shift in range(3)]  # of the first one's samples, the model is right for five
+    with pytest.warns(
+        FedhmWarning, match=r"the model of tier full gives NaN or infinite values for test samples of cl"
+    ):
+        result = fedhm.run(
+            Broken(3), clients, None, {**settings, "stop": {"patience": 5}}, tmp_path / "run", client_test=clients
+        )
+    last = result.clients["full"].overall
+    assert len(result.records) == 2
+    assert math.isnan(last.pooled.loss) and math.isnan(last.mean.loss) and math.isnan(last.worst_tenth.loss)  # noqa: PT018
+    assert math.isfinite(last.median.loss)
+    assert math.isnan(result.clients["full"].each[0].metrics.loss)
+    runs = read_runs([tmp_path / "run"])
+    assert runs[0].evaluated_at_clients
+    assert "on the clients' own test samples" in markdown(runs)
+    assert run_sections(runs)
+    assert save_client_plots(runs, tmp_path)
+    with pytest.warns(FedhmWarning, match="gives NaN"):
+        nowhere = fedhm.run(Broken(99), clients, None, settings, client_test=clients)
+    assert math.isnan(nowhere.clients["full"].overall.median.loss)
 
 
 def test_the_command_line_shows_warnings_as_sentences(

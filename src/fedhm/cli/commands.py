@@ -65,10 +65,12 @@ def resume(options: argparse.Namespace) -> None:
     config = read_config(options.folder)
     if config.engine.name == "flower":
         with RunFolder.open(options.folder) as folder:  # which nobody else is writing
-            if options.from_round is not None:
+            if config.data is None and options.from_round is not None:  # only its app has what can be checked
                 folder.take_back(options.from_round)
+                print(f"the same 'flwr run' resumes {options.folder} from round {options.from_round}")
+                return
         config = config if options.workers is None else config.with_workers(options.workers)
-        _on_flower(options, config, options.folder)
+        _on_flower(options, config, options.folder, options.from_round)
         return
     console = _reading(config)
     options.resume_hint = how_to_resume(options.folder)
@@ -77,12 +79,15 @@ def resume(options: argparse.Namespace) -> None:
     _show([options.folder], options.folder, console)
 
 
-def _on_flower(options: argparse.Namespace, config: Config, path: Path) -> None:
+def _on_flower(options: argparse.Namespace, config: Config, path: Path, from_round: int | None = None) -> None:
     """Have Flower's processes do the work and write the folder."""
     from fedhm.flower.commands.follow import run_on_flower
 
     console = _reading(config)
-    prepare(config)
+    prepare(config)  # refuses what is wrong with settings and data, before any round is moved aside
+    if from_round is not None:
+        with RunFolder.open(path) as folder:
+            folder.take_back(from_round)
     with progress(console, config.objective.headline) as bar:
         try:
             run_on_flower(config, path, bar, lambda sentence: console.print(sentence, highlight=False, markup=False))

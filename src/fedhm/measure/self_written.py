@@ -20,6 +20,7 @@ def self_written(network: nn.Module, sample: Inputs) -> frozenset[str]:
     network = copied(network).train()
     own = {name: t for name, t in network.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     before = {name: tensor.detach().clone() for name, tensor in own.items()}
+    memory = {name: tensor.untyped_storage() for name, tensor in own.items()}  # alive, so that none gets its address
     with torch.no_grad(), seeded(0), _Writes() as watch:
         scores(network, repeated(sample, 2), "in training, ")  # one sample alone may have no variance
     after = network.state_dict(keep_vars=True)
@@ -27,7 +28,8 @@ def self_written(network: nn.Module, sample: Inputs) -> frozenset[str]:
         name
         for name, tensor in own.items()
         if after.get(name) is not tensor
-        or tensor.untyped_storage()._cdata in watch.memory
+        or tensor.untyped_storage()._cdata != memory[name]._cdata  # given other memory, by tensor.data = …
+        or memory[name]._cdata in watch.memory
         or not torch.equal(tensor, before[name])  # torch does not say of every operation that it writes
     )
 

@@ -14,7 +14,7 @@ MUST_AGREE = {
     "federation": ("clients", "participation", "heterogeneity", "devices"),
     "train": ("rounds", "epochs", "batch", "lr", "milestones", "lr_decay"),
     "evaluation": ("static_from",),
-    "stop": tuple(StopConfig.model_fields),
+    "stop": tuple(key for key in StopConfig.model_fields if key != "clients"),
 }
 
 
@@ -46,6 +46,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         for key in keys if settings is not None else ():
             if key != "heterogeneity" or len(run.tiers) > 1 or len(set(run.config.method.shares)) > 1:
                 yield f"{section}.{key}", getattr(settings, key)
+    if run.config.stop.active and run.evaluated and run.evaluated_at_clients:  # elsewhere it means nothing
+        yield "stop.clients", run.config.stop.clients
     if run.data is not None:
         yield "samples", run.data.samples
         yield f"data digest with seed {run.config.seed}", run.data.digest

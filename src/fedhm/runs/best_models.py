@@ -45,9 +45,18 @@ def load_best(models: Path, round_number: int, networks: Mapping[str, nn.Module]
         file = tier_file(_folder(models, round_number), tier)
         try:
             loaded[tier] = load(network, read_tensors(file)[0])
-        except (OSError, ValueError) as error:
-            raise FedhmError(f"cannot read {file}: {error}") from None
+        except (OSError, ValueError, FedhmError) as error:
+            raise FedhmError(
+                f"cannot read {file}: {error}; put it back, or remove {file.parent} to do without the models of the "
+                "best round"
+            ) from None
     return loaded
+
+
+def best_round_of(path: Path) -> int:
+    """Return the round whose models lie in a folder, by its name; 0 for all else."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
 
 
 def _folder(models: Path, round_number: int) -> Path:
@@ -55,4 +64,4 @@ def _folder(models: Path, round_number: int) -> Path:
 
 
 def _kept(models: Path) -> list[int]:
-    return [int(match[1]) for path in models.glob("best-round-*") if (match := _NAME.fullmatch(path.name))]
+    return [number for path in models.glob("best-round-*") if (number := best_round_of(path))]

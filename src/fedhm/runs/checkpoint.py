@@ -45,6 +45,19 @@ def newest_checkpoint(folder: Path, run: str, state_type: type[Any]) -> Checkpoi
 
 
 def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
+    tensors, header = check_checkpoint(path, run)
+    try:
+        outline = header["outline"]
+        state = unflatten(state_type, tensors, outline["state"])
+        return Checkpoint(int(header["round"]), state, unflatten(Moments, tensors, outline["moments"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ForeignCheckpointError(
+            f"the checkpoint {path} holds the state of another version of the method: {error}"
+        ) from None
+
+
+def check_checkpoint(path: Path, run: str | None) -> tuple[Tensors, dict[str, Any]]:
+    """Return what a checkpoint holds, or refuse it: it is damaged, or not this run's, where that is known."""
     try:
         tensors, header = read_tensors(path)
     except OSError as error:
@@ -62,18 +75,11 @@ def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
         raise FedhmError(f"{path} is not a checkpoint of this library")
     if header.pop("sha256", None) != _digest(tensors, header):
         raise FedhmError(f"the checkpoint {path} is damaged (its checksum is another); {_way_out(path)}")
-    if header.get("run") != run:
+    if run is not None and header.get("run") != run:
         raise ForeignCheckpointError(
             f"the checkpoint {path} belongs to another run, with other settings, data or initial model"
         )
-    try:
-        outline = header["outline"]
-        state = unflatten(state_type, tensors, outline["state"])
-        return Checkpoint(int(header["round"]), state, unflatten(Moments, tensors, outline["moments"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ForeignCheckpointError(
-            f"the checkpoint {path} holds the state of another version of the method: {error}"
-        ) from None
+    return tensors, header
 
 
 def _way_out(path: Path) -> str:

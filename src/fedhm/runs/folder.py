@@ -1,7 +1,7 @@
 """A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -16,18 +16,21 @@ from fedhm.machine.locks import take_lock
 from fedhm.machine.places import check_folder, make_folder
 from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
-from fedhm.runs import identities, secret
+from fedhm.runs import identities, released, secret
 from fedhm.runs.begun import Begun, note_resumed, read_begun, write_begun
+from fedhm.runs.best_models import best_round_of
 from fedhm.runs.checkpoint import (
     Checkpoint,
     ForeignCheckpointError,
+    check_checkpoint,
     existing_checkpoints,
     newest_checkpoint,
     round_of,
     save_checkpoint,
 )
 from fedhm.runs.fingerprint import DataFacts
-from fedhm.runs.records import append_record, in_brief, read_records, write_records
+from fedhm.runs.records import append_record, check_whole, in_brief, read_records, write_records
+from fedhm.runs.released import check_none_repeats, note_released
 from fedhm.runs.taken_back import set_aside
 from fedhm.runs.tier_files import save_tier, tier_file
 from fedhm.server.record import Record
@@ -101,7 +104,9 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def restore(self, run: str, state_type: type[Any]) -> tuple[Checkpoint | None, list[Record]]:
+    def restore(
+        self, run: str, state_type: type[Any], tiers: Collection[str]
+    ) -> tuple[Checkpoint | None, list[Record]]:
         """Return the last checkpoint and the records up to it. Remove those of rounds without a finished checkpoint."""
         try:
             checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
@@ -109,11 +114,14 @@ class RunFolder:
             raise FedhmError(f"{error}{self.begun.remark}") from None
         done, file = checkpoint.round if checkpoint else 0, self.path / "records.jsonl"
         records = read_records(file)
-        if not done and len(records) > 1:  # of the first round, a run that was killed may have left the record alone
+        check_whole(file, records, self.config.objective.headline.name, tiers)
+        if not done and (found := self._results(records)):
             raise FedhmError(
-                f"{file} names {len(records)} rounds, but there is no checkpoint in {self.path}/checkpoints: put one "
-                "back to resume the run, or start it again in another folder"
+                f"{found}, but there is no checkpoint in {self.path}/checkpoints: put one back to resume the run, or "
+                "start it again in another folder"
             )
+        if self.config.privacy.active:
+            check_none_repeats(self.path, done)
         if [record.round for record in records[:done]] != list(range(1, done + 1)):
             raise FedhmError(f"{file} does not hold the {done} rounds that the checkpoint has seen")
         if len(records) > done + 1:  # somebody has removed checkpoints; one record more is that of a killed round
@@ -124,15 +132,31 @@ class RunFolder:
             note_resumed(self.path, self.begun, done)
         return checkpoint, records[:done]
 
-    def take_back(self, last: int) -> None:
-        """Make the run one that has done `last` rounds: what came of later ones is moved aside."""
+    def _results(self, records: Sequence[Record]) -> str:
+        """Return which results are there that one killed in its first round cannot have, to begin a sentence."""
+        if len(records) > 1:  # of the first round, a run that was killed may have left the record alone
+            return f"{self.path}/records.jsonl names {len(records)} rounds"
+        # the models of the first round as the best one are written before its record
+        models = any(best_round_of(path) != 1 for path in self.models.glob("*"))
+        report = (self.path / "report.md").exists()
+        return f"{self.path} holds the {'models' if models else 'report'} of a run" if models or report else ""
+
+    def take_back(self, last: int, run: str | None = None) -> None:
+        """Make the run one that has done `last` rounds: what came of later ones is moved aside.
+
+        run  identifies the run that is to be resumed from there, if that is known: it is refused before anything moves
+        """
         self._check_repeatable()
-        existing = [round_of(path) for path in existing_checkpoints(self.path / "checkpoints")]
+        existing = {round_of(path): path for path in existing_checkpoints(self.path / "checkpoints")}
         if last not in existing:
             there = f"only of {' and '.join(map(str, existing))}" if existing else "nor of any other"
             raise FedhmError(
                 f"{self.path} has no checkpoint of round {last}, {there}; a run keeps more with checkpoints.keep"
             )
+        try:
+            check_checkpoint(existing[last], run)
+        except ForeignCheckpointError as error:
+            raise FedhmError(f"{error}{self.begun.remark}") from None
         set_aside(self.path, last, read_records(self.path / "records.jsonl"))
 
     def _check_repeatable(self) -> None:
@@ -150,6 +174,8 @@ class RunFolder:
         """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
         append_record(self.path / "records.jsonl", record)
         save_checkpoint(self.path / "checkpoints", checkpoint, run, keep)
+        if self.config.privacy.active:
+            note_released(self.path, checkpoint.round)
 
     def remove_if_nothing_was_done(self) -> None:
         """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
@@ -161,6 +187,7 @@ class RunFolder:
                 "plans.json",
                 "data.json",
                 secret.FILE,
+                released.FILE,
                 identities.FILE,
                 TRACKING,
             ):

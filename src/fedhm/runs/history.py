@@ -12,7 +12,7 @@ from fedhm.measure.cost import Cost
 from fedhm.runs.best_models import kept_best
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
-from fedhm.runs.records import read_records
+from fedhm.runs.records import check_whole, read_records
 from fedhm.runs.tier_files import Layer, read_layers, tier_file
 from fedhm.server.record import Record, Traffic
 
@@ -44,7 +44,7 @@ class Run:
     def evaluated_at_clients(self) -> bool:
         """Tell whether the server had no test set, so that metrics are those of the clients' test samples together."""
         pooled = {tier: found.overall.pooled for tier, found in self.evaluated[-1].clients.items()}
-        return pooled == self.evaluated[-1].metrics
+        return str(pooled) == str(self.evaluated[-1].metrics)  # NaN is no other than NaN here
 
     def bytes_per_client(self, tier: str) -> float | None:
         """Return the measured bytes of training, both ways, per round and participant of a tier; None if none."""
@@ -101,4 +101,5 @@ def _read(path: Path) -> Run:
             raise FedhmError(
                 f"{path}/tiers.json and round {record.round} of {path}/records.jsonl name other tiers: {min(odd)}"
             )
+    check_whole(path / "records.jsonl", records, config.objective.headline.name, costs)
     return run

@@ -1,7 +1,7 @@
 """The records of a run on disk, one line of JSON each."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -29,7 +29,22 @@ def read_records(path: Path) -> list[Record]:
             records.append(Record.from_json(line))
         except ValueError as error:
             raise FedhmError(f"line {number} of {path} is not a round's record: {in_brief(error)}") from None
+        expected = records[0].round + number - 1  # rounds that were taken back do not begin with 1
+        if records[-1].round != expected:
+            raise FedhmError(f"line {number} of {path} is the record of round {records[-1].round}, not of {expected}")
     return records
+
+
+def check_whole(file: Path, records: Sequence[Record], headline: str, tiers: Collection[str]) -> None:
+    """Refuse records that are not a run's from its first round on, or lack metrics that all else goes by."""
+    if records and records[0].round != 1:
+        raise FedhmError(f"line 1 of {file} is the record of round {records[0].round}, not of the first")
+    for record in records:
+        for found in (record.metrics, record.clients):
+            if found and (odd := found.keys() ^ set(tiers)):
+                raise FedhmError(f"round {record.round} of {file} and the run have other tiers: {min(odd)}")
+        if any(headline not in metrics for metrics in record.all_metrics()):
+            raise FedhmError(f"round {record.round} of {file} does not tell the {headline} of every model")
 
 
 def in_brief(error: Exception) -> str:

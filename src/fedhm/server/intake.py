@@ -60,12 +60,16 @@ class Intake:
         Raises in the end if there were fewer than `least`, or than tasks where these are fewer still, so that whoever
         merges them gets no result.
 
-        guard  makes of the updates that were let in those that are to be merged
+        guard  makes of the updates that were let in those that are to be merged, which are those that count
         """
         torch.set_num_threads(1)  # updates are folded by one thread, beside workers that keep the cores busy
+        sent, merged, before = [self._as_it_travels(task) for task in tasks], 0, len(record.dropped)
         try:
-            admitted = self._admitted(run, [self._as_it_travels(task) for task in tasks], record, least)
-            yield from guard(admitted) if guard else (update for _, update in admitted)
+            admitted = self._admitted(run, sent, record, least)
+            for update in guard(admitted) if guard else (update for _, update in admitted):
+                merged += 1
+                yield update
+            self._check_enough(merged, min(least, len(sent)), len(sent), record, before)
         finally:
             torch.set_num_threads(self._config.engine.server_threads)
 
@@ -82,10 +86,14 @@ class Intake:
             else:
                 admitted += 1
                 yield task, judged
-        if admitted < min(least, len(sent)):
-            usable = "too few updates" if admitted else "no client's update"
+        self._check_enough(admitted, min(least, len(sent)), len(sent), record, before)  # a guard need not go on then
+
+    def _check_enough(self, found: int, least: int, sent: int, record: Record, before: int) -> None:
+        """Refuse an attempt with fewer updates than are needed; `before` it so many had been dropped in the round."""
+        if found < least:
+            usable = "too few updates" if found else "no client's update"
             attempt = f"attempt {record.attempts} of {self._config.federation.attempts}"
-            count = f"{admitted or 'none'} of {len(sent)}"
+            count = f"{found or 'none'} of {sent}"
             reason = last_reason(record.dropped[before:])
             raise TooFewUpdatesError(f"{usable} could be used in round {record.round}, {count} in {attempt}: {reason}")
 
@@ -147,6 +155,7 @@ class Intake:
             LARGEST_LOGIT if config.objective.has_labels else LARGEST_MEAN,
             config.train.max_change,
             config.objective,
+            trusted=config.engine.name == "local",
         )
 
     def samples(self, task: Task) -> int:

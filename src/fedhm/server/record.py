@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from fedhm.config.sections.objective import Metrics
 from fedhm.measure.time import ClientSeconds
@@ -70,6 +70,14 @@ class Record:
     def scores(self) -> dict[str, Metrics]:
         """Return the metrics by the name that the first version had for them, which files still have."""
         return self.metrics
+
+    def all_metrics(self) -> Iterator[Metrics]:
+        """Yield the metrics of every network, wherever it was evaluated."""
+        yield from self.metrics.values()
+        for found in self.clients.values():
+            for group in (found.overall, *found.by_tier.values(), *found.by_device.values()):
+                yield from (group.pooled, group.mean, group.median, group.worst_tenth)
+            yield from (one.metrics for one in found.each)
 
     def count(self, task: Task, reply: Reply, macs: int) -> None:
         """Count one task and what came of it: an update that may be used, or in its place a failure."""
@@ -140,6 +148,15 @@ class Record:
         return cls(**found, metrics=metrics)
 
 
+def _names_its_client(entry: dict[str, Any]) -> dict[str, Any]:
+    if type(entry.get("client")) is not int:
+        raise ValueError("it names no client")
+    return entry
+
+
+_OfClient = Annotated[dict[str, Any], AfterValidator(_names_its_client)]
+
+
 class _Line(BaseModel):
     """A record as it lies on disk."""
 
@@ -151,10 +168,10 @@ class _Line(BaseModel):
     traffic: dict[str, Traffic]
     statistics: Traffic
     diagnostics: dict[str, float] = {}
-    dropped: list[dict[str, Any]] = []
+    dropped: list[_OfClient] = []
     norms: dict[str, dict[str, dict[int, float]]] = {}
     plans: dict[str, dict[str, int]] = {}
-    clipped: list[dict[str, Any]] = []
+    clipped: list[_OfClient] = []
     agreement: dict[int, Seen] = {}
     seconds: dict[str, float] = {}
     attempts: int = 1

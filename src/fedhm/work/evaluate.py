@@ -57,13 +57,14 @@ class Evaluate:
             lowest, highest = (
                 update.samples * bound for bound in expected.objective.sum_bounds.get(name, OF_ONE_SAMPLE)
             )
-            if reason := outside(name, tensor, lowest, highest):
+            known = tensor[tensor.isfinite()] if expected.trusted else tensor
+            if reason := outside(name, known, lowest, highest):
                 return reason
         try:
             metrics = expected.objective.results(update.tensors, update.samples)
         except Exception as error:  # whatever an objective raises over sums that no samples have
             return f"no metrics follow from its sums ({error!r})"
-        odd = [name for name, value in metrics.items() if not math.isfinite(value)]
+        odd = [name for name, value in metrics.items() if not (math.isfinite(value) or expected.trusted)]
         return f"its {odd[0]} is {metrics[odd[0]]}" if odd else None
 
     def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
@@ -82,15 +83,24 @@ def evaluate_tiers(networks: Mapping[str, nn.Module], feed: Feed, config: Config
     """Return the metrics of every tier's network after a round, with a warning where some are no numbers."""
     batch, objective = config.evaluation.batch, config.objective
     found = {tier: evaluate(network, feed, batch, objective) for tier, network in networks.items()}
-    if lost := [tier for tier, metrics in found.items() if not all(map(math.isfinite, metrics.values()))]:
-        warn(
-            f"after round {after} the model of tier {lost[0]} gives NaN or infinite values for "
-            f"{config.evaluated_on} samples, so that some of its metrics are no numbers: lower train.lr, or "
-            "resume from an earlier round with 'fedhm resume DIR --from ROUND'",
-            FedhmWarning,
-            stacklevel=2,
-        )
+    if lost := [tier for tier, metrics in found.items() if no_numbers(metrics)]:
+        warn_of(after, lost[0], f"{config.evaluated_on} samples")
     return found
+
+
+def no_numbers(metrics: Metrics) -> bool:
+    """Tell whether some metric is NaN or infinite."""
+    return not all(map(math.isfinite, metrics.values()))
+
+
+def warn_of(after: int, tier: str, samples: str) -> None:
+    """Warn that a model gives no numbers for some samples after a round."""
+    warn(
+        f"after round {after} the model of tier {tier} gives NaN or infinite values for {samples}, so that some of its "
+        "metrics are no numbers: lower train.lr, or resume from an earlier round with 'fedhm resume DIR --from ROUND'",
+        FedhmWarning,
+        stacklevel=3,
+    )
 
 
 @torch.no_grad()

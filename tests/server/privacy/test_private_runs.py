@@ -187,8 +187,12 @@ def test_no_round_of_a_private_run_is_taken_back(tmp_path: Path) -> None:
         fedhm.prepare(config).run(folder)
     with pytest.raises(FedhmError, match="a private run, of which no round can be taken back"):
         fedhm.resume(tmp_path / "run", from_round=2)
+    before = (tmp_path / "run" / "records.jsonl").read_bytes()
     for checkpoint in sorted((tmp_path / "run" / "checkpoints").iterdir())[1:]:
         checkpoint.unlink()
+    with pytest.raises(FedhmError, match="It has done 3, and the checkpoint of the last is not there: put it back"):
+        fedhm.resume(tmp_path / "run")
+    assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
     file = tmp_path / "run" / "records.jsonl"
     file.write_text(file.read_text() + file.read_text().splitlines()[-1].replace('"round": 3', '"round": 4') + "\n")
     with pytest.raises(FedhmError, match="a private run, of which no round can be taken back"):

@@ -1,6 +1,7 @@
 """What would break the promise is refused before a run starts, in sentences that say what to set."""
 
 import builtins
+import math
 import re
 from typing import Any
 
@@ -12,9 +13,11 @@ import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.config.reading import parse
+from fedhm.config.sections.privacy import LEAST_NOISE, PrivacyConfig
 from fedhm.config.sections.training import ServerConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
+from fedhm.server.privacy.accountant import epsilon
 from fedhm.server.privacy.check import check_privacy
 
 SERVER_ONLY = {"clip": 1.0, "noise": 1.0, "where": "server"}
@@ -105,6 +108,8 @@ def test_pixels_whose_mean_is_taken_in_the_clear(federation: Federation) -> None
 def test_local_noise_refuses_what_a_client_would_send_without_it() -> None:
     assert "set it to 0" in refusal(privacy=LOCAL, train={"masked_loss": False, "max_change": 10.0})
     assert "data.validation" in refusal(privacy=LOCAL, data={"validation": 0.2})
+    by_samples = {"name": "fedavg", "weighting": "samples"}
+    assert "method.weighting = 'samples' counts a client by its" in refusal(privacy=LOCAL, method=by_samples)
     there = normal_federation()
     clients = [(samples.inputs, samples.labels) for samples in there.clients]
     table = {"privacy": LOCAL, "method": {"name": "fedavg"}, "train": {"masked_loss": False, "max_change": 0}}
@@ -122,6 +127,9 @@ def test_local_noise_covers_one_network_for_each_client() -> None:
 def test_noise_needs_a_bound() -> None:
     with pytest.raises(FedhmError, match=r"set privacy\.clip, too"):
         small_config(privacy={"noise": 1.0})
+    with pytest.raises(FedhmError, match=r"noise = 1e-200 hides nothing: set 1e-06 or more, or 0 for none"):
+        small_config(privacy={"clip": 1.0, "noise": 1e-200})
+    assert math.isfinite(epsilon(PrivacyConfig(clip=1.0, noise=LEAST_NOISE), 0.5, 10**6))
     for wrong in ({"clip": -1}, {"delta": 0}, {"delta": 1}, {"where": "cloud"}, {"clip": float("inf")}):
         with pytest.raises(FedhmError, match="privacy"):
             small_config(privacy=wrong)

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from fedhm.config.section import Section
 
+LEAST_NOISE = 1e-6  # with far less ε is no longer a number, and with this it is of the order of 10¹² already
+
 
 class PrivacyConfig(Section):
     """Off, unless a bound is set; a bound without noise guarantees nothing."""
@@ -19,6 +21,8 @@ class PrivacyConfig(Section):
     def _noise_hides_something_bounded(self) -> "PrivacyConfig":
         if self.noise and not self.clip:
             raise ValueError("noise is in units of clip, which is 0: set privacy.clip, too")
+        if 0 < self.noise < LEAST_NOISE:
+            raise ValueError(f"noise = {self.noise:g} hides nothing: set {LEAST_NOISE:g} or more, or 0 for none")
         return self
 
     @property

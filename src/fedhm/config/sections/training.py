@@ -52,6 +52,8 @@ class TrainConfig(Section):
             raise ValueError("nesterov needs a momentum, and no dampening")
         if self.nested_form == "instead" and self.nested == 1:
             raise ValueError("nested_form = 'instead' needs a nested below 1, or no larger tier would be trained")
+        if not self.learning_rate(self.rounds):  # norms of changes are measured in multiples of it
+            raise ValueError("lr is multiplied by lr_decay at so many milestones that it is 0 in the last round")
         return self
 
     @property
@@ -99,10 +101,14 @@ class ServerConfig(Section):
 class StopConfig(Section):
     """When a run ends before its last round: never, if neither a patience nor a target is set."""
 
+    as_before: ClassVar = {"clients": "pooled"}
+
     patience: Annotated[int, Field(ge=0)] = 0  # so many evaluations without an improvement end it; 0: never
     min_change: Annotated[float, Field(ge=0)] = 0.0  # of the headline metric: what is not more is no improvement
     target: float | None = None  # the headline metric's value at which it ends, as records have it: 0.97
     tier: str = ""  # whose model counts; empty: the largest tier's
+    # where only clients evaluate: what of their metrics counts. One that lies moves the pooled ones as far as it likes
+    clients: Literal["median", "pooled"] = "median"
 
     @property
     def active(self) -> bool:

@@ -9,7 +9,7 @@ from fedhm.networks.exchange import Tensors
 from fedhm.server.evaluation.client_metrics import ClientMetrics, Tally
 from fedhm.server.intake import Intake, Run, last_reason
 from fedhm.server.record import Record
-from fedhm.work.evaluate import BATCH, KIND
+from fedhm.work.evaluate import BATCH, KIND, no_numbers, warn_of
 from fedhm.work.messages import Participant, Task
 
 
@@ -44,4 +44,6 @@ def evaluate_at_clients(
     if missing := [tier for tier in weights if tier not in found]:
         reason = last_reason([entry for entry in record.dropped if entry["kind"] == KIND])
         raise FedhmError(f"no client could evaluate tier {missing[0]} in round {record.round}: {reason}")
+    if lost := [tier for tier in weights if any(no_numbers(one.metrics) for one in found[tier].each)]:
+        warn_of(record.round, lost[0], "test samples of clients")
     return found

@@ -27,7 +27,7 @@ class Group:
     samples: int
     pooled: Metrics  # exactly those of all their samples together
     mean: Metrics
-    median: Metrics  # which a few clients that lie, or are broken, do not move
+    median: Metrics  # which a few clients that lie, or are broken, do not move; over those that have numbers
     worst_tenth: Metrics  # the mean over the tenth of the clients at which the network does worst, at least one
 
 
@@ -85,18 +85,24 @@ class Tally:
     def _group(self, total: _Sums, members: Sequence[OneClient]) -> Group:
         def over(summary: Callable[[Metric, list[float]], float]) -> Metrics:
             names = [metric for metric in self.objective.metrics if metric.name in members[0].metrics]
-            return Metrics({m.name: summary(m, [one.metrics[m.name] for one in members]) for m in names})
+            return Metrics({m.name: summary(m, [_or_nan(one.metrics[m.name]) for one in members]) for m in names})
 
         return Group(
             len(members),
             total.samples,
             self.objective.results(total.sums, total.samples),
             over(lambda _, values: statistics.fmean(values)),
-            over(lambda _, values: statistics.median(values)),
+            over(lambda _, values: statistics.median([v for v in values if not math.isnan(v)] or [math.nan])),
             over(_worst_tenth),
         )
 
 
 def _worst_tenth(metric: Metric, values: Sequence[float]) -> float:
-    worst_first = sorted(values, reverse=not metric.more_is_better)
+    sign = 1 if metric.more_is_better else -1
+    worst_first = sorted(values, key=lambda value: -math.inf if math.isnan(value) else sign * value)
     return statistics.fmean(worst_first[: math.ceil(len(values) / 10)])
+
+
+def _or_nan(value: float) -> float:
+    """Return the value, or NaN for one that no mean could be made of."""
+    return value if math.isfinite(value) else math.nan

@@ -4,7 +4,7 @@ server   every client takes part with probability q, and the sum of changes of n
          Gaussian mechanism with Poisson sampling. Two runs are neighbours if one has a client more.
 client   the server sees who sent what. Two changes of norm C at most may be 2 C apart, so the noise of z · C is z / 2
          in units of that: the Gaussian mechanism, once for every round in which a client takes part. Two runs are
-         neighbours if one client has other samples, whichever they are.
+         neighbours if one client has as many other samples, whichever they are.
 """
 
 from collections import Counter

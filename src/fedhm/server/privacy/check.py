@@ -54,6 +54,8 @@ def _of_clients(config: ResolvedConfig, tests: bool) -> Iterator[str]:
         return
     if tests:
         yield "evaluation at clients sends metrics without noise: do without data.client_test, or set where = 'server'"
+    if getattr(config.method, "weighting", "uniform") == "samples":
+        yield "method.weighting = 'samples' counts a client by its number of samples, which has no noise: set 'uniform'"
     if config.data is not None and config.data.validation:
         yield "data.validation shows clients' samples to the server: set it to 0, or set where = 'server'"
     if config.train.max_change:
