@@ -16,6 +16,7 @@ from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed
 from fedhm.engines.engine import Engine
 from fedhm.measure.cost import Cost
+from fedhm.methods.adapting import check_travelling
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
 from fedhm.runs.best_models import keep_only, load_best, save_best
@@ -147,6 +148,9 @@ class Experiment:
         for watcher in self.watchers:
             watcher.started(len(records), self.config.train.rounds)
         state = checkpoint.state if checkpoint else self.method.start(self.initial)
+        if self.config.method.adapters:
+            tier = self.method.tiers[0]
+            check_travelling(self.intake.facts(tier).travels, self.method.weights(state, tier), tier)
         if folder:
             self._save_plans(folder, state)
         if checkpoint:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedhm.adapters.heads import head_modules
 from fedhm.adapters.wire import AdapterForm
 from fedhm.errors import FedhmError
 from fedhm.networks.batchnorm import hold_statistics
@@ -18,7 +19,6 @@ from fedhm.networks.exchange import Tensors, base_of, everybody_has, travels_as
 from fedhm.networks.structure import copied
 
 DIGESTED = 64  # numbers of each tensor of a base, or a few more: all of them would take seconds
-HEADS = ("classifier", "score")  # how transformers call the layer that is made for the task
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class Base:
         self.adapting = adapting
         self._model = copied(model).requires_grad_(False)
         hold_statistics(self._model)
-        for name in adapting.head:
-            if name not in dict(model.named_modules()):
-                raise FedhmError(f"method.head: the model has no module '{name}'")
+        self._heads = head_modules(self._model, adapting.head)
         self.shapes = self._find()
 
     def _find(self) -> dict[str, torch.Size]:
@@ -103,7 +101,8 @@ class Base:
         everybody_has(network, frozenset(frozen - own))
         held = frozenset(f"{layer}.{part}" for layer in self.shapes for part in fixed)
         weights = {layer: self._model.get_submodule(layer).weight for layer in self.shapes} if folded else {}
-        return travels_as(network, AdapterForm(tuple(self.shapes), self.adapting.scale, held, weights, parts))  # type: ignore[arg-type]
+        form = AdapterForm(tuple(self.shapes), self.adapting.scale, held, weights, parts, self._heads)  # type: ignore[arg-type]
+        return travels_as(network, form)
 
     def check_rank(self, rank: int) -> None:
         """Refuse a rank that a layer cannot have."""
@@ -125,23 +124,7 @@ class Base:
 
     def head_of(self, weights: Tensors) -> Tensors:
         """Return those of the full model's tensors that are trained whole."""
-        return {n: t for n, t in weights.items() if any(n.startswith(f"{head}.") for head in self.adapting.head)}
-
-
-def find_head(
-    model: nn.Module, given: tuple[str, ...] | str, classifier: str | None, per_token: bool
-) -> tuple[str, ...]:
-    """Return the modules that are trained whole: those given, or the layer that was made for the task."""
-    if not isinstance(given, str):
-        return given
-    if per_token:  # what gives the scores of tokens is the base's own
-        return ()
-    if classifier:
-        return (classifier,)
-    own = dict(model.named_modules())
-    if found := [name for name in HEADS if name in own]:
-        return (found[0],)
-    raise FedhmError("the layer that gives the model's outputs cannot be told: name it with method.head = ['NAME']")
+        return {n: t for n, t in weights.items() if any(n.startswith(f"{head}.") for head in self._heads)}
 
 
 def base_digest(network: nn.Module) -> str:
