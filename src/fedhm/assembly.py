@@ -14,6 +14,7 @@ from fedhm.data.downscale import downscaled_shape
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import SHAPES
+from fedhm.data.text_limits import limits_of
 from fedhm.engines.engine import Elsewhere, Engine
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.errors import FedhmError
@@ -27,7 +28,6 @@ from fedhm.methods.coordinate import mean_of
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.methods.tier_work import plan_fleet
 from fedhm.models.build import build_model
-from fedhm.models.pretrained import check_tokens
 from fedhm.networks.exchange import exchanged, untrained
 from fedhm.networks.inputs import Inputs
 from fedhm.networks.probe import probe
@@ -132,7 +132,7 @@ def assemble(
         )
     check_optimizer(model, settings.train)
     federation.check_targets(settings.objective)
-    check_tokens(model, *federation.longest_and_largest())
+    given, federation = federation, federation.fitted(limits_of(model).fitted)
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample = Feed(federation.example, preprocessing).one()
     check_memory_savings(model, settings, sample[0])
@@ -160,7 +160,7 @@ def assemble(
     return Experiment(
         settings, method, initial, federation.size, test, intake, optimizer,
         engine or _own_engine(settings, federation, networks, public, secret),
-        costs, partial(fingerprint, settings, initial, federation), data_facts(federation),
+        costs, partial(fingerprint, settings, initial, given), data_facts(given),
         [*watchers, *trackers(settings.tracking)],
         bool(federation.remote), holders, Stopping(settings.stop, settings.objective.headline, method.tiers),
         _privacy(settings, federation, method, intake, bool(holders), secret),

@@ -1,6 +1,6 @@
 """A federation's data: one set of samples per client, perhaps a test set at the server, and public samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -83,11 +83,19 @@ class Federation:
         if _kind(samples) != _kind(first):
             raise FedhmError(f"{name} has inputs of {_kind(samples)}, {whose} of {_kind(first)}")
 
-    def longest_and_largest(self) -> tuple[int, int]:
-        """Return how long the longest text is, and the largest of all token numbers; 0 where there is no text."""
-        texts = [samples.inputs for _, samples in self._named() if isinstance(samples.inputs, Tokens)]
-        longest = max((int(text.lengths.max()) for text in texts), default=0)
-        return longest, max((text.largest() for text in texts), default=0)
+    def fitted(self, fit: Callable[[Samples, str], Samples]) -> "Federation":
+        """Return a federation whose samples have all been made to fit a model; `fit` is told whose they are."""
+        return replace(
+            self,
+            clients=[fit(samples, f"client {number}") for number, samples in enumerate(self.clients)],
+            test=None if self.test is None else fit(self.test, "the test set"),
+            public=None if self.public is None else fit(self.public, "the public set"),
+            tests=replace(
+                self.tests,
+                samples=[fit(samples, f"the test set of client {n}") for n, samples in enumerate(self.tests.samples)],
+            ),
+            form=None if self.form is None else fit(self.form, "the sample of the server"),
+        )
 
     @property
     def size(self) -> int:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedhm.data.tokens import IDS, MASK, TARGETS, Tokens
+from fedhm.data.tokens import IDS, MASK, TARGETS, TYPES, Tokens
 from fedhm.errors import FedhmError
 
-READ = (IDS, MASK, "token_type_ids", TARGETS)  # what is read of a tokenizer's result
+READ = (IDS, MASK, TYPES, TARGETS)  # what is read of a tokenizer's result
 LABEL = ("label", "labels")
 
 
@@ -39,9 +39,9 @@ def as_text(data: Any, whose: str, per_token: bool) -> Text | None:
         found.pop(TARGETS, None)
         if labels is None:
             raise FedhmError(f"{whose} has tokens, but no column 'label' with a class number for each sample")
-    if MASK in found and hasattr(columns[IDS], "shape"):
+    if MASK in found:
         found = _without_padding(found)
-    tokens = Tokens.of(found, whose, int(getattr(given, "pad_token_id", 0) or 0))
+    tokens = Tokens.of(found, whose)
     if per_token:
         tokens = with_targets(tokens)
     return Text(tokens, _numbers(labels, len(tokens), whose))
