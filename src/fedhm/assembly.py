@@ -81,11 +81,11 @@ def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, publi
         optimizer_follows=config.server.optimizer != "none" or config.privacy.at_server,
     )
     method = config.method.build(model, setup)
-    _check_training(model, method, sample)
+    _check_training(model, method, sample, frozen=bool(config.method.adapters))
     return Design(config, model, method, sample, classifier)
 
 
-def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs) -> None:
+def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs, frozen: bool) -> None:
     """Refuse a model whose pass in training gives no tensor, or changes weights that a tier has as factors only."""
     try:
         written = self_written(model, sample) & {name for name, _ in model.named_parameters()}
@@ -93,6 +93,10 @@ def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs) -> None
         raise
     except Exception:  # whatever a foreign model raises: it may train on other batches, and clients will say if not
         return
+    if frozen and written:
+        raise FedhmError(
+            f"the model's forward changes '{min(written)}' itself, and cannot be a base that stays as it is"
+        )
     for tier in method.tiers if written else ():
         network = method.network(tier)
         factorized = {f"{layer}.weight" for layer in (*plan_of(network), *plan_of(network, Hadamard))}
@@ -120,7 +124,10 @@ def assemble(
     engine: Engine | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Experiment:
-    """Put an experiment together; without an engine, it runs on this machine as its config says."""
+    """Put an experiment together; without an engine, it runs on this machine as its config says.
+
+    Methods that train adapters read the model where it lies: it must stay as it is until the run has ended.
+    """
     settings = config.resolved()
     device = find_device(settings.engine.device)
     if settings.engine.compile:
@@ -147,7 +154,9 @@ def assemble(
     not_weights = untrained(model).union(*(intake.facts(tier).untrained for tier in method.tiers))
     optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, not_weights)
     costs = {tier: intake.facts(tier).cost for tier in method.tiers}
-    initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
+    initial = exchanged(model)
+    if not settings.method.adapters:  # of a frozen base nothing is trained, and another copy may fill the memory
+        initial = {name: tensor.clone() for name, tensor in initial.items()}
     test = None if federation.test is None else Feed(federation.test, preprocessing, device)
     holders = federation.tests.holders([federation.samples_of(client) for client in range(federation.size)])
     if test is None and not holders:

@@ -19,6 +19,7 @@ from fedhm.measure.cost import Cost
 from fedhm.methods.adapting import check_travelling
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
+from fedhm.networks.structure import with_own_base
 from fedhm.runs.best_models import keep_only, load_best, save_best
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
@@ -122,6 +123,7 @@ class Experiment:
             watcher.ended(networks)
         if folder and not best:  # it was found before this process resumed the run
             best = self._saved_best(folder, records)
+        with_own_base({id(network): network for network in [*networks.values(), *best.values()]}.values())
         return Result(records, networks, self._costs(state), self._best_round(records) if best else 0, best)
 
     def _best_round(self, records: Sequence[Record]) -> int:

@@ -16,7 +16,7 @@ from fedhm.adapters.wire import AdapterForm
 from fedhm.errors import FedhmError
 from fedhm.networks.batchnorm import hold_statistics
 from fedhm.networks.exchange import Tensors, base_of, everybody_has, travels_as
-from fedhm.networks.structure import copied
+from fedhm.networks.structure import sharing_copy, with_own_base
 
 DIGESTED = 64  # numbers of each tensor of a base, or a few more: all of them would take seconds
 
@@ -31,11 +31,11 @@ class Adapting:
 
 
 class Base:
-    """A frozen copy of a model, and the layers of it that get adapters."""
+    """A model, frozen and read in the memory where it lies, and the layers of it that get adapters."""
 
     def __init__(self, model: nn.Module, adapting: Adapting) -> None:
         self.adapting = adapting
-        self._model = copied(model).requires_grad_(False)
+        self._model = sharing_copy(model)
         hold_statistics(self._model)
         self._heads = head_modules(self._model, adapting.head)
         self.shapes = self._find()
@@ -124,7 +124,7 @@ class Base:
 
     def head_of(self, weights: Tensors) -> Tensors:
         """Return those of the full model's tensors that are trained whole."""
-        return {n: t for n, t in weights.items() if any(n.startswith(f"{head}.") for head in self._heads)}
+        return {n: t.clone() for n, t in weights.items() if any(n.startswith(f"{head}.") for head in self._heads)}
 
 
 def base_digest(network: nn.Module) -> str:
@@ -155,6 +155,7 @@ def rebuilt(model: nn.Module, told: dict[str, Any]) -> nn.Module:
     network = Base(model, adapting).network(int(told["rank"]), folded=bool(told["folded"]))
     if told.get("base", base_digest(network)) != base_digest(network):
         raise FedhmError("the adapter was trained on another base: give it the very model that the run began with")
+    with_own_base([network])
     return travels_as(network, None)
 
 
