@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.slow, needs_peft]
     ("change", "sentence"),
     [
         ({"target": ["nothing"]}, r"method.target = \['nothing'\] cannot be adapted .* called .*query"),
+        ({"target": ["query", "valeu"]}, r"cannot be adapted \(there is no layer 'valeu'\); .* called .*value"),
+        ({"target": ["query", "classifier"]}, r"cannot be adapted \(there is no layer 'classifier'\)"),
+        ({"target": ["all-linear", "query"]}, r"cannot be adapted \(there is no layer 'all-linear'\)"),
         ({"ranks": [40, 2]}, "rank 40 is above what .* 16 → 16, can have: choose at most 16"),
         ({"head": ["score"]}, "the model has no module 'score'"),
         ({"target": ["word_embeddings"]}, "a Embedding: adapters are for linear layers"),

@@ -18,6 +18,7 @@ from fedhm.networks.batchnorm import hold_statistics
 from fedhm.networks.exchange import Tensors, base_of, everybody_has, travels_as
 from fedhm.networks.structure import sharing_copy, with_own_base
 
+ALL_LINEAR = "all-linear"  # all linear layers but heads, as peft has it
 DIGESTED = 64  # numbers of each tensor of a base, or a few more: all of them would take seconds
 
 
@@ -25,7 +26,7 @@ DIGESTED = 64  # numbers of each tensor of a base, or a few more: all of them wo
 class Adapting:
     """What adapters are put into a model, and what is trained beside them."""
 
-    target: tuple[str, ...]  # layers by the ends of their names
+    target: tuple[str, ...]  # layers by the ends of their names, or ALL_LINEAR alone
     scale: float  # α/r, the same for every rank
     head: tuple[str, ...] = ()  # modules that are trained whole
 
@@ -38,7 +39,29 @@ class Base:
         self._model = sharing_copy(model)
         hold_statistics(self._model)
         self._heads = head_modules(self._model, adapting.head)
+        self._check_target()
+        self._target: str | list[str] = ALL_LINEAR if adapting.target == (ALL_LINEAR,) else list(adapting.target)
         self.shapes = self._find()
+        if self._target == ALL_LINEAR:  # from here on by their names, which a file of a tier tells
+            self._target = list(self.shapes)
+
+    def _check_target(self) -> None:
+        """Refuse a name that no layer has: peft leaves it out without a word if there are others."""
+        if self.adapting.target == (ALL_LINEAR,):
+            return
+        names = [
+            n for n, _ in self._model.named_modules() if not f"{n}.".startswith(tuple(f"{h}." for h in self._heads))
+        ]
+        for target in self.adapting.target:
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                raise self._not_adapted(f"there is no layer '{target}'")
+
+    def _not_adapted(self, reason: str) -> FedhmError:
+        layers = sorted({n.rpartition(".")[2] for n, m in self._model.named_modules() if isinstance(m, nn.Linear)})
+        return FedhmError(
+            f"method.target = {list(self.adapting.target)} cannot be adapted ({reason}); the model's linear layers are "
+            f"called {', '.join(layers)}"
+        )
 
     def _find(self) -> dict[str, torch.Size]:
         """Return the weights' shapes (n, m) of the layers that peft chooses."""
@@ -57,7 +80,7 @@ class Base:
         settings = peft.LoraConfig(
             r=rank,
             lora_alpha=adapting.scale * rank,
-            target_modules=list(adapting.target),
+            target_modules=self._target,
             modules_to_save=list(adapting.head) or None,
             fan_in_fan_out=self._transposed(),
         )
@@ -66,16 +89,13 @@ class Base:
             with torch.random.fork_rng(devices=[]):  # the factors that peft draws are replaced anyway
                 network: nn.Module = peft.get_peft_model(copy.deepcopy(self._model, shared), settings)
         except ValueError as error:
-            layers = sorted({n.rpartition(".")[2] for n, m in self._model.named_modules() if isinstance(m, nn.Linear)})
-            raise FedhmError(
-                f"method.target = {list(adapting.target)} cannot be adapted ({str(error).partition('. ')[0]}); the "
-                f"model's linear layers are called {', '.join(layers)}"
-            ) from None
+            raise self._not_adapted(str(error).partition(". ")[0]) from None
         return network
 
     def _transposed(self) -> bool:
         """Tell whether the layers to adapt hold their weights transposed, as GPT-2's do."""
-        chosen = [m for n, m in self._model.named_modules() if n.endswith(self.adapting.target)]
+        ends = ("",) if self.adapting.target == (ALL_LINEAR,) else self.adapting.target
+        chosen = [m for n, m in self._model.named_modules() if n.endswith(ends)]
         return any(type(module).__name__ == "Conv1D" for module in chosen)
 
     def network(

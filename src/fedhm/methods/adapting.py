@@ -21,7 +21,12 @@ from fedhm.seeds import torch_generator
 
 
 def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) and value != "auto" else value
+    """Return names as a list: one alone, or [query, value] as a shell hands it over, which takes the quotes away."""
+    if not isinstance(value, str) or value == "auto":
+        return value
+    if value.startswith("[") and value.endswith("]"):
+        return tuple(name for each in value[1:-1].split(",") if (name := each.strip().strip("\"'")))
+    return (value,)
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
