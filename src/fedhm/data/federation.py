@@ -10,6 +10,7 @@ from fedhm.config.sections.objective import Objective
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.held_out.client_tests import ClientTests, brought
 from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
+from fedhm.data.raw_text import TextReader
 from fedhm.data.samples import Samples, channel_statistics, concatenate
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
@@ -139,15 +140,17 @@ def gathered(
     objective: Objective | None = None,
     client_test: float | Sequence[DataLike | None] = 0.0,
     seed: int = 0,
+    reader: TextReader | None = None,
 ) -> Federation:
     """Make a federation of a user's own data sets; without an objective, labels are class numbers.
 
+    `reader` makes tokens of texts that are not tokenized.
     Images in uint8 (N, C, H, W) are normalised; other floating-point input is brought to `dtype` and left as it is.
     """
     learned: Objective = objective or make("objectives", "classification")
 
     def read(data: DataLike, whose: str) -> Samples:
-        return own_samples(data, whose, dtype, learned)
+        return own_samples(data, whose, dtype, learned, reader)
 
     given = [read(data, f"client {number}") for number, data in enumerate(clients)]
     own, tests = brought(given, client_test, seed, read)

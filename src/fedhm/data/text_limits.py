@@ -1,6 +1,7 @@
 """What a model can read of text, and what it is padded with: both are known only where the model is."""
 
 from collections.abc import Iterator
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +68,18 @@ def limits_of(model: nn.Module) -> TextLimits:
         padding if isinstance(padding, int) and padding >= 0 else None,  # some have -1 for none
         hasattr(config, "pad_token_id") and isinstance(getattr(model, "score", None), nn.Module),
     )
+
+
+def with_padding(model: nn.Module, padding: int | None) -> nn.Module:
+    """Return a model that pads with a token where it has none of its own: the same weights, under another config."""
+    config = getattr(model, "config", None)
+    if padding is None or getattr(config, "pad_token_id", padding) is not None:
+        return model
+    other: Any = copy(model)  # the user's own stays as it is
+    other.config = deepcopy(config)
+    other.config.pad_token_id = padding
+    found: nn.Module = other
+    return found
 
 
 def _length(model: nn.Module, config: Any) -> int | None:
