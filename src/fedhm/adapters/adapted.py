@@ -72,6 +72,10 @@ class Base:
                 if not isinstance(module, lora.Linear):
                     kind = type(module.base_layer).__name__
                     raise FedhmError(f"method.target names '{_own(name)}', a {kind}: adapters are for linear layers")
+                if module.get_base_layer().weight.dtype == torch.float64:
+                    raise FedhmError(
+                        "adapters are trained and averaged in float32, the base is float64: use model.float()"
+                    )
                 found[_own(name)] = torch.Size((module.out_features, module.in_features))
         return found
 
@@ -186,6 +190,8 @@ def save_adapter(network: nn.Module, folder: Path) -> None:
         raise FedhmError("the tier's model has no adapter: save_adapter is for methods that train such, as lora")
     if vars(network).get("fedhm_folded"):
         raise FedhmError("what was learnt is in the base itself, not in an adapter: save the whole network of the tier")
+    if folder.is_file():
+        raise FedhmError(f"cannot write the adapter to {folder}: it is a file, where a folder is needed")
     form, restored = vars(network).pop("fedhm_wire_form", None), vars(network)
     try:
         adapted(str(folder))

@@ -61,6 +61,8 @@ class Federation:
         """Refuse samples whose labels are not what the objective learns."""
         for name, samples in self._named():
             objective.check(samples.labels, self.classes, name)
+            if isinstance(samples.inputs, Tokens):
+                samples.inputs.check_targets(name)
 
     def _named(self) -> list[tuple[str, Samples]]:
         """Return all samples that are here, each with what a sentence calls them."""

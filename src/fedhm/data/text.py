@@ -55,6 +55,7 @@ def as_text(data: Any, whose: str, per_token: bool, reader: TextReader | None = 
     tokens = Tokens.of(found, whose, padding)
     if per_token:
         tokens = with_targets(tokens)
+        tokens.check_targets(whose)
     return Text(tokens, _numbers(labels, len(tokens), whose))
 
 

@@ -104,6 +104,17 @@ class Tokens:
         """Return the largest number under a name; 0 where there is none."""
         return int(self.fields[name].max()) if name in self.fields and len(self.fields[name]) else 0
 
+    def check_targets(self, whose: str) -> None:
+        """Refuse sequences of which no token is to be predicted: there is nothing before the first one."""
+        if TARGETS in self.fields and len(self):
+            counted = self.fields[TARGETS] != PADDING[TARGETS]
+            counted[self.starts[:-1]] = False
+            if not bool(counted.any()):
+                raise FedhmError(
+                    f"{whose} has no token to predict: a text needs two tokens or more, and a target that is not "
+                    f"{PADDING[TARGETS]}"
+                )
+
     def padded_with(self, padding: int) -> "Tokens":
         """Return the same sequences, to be filled up with another token."""
         return self if padding == self.padding else Tokens(self.fields, self.starts, padding)
