@@ -35,10 +35,11 @@ def as_text(data: Any, whose: str, per_token: bool, reader: TextReader | None = 
     columns = given if isinstance(given, Mapping) or hasattr(given, "keys") else _columns(given)
     padding = 0
     if columns is None or IDS not in columns:
-        texts = given if pair and are_texts(given) else texts_in(columns) if columns is not None else None
+        others = {} if columns is None else columns
+        texts = given if pair and are_texts(given) else texts_in(others)
         if texts is None:
             return None
-        columns = {n: columns[n] for n in LABEL if n in (columns or ())} | read_by(reader, texts, whose)
+        columns = {name: others[name] for name in LABEL if name in others} | read_by(reader, texts, whose)
         padding = (reader and reader.padding) or 0
     if unread := [name for name in UNREAD if name in columns]:
         raise FedhmError(f"{whose} has '{unread[0]}', which is not handed on to the model: leave it out")
