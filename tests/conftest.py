@@ -35,7 +35,15 @@ if "PYTEST_XDIST_WORKER" in os.environ or not hands_out:  # that process would w
 MANY_RUNS = ("test_robust", "test_paper_sizes", "test_local_workers", "test_experiment", "test_fleet", "test_parts")
 APART = ("test_quick", "test_demo", "test_simulation")
 TOGETHER = (
-    *("test_lora", "test_text_run", "test_objectives", "test_text_objectives", "test_regression"),
+    *(
+        "test_lora",
+        "test_heads",
+        "test_text_limits",
+        "test_text_run",
+        "test_objectives",
+        "test_text_objectives",
+        "test_regression",
+    ),
     *("test_digits", "test_huggingface", "test_tokens"),
     *("test_private_runs", "test_mechanism", "test_refused", "test_audit", "test_private_flower"),
 )

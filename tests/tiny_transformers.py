@@ -22,6 +22,46 @@ def tiny_bert(classes: int = 3, seed: int = 0) -> nn.Module:
         return BertForSequenceClassification(settings)
 
 
+def tiny_roberta(seed: int = 0) -> nn.Module:
+    """Return a RoBERTa, whose head has two layers, and whose positions begin after its padding's number."""
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    settings = RobertaConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=18, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        pad_token_id=1,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return RobertaForSequenceClassification(settings)
+
+
+def tiny_distilbert(seed: int = 0) -> nn.Module:
+    """Return a DistilBERT, whose head is two modules."""
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    settings = DistilBertConfig(
+        vocab_size=40, dim=16, hidden_dim=24, n_layers=1, n_heads=2, max_position_embeddings=16, num_labels=3,
+        seq_classif_dropout=0.0, dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return DistilBertForSequenceClassification(settings)
+
+
+def tiny_gpt2_classifier(padding: int | None = None, seed: int = 0) -> nn.Module:
+    """Return a GPT-2 that classifies by a text's last token, which it finds by the token of padding."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    settings = GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, num_labels=3, bos_token_id=1, eos_token_id=2,
+        pad_token_id=padding, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2ForSequenceClassification(settings)
+
+
 def tiny_masked_bert(seed: int = 0) -> nn.Module:
     """Return a BERT that fills in words, by a head that is tied to its embedding."""
     from transformers import BertConfig, BertForMaskedLM

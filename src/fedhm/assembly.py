@@ -14,6 +14,7 @@ from fedhm.data.downscale import downscaled_shape
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
 from fedhm.data.sources.catalogue import SHAPES
+from fedhm.data.text_limits import limits_of
 from fedhm.engines.engine import Elsewhere, Engine
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.errors import FedhmError
@@ -27,7 +28,6 @@ from fedhm.methods.coordinate import mean_of
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.methods.tier_work import plan_fleet
 from fedhm.models.build import build_model
-from fedhm.models.pretrained import check_tokens
 from fedhm.networks.exchange import exchanged, untrained
 from fedhm.networks.inputs import Inputs
 from fedhm.networks.probe import probe
@@ -81,11 +81,11 @@ def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, publi
         optimizer_follows=config.server.optimizer != "none" or config.privacy.at_server,
     )
     method = config.method.build(model, setup)
-    _check_training(model, method, sample)
+    _check_training(model, method, sample, frozen=bool(config.method.adapters))
     return Design(config, model, method, sample, classifier)
 
 
-def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs) -> None:
+def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs, frozen: bool) -> None:
     """Refuse a model whose pass in training gives no tensor, or changes weights that a tier has as factors only."""
     try:
         written = self_written(model, sample) & {name for name, _ in model.named_parameters()}
@@ -93,6 +93,10 @@ def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs) -> None
         raise
     except Exception:  # whatever a foreign model raises: it may train on other batches, and clients will say if not
         return
+    if frozen and written:
+        raise FedhmError(
+            f"the model's forward changes '{min(written)}' itself, and cannot be a base that stays as it is"
+        )
     for tier in method.tiers if written else ():
         network = method.network(tier)
         factorized = {f"{layer}.weight" for layer in (*plan_of(network), *plan_of(network, Hadamard))}
@@ -120,7 +124,10 @@ def assemble(
     engine: Engine | None = None,
     watchers: Sequence[Watcher] = (),
 ) -> Experiment:
-    """Put an experiment together; without an engine, it runs on this machine as its config says."""
+    """Put an experiment together; without an engine, it runs on this machine as its config says.
+
+    Methods that train adapters read the model where it lies: it must stay as it is until the run has ended.
+    """
     settings = config.resolved()
     device = find_device(settings.engine.device)
     if settings.engine.compile:
@@ -132,7 +139,7 @@ def assemble(
         )
     check_optimizer(model, settings.train)
     federation.check_targets(settings.objective)
-    check_tokens(model, *federation.longest_and_largest())
+    given, federation = federation, federation.fitted(limits_of(model).fitted)
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample = Feed(federation.example, preprocessing).one()
     check_memory_savings(model, settings, sample[0])
@@ -147,7 +154,9 @@ def assemble(
     not_weights = untrained(model).union(*(intake.facts(tier).untrained for tier in method.tiers))
     optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, not_weights)
     costs = {tier: intake.facts(tier).cost for tier in method.tiers}
-    initial = {name: tensor.clone() for name, tensor in exchanged(model).items()}
+    initial = exchanged(model)
+    if not settings.method.adapters:  # of a frozen base nothing is trained, and another copy may fill the memory
+        initial = {name: tensor.clone() for name, tensor in initial.items()}
     test = None if federation.test is None else Feed(federation.test, preprocessing, device)
     holders = federation.tests.holders([federation.samples_of(client) for client in range(federation.size)])
     if test is None and not holders:
@@ -160,7 +169,7 @@ def assemble(
     return Experiment(
         settings, method, initial, federation.size, test, intake, optimizer,
         engine or _own_engine(settings, federation, networks, public, secret),
-        costs, partial(fingerprint, settings, initial, federation), data_facts(federation),
+        costs, partial(fingerprint, settings, initial, given), data_facts(given),
         [*watchers, *trackers(settings.tracking)],
         bool(federation.remote), holders,
         Stopping(settings.stop, settings.objective.headline, method.tiers, at_clients=test is None),

@@ -16,8 +16,10 @@ from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Feed
 from fedhm.engines.engine import Engine
 from fedhm.measure.cost import Cost
+from fedhm.methods.adapting import check_travelling
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
+from fedhm.networks.structure import with_own_base
 from fedhm.runs.best_models import keep_only, load_best, save_best
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
@@ -121,6 +123,7 @@ class Experiment:
             watcher.ended(networks)
         if folder and not best:  # it was found before this process resumed the run
             best = self._saved_best(folder, records)
+        with_own_base({id(network): network for network in [*networks.values(), *best.values()]}.values())
         return Result(records, networks, self._costs(state), self._best_round(records) if best else 0, best)
 
     def _best_round(self, records: Sequence[Record]) -> int:
@@ -147,6 +150,9 @@ class Experiment:
         for watcher in self.watchers:
             watcher.started(len(records), self.config.train.rounds)
         state = checkpoint.state if checkpoint else self.method.start(self.initial)
+        if self.config.method.adapters:
+            tier = self.method.tiers[0]
+            check_travelling(self.intake.facts(tier).travels, self.method.weights(state, tier), tier)
         if folder:
             self._save_plans(folder, state)
         if checkpoint:

@@ -15,6 +15,8 @@ from fedhm.config.settings import Config, EngineConfig
 from fedhm.data.federation import gathered
 from fedhm.data.held_out.client_tests import default_share
 from fedhm.data.own import DataLike, PublicLike
+from fedhm.data.raw_text import TextReader
+from fedhm.data.text_limits import limits_of, with_padding
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
@@ -41,6 +43,7 @@ def run(
     public: PublicLike | None = None,
     client_test: float | Sequence[DataLike | None] | None = None,
     from_round: int | None = None,
+    tokenizer: Any = None,
     watchers: Sequence[Watcher] = (),
 ) -> Result:
     """Train `model` in a federation of `clients`, each of which holds its own samples.
@@ -54,6 +57,8 @@ def run(
     client_test    evaluate at the clients, too: the share of its samples that each holds out of its training, or a list
                    with a test set for each client (None: it has none); `Result.clients` tells how they do. Without
                    `test` it is 0.2 unless it is said, and metrics are those of all clients' test samples together
+    tokenizer      of transformers, the model's own: clients and test may be texts then, pairs (texts, labels) or data
+                   sets with a column `text`
     out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
     from_round     of a run in `out`, take back the rounds after this one first: what came of them is moved to a folder
                    there
@@ -77,8 +82,10 @@ def run(
     if from_round is not None and (path is None or not (path / "config.toml").exists()):
         raise FedhmError("from_round goes back in a run that has begun: out must be its folder")
     resolved = as_begun(settings, path).resolved()
+    reader = None if tokenizer is None else TextReader(tokenizer, limits_of(model).length)
+    model = with_padding(model, reader.padding) if reader else model
     federation = gathered(
-        clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed
+        clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed, reader
     )
     experiment = assemble(model, federation, resolved, watchers=watchers)
     if path is None:

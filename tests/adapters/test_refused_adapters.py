@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fedhm
-from fedhm.adapters.adapted import base_digest
+from fedhm.adapters.adapted import base_digest, save_adapter
 from fedhm.config.reading import parse
 from fedhm.data.federation import gathered
 from fedhm.work.messages import Failure, Participant, Update
@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.slow, needs_peft]
     ("change", "sentence"),
     [
         ({"target": ["nothing"]}, r"method.target = \['nothing'\] cannot be adapted .* called .*query"),
+        ({"target": ["query", "valeu"]}, r"cannot be adapted \(there is no layer 'valeu'\); .* called .*value"),
+        ({"target": ["query", "classifier"]}, r"cannot be adapted \(there is no layer 'classifier'\)"),
+        ({"target": ["all-linear", "query"]}, r"cannot be adapted \(there is no layer 'all-linear'\)"),
         ({"ranks": [40, 2]}, "rank 40 is above what .* 16 → 16, can have: choose at most 16"),
         ({"head": ["score"]}, "the model has no module 'score'"),
         ({"target": ["word_embeddings"]}, "a Embedding: adapters are for linear layers"),
@@ -33,6 +36,40 @@ pytestmark = [pytest.mark.slow, needs_peft]
 def test_what_cannot_be_adapted_is_one_sentence(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(fedhm.FedhmError, match=sentence):
         fedhm.run(tiny_bert(), DATA, TEST, settings(change))
+
+
+def test_a_base_of_float64_is_refused_before_anybody_trains() -> None:
+    with pytest.raises(fedhm.FedhmError, match=r"the base is float64: use model\.float\(\)"):
+        fedhm.run(tiny_bert().double(), DATA, TEST, settings())
+
+
+def test_an_adapter_is_not_written_onto_a_file(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(fedhm.FedhmError, match="there: it is a file, where a folder is needed"):
+        save_adapter(started("lora", ranks=[2])[0].network("full"), tmp_path / "there")
+
+
+@pytest.mark.parametrize("name", ["lora", "hetlora", "flora", "homolora", "ffalora", "fedsa"])
+def test_noise_at_the_server_is_refused(name: str) -> None:
+    asked = {**settings(privacy={"noise": 1.0, "clip": 1.0}), "method": {"name": name}}
+    with pytest.raises(fedhm.FedhmError, match="does not move its model by a plain mean of changes"):
+        fedhm.run(tiny_bert(), DATA, TEST, asked)
+
+
+@pytest.mark.parametrize("bad", [{"input_ids": [[1], [2]]}, {"input_ids": [[1, 2]], "labels": [[-100, -100]]}])
+def test_texts_without_a_token_to_predict_are_refused(bad: dict[str, Any]) -> None:
+    good = ({"input_ids": [[1, 2, 3], [4, 5]]}, None)
+    asked = settings({"ranks": [1], "target": ["q_proj"]}, objective="causal_lm")
+    for clients, test, whose in (([(bad, None), good], good, "client 0"), ([good], (bad, None), "the test set")):
+        with pytest.raises(fedhm.FedhmError, match=f"{whose} has no token to predict: a text needs two tokens"):
+            fedhm.run(tiny_llama(), clients, test, asked)
+
+
+def test_a_client_that_is_left_without_a_token_to_predict_is_refused() -> None:
+    clients = [({"input_ids": [[1, 2, 3], [4]]}, None) for _ in range(2)]
+    asked = settings({"ranks": [1], "target": ["q_proj"]}, objective="causal_lm")
+    with pytest.raises(fedhm.FedhmError, match=r"client \d has no token to predict"):
+        fedhm.run(tiny_llama(), clients, clients[0], asked, client_test=0.5)
 
 
 def test_a_tokenizer_of_another_model_and_too_long_texts_are_one_sentence() -> None:

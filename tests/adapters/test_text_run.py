@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fedhm
 import forked
 from fedhm.cli import main
 from fedhm.config.reading import load_config
@@ -79,6 +80,23 @@ def test_text_is_read_by_the_models_tokenizer(place: Path) -> None:
     assert int(tokens.lengths.max()) == 4  # what is longer is cut
     first = tokens.padded(torch.arange(3))["input_ids"][:, 0]
     assert first.tolist() == [2 + WORDS.index(word) for word in ("card", "pay", "rain")]
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_an_adapter_on_the_mean_of_tokens_is_loaded_by_peft(place: Path, finished: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModel, AutoTokenizer
+
+    result = fedhm.resume(finished)
+    result.save_adapter("1/2", tmp_path / "out")
+    encoder = AutoModel.from_pretrained(place / "base")
+    model = PeftModel.from_pretrained(fedhm.models.MeanPooled(encoder, outputs=3), tmp_path / "out").eval()
+    read = AutoTokenizer.from_pretrained(place / "base")(["my card", "pay the rent"], padding=True, return_tensors="pt")
+    inputs = {name: read[name] for name in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(model(**inputs), result.networks["1/2"].eval()(**inputs))
+    factors = [p for name, p in model.named_parameters() if ".lora_B." in name]
+    assert factors
+    assert all(bool(factor.any()) for factor in factors)
 
 
 def test_flower_ends_in_the_same_bits(place: Path, finished: Path, tmp_path: Path) -> None:

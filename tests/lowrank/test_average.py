@@ -63,6 +63,21 @@ def test_it_is_the_best_approximation_of_the_recovered_mean(
     torch.testing.assert_close(found.left.T @ found.left, LENGTH**2 * torch.eye(6), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("speed", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("sides", [(60, 44), (9, 12)])
+def test_at_a_speed_bands_lie_between_the_means_over_everybody_and_over_those_who_reach_them(
+    speed: float, sides: tuple[int, int]
+) -> None:
+    old, given_ = draw(*sides, 4, 0)
+    levels = {rank: Added(rank, sides, rank) for rank in RANKS}
+    for number, (rank, left, right) in enumerate(given_):
+        levels[rank].add(left, right, 1.0 + number)
+    found = merged(list(levels.values()), old, "bands", speed)
+    expected = (1 - speed) * plain(old, given_, "updates") + speed * plain(old, given_, "bands")
+    U, S, Vt = torch.linalg.svd(expected.double(), full_matrices=False)
+    torch.testing.assert_close((found.left @ found.right).double(), (U[:, :6] * S[:6]) @ Vt[:6], rtol=1e-3, atol=1e-3)
+
+
 def test_memory_does_not_grow_with_the_clients() -> None:
     level = Added(4, (20, 30), 4)
     for seed in range(50):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from fedhm.data.text_limits import limits_of
 from fedhm.models.pooled import MeanPooled
-from fedhm.models.pretrained import check_tokens, read_pretrained
-from tiny_transformers import tiny_bert
+from fedhm.models.pretrained import read_pretrained
+from tiny_transformers import tiny_bert, tiny_gpt2_classifier
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -33,10 +34,22 @@ def test_the_mean_is_over_tokens_and_not_over_padding(folder: str) -> None:
     states = model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(found[1], model.classifier(states[1].mean(0)))
     assert torch.equal(model.classifier.weight, read_pretrained(folder, 3, False, 0, "mean").classifier.weight)
-    check_tokens(model, longest=4, largest=11)
+    limits_of(model).check("it", longest=4, largest=11)
 
 
 @pytest.mark.parametrize(("dropout", "expected"), [("own", {0.3}), (0.0, {0.0})])
 def test_dropout_is_the_models_own_or_as_the_settings_say(folder: str, dropout: float | str, expected: set) -> None:
     model = read_pretrained(folder, 3, False, 0, "own", dropout)
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == expected
+
+
+@pytest.mark.parametrize("padding", ["[PAD]", None])
+def test_a_model_without_a_token_of_padding_gets_its_tokenizers(padding: str | None, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tiny_gpt2_classifier(None).save_pretrained(tmp_path)
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "[END]": 2}, "[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token=padding, eos_token="[END]").save_pretrained(tmp_path)
+    assert read_pretrained(str(tmp_path), 3, False, 0).config.pad_token_id == (1 if padding else 2)
+    assert read_pretrained(str(tmp_path), 3, True, 0).config.pad_token_id is None

@@ -11,36 +11,57 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedhm.adapters.heads import head_modules
 from fedhm.adapters.wire import AdapterForm
 from fedhm.errors import FedhmError
 from fedhm.networks.batchnorm import hold_statistics
 from fedhm.networks.exchange import Tensors, base_of, everybody_has, travels_as
-from fedhm.networks.structure import copied
+from fedhm.networks.structure import sharing_copy, with_own_base
 
+ALL_LINEAR = "all-linear"  # all linear layers but heads, as peft has it
 DIGESTED = 64  # numbers of each tensor of a base, or a few more: all of them would take seconds
-HEADS = ("classifier", "score")  # how transformers call the layer that is made for the task
 
 
 @dataclass(frozen=True)
 class Adapting:
     """What adapters are put into a model, and what is trained beside them."""
 
-    target: tuple[str, ...]  # layers by the ends of their names
+    target: tuple[str, ...]  # layers by the ends of their names, or ALL_LINEAR alone
     scale: float  # α/r, the same for every rank
     head: tuple[str, ...] = ()  # modules that are trained whole
 
 
 class Base:
-    """A frozen copy of a model, and the layers of it that get adapters."""
+    """A model, frozen and read in the memory where it lies, and the layers of it that get adapters."""
 
     def __init__(self, model: nn.Module, adapting: Adapting) -> None:
         self.adapting = adapting
-        self._model = copied(model).requires_grad_(False)
+        self._model = sharing_copy(model)
         hold_statistics(self._model)
-        for name in adapting.head:
-            if name not in dict(model.named_modules()):
-                raise FedhmError(f"method.head: the model has no module '{name}'")
+        self._heads = head_modules(self._model, adapting.head)
+        self._check_target()
+        self._target: str | list[str] = ALL_LINEAR if adapting.target == (ALL_LINEAR,) else list(adapting.target)
         self.shapes = self._find()
+        if self._target == ALL_LINEAR:  # from here on by their names, which a file of a tier tells
+            self._target = list(self.shapes)
+
+    def _check_target(self) -> None:
+        """Refuse a name that no layer has: peft leaves it out without a word if there are others."""
+        if self.adapting.target == (ALL_LINEAR,):
+            return
+        names = [
+            n for n, _ in self._model.named_modules() if not f"{n}.".startswith(tuple(f"{h}." for h in self._heads))
+        ]
+        for target in self.adapting.target:
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                raise self._not_adapted(f"there is no layer '{target}'")
+
+    def _not_adapted(self, reason: str) -> FedhmError:
+        layers = sorted({n.rpartition(".")[2] for n, m in self._model.named_modules() if isinstance(m, nn.Linear)})
+        return FedhmError(
+            f"method.target = {list(self.adapting.target)} cannot be adapted ({reason}); the model's linear layers are "
+            f"called {', '.join(layers)}"
+        )
 
     def _find(self) -> dict[str, torch.Size]:
         """Return the weights' shapes (n, m) of the layers that peft chooses."""
@@ -51,6 +72,10 @@ class Base:
                 if not isinstance(module, lora.Linear):
                     kind = type(module.base_layer).__name__
                     raise FedhmError(f"method.target names '{_own(name)}', a {kind}: adapters are for linear layers")
+                if module.get_base_layer().weight.dtype == torch.float64:
+                    raise FedhmError(
+                        "adapters are trained and averaged in float32, the base is float64: use model.float()"
+                    )
                 found[_own(name)] = torch.Size((module.out_features, module.in_features))
         return found
 
@@ -59,7 +84,7 @@ class Base:
         settings = peft.LoraConfig(
             r=rank,
             lora_alpha=adapting.scale * rank,
-            target_modules=list(adapting.target),
+            target_modules=self._target,
             modules_to_save=list(adapting.head) or None,
             fan_in_fan_out=self._transposed(),
         )
@@ -68,16 +93,13 @@ class Base:
             with torch.random.fork_rng(devices=[]):  # the factors that peft draws are replaced anyway
                 network: nn.Module = peft.get_peft_model(copy.deepcopy(self._model, shared), settings)
         except ValueError as error:
-            layers = sorted({n.rpartition(".")[2] for n, m in self._model.named_modules() if isinstance(m, nn.Linear)})
-            raise FedhmError(
-                f"method.target = {list(adapting.target)} cannot be adapted ({str(error).partition('. ')[0]}); the "
-                f"model's linear layers are called {', '.join(layers)}"
-            ) from None
+            raise self._not_adapted(str(error).partition(". ")[0]) from None
         return network
 
     def _transposed(self) -> bool:
         """Tell whether the layers to adapt hold their weights transposed, as GPT-2's do."""
-        chosen = [m for n, m in self._model.named_modules() if n.endswith(self.adapting.target)]
+        ends = ("",) if self.adapting.target == (ALL_LINEAR,) else self.adapting.target
+        chosen = [m for n, m in self._model.named_modules() if n.endswith(ends)]
         return any(type(module).__name__ == "Conv1D" for module in chosen)
 
     def network(
@@ -103,7 +125,8 @@ class Base:
         everybody_has(network, frozenset(frozen - own))
         held = frozenset(f"{layer}.{part}" for layer in self.shapes for part in fixed)
         weights = {layer: self._model.get_submodule(layer).weight for layer in self.shapes} if folded else {}
-        return travels_as(network, AdapterForm(tuple(self.shapes), self.adapting.scale, held, weights, parts))  # type: ignore[arg-type]
+        form = AdapterForm(tuple(self.shapes), self.adapting.scale, held, weights, parts, self._heads)  # type: ignore[arg-type]
+        return travels_as(network, form)
 
     def check_rank(self, rank: int) -> None:
         """Refuse a rank that a layer cannot have."""
@@ -125,23 +148,7 @@ class Base:
 
     def head_of(self, weights: Tensors) -> Tensors:
         """Return those of the full model's tensors that are trained whole."""
-        return {n: t for n, t in weights.items() if any(n.startswith(f"{head}.") for head in self.adapting.head)}
-
-
-def find_head(
-    model: nn.Module, given: tuple[str, ...] | str, classifier: str | None, per_token: bool
-) -> tuple[str, ...]:
-    """Return the modules that are trained whole: those given, or the layer that was made for the task."""
-    if not isinstance(given, str):
-        return given
-    if per_token:  # what gives the scores of tokens is the base's own
-        return ()
-    if classifier:
-        return (classifier,)
-    own = dict(model.named_modules())
-    if found := [name for name in HEADS if name in own]:
-        return (found[0],)
-    raise FedhmError("the layer that gives the model's outputs cannot be told: name it with method.head = ['NAME']")
+        return {n: t.clone() for n, t in weights.items() if any(n.startswith(f"{head}.") for head in self._heads)}
 
 
 def base_digest(network: nn.Module) -> str:
@@ -172,6 +179,7 @@ def rebuilt(model: nn.Module, told: dict[str, Any]) -> nn.Module:
     network = Base(model, adapting).network(int(told["rank"]), folded=bool(told["folded"]))
     if told.get("base", base_digest(network)) != base_digest(network):
         raise FedhmError("the adapter was trained on another base: give it the very model that the run began with")
+    with_own_base([network])
     return travels_as(network, None)
 
 
@@ -182,6 +190,8 @@ def save_adapter(network: nn.Module, folder: Path) -> None:
         raise FedhmError("the tier's model has no adapter: save_adapter is for methods that train such, as lora")
     if vars(network).get("fedhm_folded"):
         raise FedhmError("what was learnt is in the base itself, not in an adapter: save the whole network of the tier")
+    if folder.is_file():
+        raise FedhmError(f"cannot write the adapter to {folder}: it is a file, where a folder is needed")
     form, restored = vars(network).pop("fedhm_wire_form", None), vars(network)
     try:
         adapted(str(folder))

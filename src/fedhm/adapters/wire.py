@@ -29,6 +29,7 @@ class AdapterForm:
     frozen: frozenset[str] = frozenset()  # factors that everybody has, by the names under which they would travel
     base: Mapping[str, Tensor] = field(default_factory=dict)  # by layer, where something is folded into it: W
     parts: tuple[str, str] = ("u", "v")  # how A and B are called: those that travel alone are no pair of factors
+    heads: tuple[str, ...] = ()  # modules that are trained whole, each of one layer or of several
 
     def pack(self, tensors: Tensors) -> Tensors:
         packed: Tensors = {}
@@ -53,11 +54,16 @@ class AdapterForm:
             elif layer in self.layers and part == self.parts[1]:
                 unpacked[f"{_PREFIX}{layer}{_B}"] = tensor / self.scale
             else:
-                unpacked[f"{_PREFIX}{layer}{_HEAD}{part}"] = tensor
+                unpacked[self._held_head(name)] = tensor
         for layer, weight in self.base.items():
             if (added := _added(tensors, layer)) is not None:
                 unpacked[f"{_PREFIX}{layer}.base_layer.weight"] = weight + added
         return unpacked
+
+    def _held_head(self, name: str) -> str:
+        """Return under which name a network holds a tensor of its head."""
+        module = next((head for head in self.heads if name.startswith(f"{head}.")), name.rpartition(".")[0])
+        return f"{_PREFIX}{module}{_HEAD}{name.removeprefix(f'{module}.')}"
 
     def __deepcopy__(self, _: Any) -> "AdapterForm":
         return self  # the base is not copied with every network

@@ -1,6 +1,6 @@
 """A federation's data: one set of samples per client, perhaps a test set at the server, and public samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,6 +10,7 @@ from fedhm.config.sections.objective import Objective
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.held_out.client_tests import ClientTests, brought
 from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
+from fedhm.data.raw_text import TextReader
 from fedhm.data.samples import Samples, channel_statistics, concatenate
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
@@ -60,6 +61,8 @@ class Federation:
         """Refuse samples whose labels are not what the objective learns."""
         for name, samples in self._named():
             objective.check(samples.labels, self.classes, name)
+            if isinstance(samples.inputs, Tokens):
+                samples.inputs.check_targets(name)
 
     def _named(self) -> list[tuple[str, Samples]]:
         """Return all samples that are here, each with what a sentence calls them."""
@@ -83,11 +86,19 @@ class Federation:
         if _kind(samples) != _kind(first):
             raise FedhmError(f"{name} has inputs of {_kind(samples)}, {whose} of {_kind(first)}")
 
-    def longest_and_largest(self) -> tuple[int, int]:
-        """Return how long the longest text is, and the largest of all token numbers; 0 where there is no text."""
-        texts = [samples.inputs for _, samples in self._named() if isinstance(samples.inputs, Tokens)]
-        longest = max((int(text.lengths.max()) for text in texts), default=0)
-        return longest, max((text.largest() for text in texts), default=0)
+    def fitted(self, fit: Callable[[Samples, str], Samples]) -> "Federation":
+        """Return a federation whose samples have all been made to fit a model; `fit` is told whose they are."""
+        return replace(
+            self,
+            clients=[fit(samples, f"client {number}") for number, samples in enumerate(self.clients)],
+            test=None if self.test is None else fit(self.test, "the test set"),
+            public=None if self.public is None else fit(self.public, "the public set"),
+            tests=replace(
+                self.tests,
+                samples=[fit(samples, f"the test set of client {n}") for n, samples in enumerate(self.tests.samples)],
+            ),
+            form=None if self.form is None else fit(self.form, "the sample of the server"),
+        )
 
     @property
     def size(self) -> int:
@@ -131,15 +142,17 @@ def gathered(
     objective: Objective | None = None,
     client_test: float | Sequence[DataLike | None] = 0.0,
     seed: int = 0,
+    reader: TextReader | None = None,
 ) -> Federation:
     """Make a federation of a user's own data sets; without an objective, labels are class numbers.
 
+    `reader` makes tokens of texts that are not tokenized.
     Images in uint8 (N, C, H, W) are normalised; other floating-point input is brought to `dtype` and left as it is.
     """
     learned: Objective = objective or make("objectives", "classification")
 
     def read(data: DataLike, whose: str) -> Samples:
-        return own_samples(data, whose, dtype, learned)
+        return own_samples(data, whose, dtype, learned, reader)
 
     given = [read(data, f"client {number}") for number, data in enumerate(clients)]
     own, tests = brought(given, client_test, seed, read)

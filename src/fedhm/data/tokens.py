@@ -13,8 +13,8 @@ from torch import Tensor
 from fedhm.errors import FedhmError
 from fedhm.networks.less_memory.parts import split
 
-IDS, MASK, TARGETS = "input_ids", "attention_mask", "labels"
-PADDING = {MASK: 0, TARGETS: -100}  # of all else, the number that the token ids are padded with
+IDS, MASK, TYPES, TARGETS = "input_ids", "attention_mask", "token_type_ids", "labels"
+PADDING = {MASK: 0, TYPES: 0, TARGETS: -100}  # of all else, the number that the token ids are padded with
 POOL = 16  # batches: among so many, drawn at random, sequences are sorted by length
 
 
@@ -39,6 +39,9 @@ class Tokens:
             flat = {n: torch.tensor([int(v) for s in given for v in s]) for n, given in sequences.items()}
         except (TypeError, ValueError, OverflowError):
             raise FedhmError(f"the tokens of {whose} must be whole numbers") from None
+        for name in (IDS, TYPES):
+            if name in flat and int(flat[name].min()) < 0:
+                raise FedhmError(f"the '{name}' of {whose} must not be negative: there is a {int(flat[name].min())}")
         flat.setdefault(MASK, torch.ones_like(flat[IDS]))
         return cls(flat, torch.tensor([0, *lengths]).cumsum(0), padding)
 
@@ -97,8 +100,24 @@ class Tokens:
         batches = split(torch.cat(pools), size)
         return [batches[number] for number in torch.randperm(len(batches), generator=generator).tolist()]
 
-    def largest(self) -> int:
-        return int(self.fields[IDS].max())
+    def largest(self, name: str) -> int:
+        """Return the largest number under a name; 0 where there is none."""
+        return int(self.fields[name].max()) if name in self.fields and len(self.fields[name]) else 0
+
+    def check_targets(self, whose: str) -> None:
+        """Refuse sequences of which no token is to be predicted: there is nothing before the first one."""
+        if TARGETS in self.fields and len(self):
+            counted = self.fields[TARGETS] != PADDING[TARGETS]
+            counted[self.starts[:-1]] = False
+            if not bool(counted.any()):
+                raise FedhmError(
+                    f"{whose} has no token to predict: a text needs two tokens or more, and a target that is not "
+                    f"{PADDING[TARGETS]}"
+                )
+
+    def padded_with(self, padding: int) -> "Tokens":
+        """Return the same sequences, to be filled up with another token."""
+        return self if padding == self.padding else Tokens(self.fields, self.starts, padding)
 
     def add_to(self, digest: "hashlib._Hash") -> None:
         digest.update(f"{self.kind}{tuple(self.shape)}{self.padding}".encode())

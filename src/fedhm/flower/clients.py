@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedhm.adapters.adapted import base_digest
-from fedhm.assembly import design, make_client, read_federation
+from fedhm.assembly import Design, design, make_client, read_federation
 from fedhm.config.reading import parse
 from fedhm.config.sections.privacy import PrivacyConfig
 from fedhm.config.settings import ResolvedConfig
@@ -17,9 +17,10 @@ from fedhm.data.federation import Federation, public_feed
 from fedhm.data.held_out.client_tests import split_off
 from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
 from fedhm.data.samples import Samples
+from fedhm.data.text_limits import limits_of
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import ClientApp, Context, client_number, make_client_app
-from fedhm.flower.models import Model, NamedModel, OwnModel, weights_dtype
+from fedhm.flower.models import Model, NamedModel, OwnModel, demands
 from fedhm.flower.wire import Terms
 from fedhm.machine.device import find_device
 from fedhm.networks.reuse import Networks
@@ -57,12 +58,14 @@ def client_app(
     def make_one(context: Context, terms: Terms) -> Client:
         config = terms.config if pinned is None else terms.config.model_copy(update={"privacy": pinned})
         own = OwnModel(model, config.seed)
-        dtype = weights_dtype(own)
+        dtype, limits = demands(own)
         everybodys = public_feed(own_public(public(), dtype), terms.preprocessing) if public else None
         number, tests = client_number(context), None
         samples = own_samples(data(context), f"client {number}", dtype, config.objective)
+        samples = limits.fitted(samples, f"client {number}")
         if test:
             tests = own_samples(test(context), f"the test set of client {number}", dtype, config.objective)
+            tests = limits.fitted(tests, f"the test set of client {number}")
             config.objective.check(tests.labels, terms.classes, f"the test set of client {number}")
         elif terms.client_test:
             samples, tests = split_off(samples, terms.client_test, config.seed, number)
@@ -84,9 +87,11 @@ def named_client_app() -> ClientApp:
         named = NamedModel(config, federation.input_shape, federation.classes)
         input_format = _format(federation.example, federation.preprocessing)
         networks = _networks(named, terms, _device(context, config), input_format)
-        samples, public = federation.clients[number], federation.public_feed()
-        own = config.of_client(number)
-        return make_client(samples, federation.preprocessing, networks, own, public, federation.tests.of(number))
+        fit = limits_of(_designed(named, terms, input_format).model).fitted
+        samples, public = fit(federation.clients[number], f"client {number}"), federation.public_feed()
+        own, tests = config.of_client(number), federation.tests.of(number)
+        tests = tests and fit(tests, f"the test set of client {number}")
+        return make_client(samples, federation.preprocessing, networks, own, public, tests)
 
     return make_client_app(make_one)
 
@@ -119,10 +124,15 @@ def _federation(config: ResolvedConfig) -> Federation:
 
 
 @lru_cache(maxsize=1)
+def _designed(model: Model, terms: Terms, inputs: Format) -> Design:
+    named = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in inputs}
+    return design(terms.config, model.build(), named.get("", named), terms.classes)
+
+
+@lru_cache(maxsize=1)
 def _networks(model: Model, terms: Terms, device: str, inputs: Format) -> Networks:
     """Return the networks of the method, which needs no public samples here: those are the server's and the tasks'."""
-    named = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in inputs}
-    built = design(terms.config, model.build(), named.get("", named), terms.classes)
+    built = _designed(model, terms, inputs)
     if terms.base and base_digest(built.method.network(built.method.tiers[0])) != terms.base:
         raise FedhmError("this node's base is not the server's: adapters need the same pretrained model everywhere")
     return Networks(built.method.network, find_device(device), terms.config.engine.compile)

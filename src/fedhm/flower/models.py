@@ -9,6 +9,7 @@ from torch import nn
 
 from fedhm.assembly import dtype_of
 from fedhm.config.settings import ResolvedConfig
+from fedhm.data.text_limits import TextLimits, limits_of
 from fedhm.models.build import build_model
 from fedhm.seeds import derive
 
@@ -42,6 +43,7 @@ Model = OwnModel | NamedModel
 
 
 @lru_cache(maxsize=4)
-def weights_dtype(model: Model) -> torch.dtype:
-    """Return the type of a model's weights, without building the model with every message."""
-    return dtype_of(model.build())
+def demands(model: Model) -> tuple[torch.dtype, TextLimits]:
+    """Return the type of a model's weights, and what it can read, without building the model with every message."""
+    built = model.build()
+    return dtype_of(built), limits_of(built)

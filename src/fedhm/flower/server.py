@@ -26,7 +26,7 @@ from fedhm.errors import FedhmError
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
 from fedhm.flower.commands.status import StatusFile
 from fedhm.flower.grid_engine import FlowerEngine
-from fedhm.flower.models import Model, NamedModel, OwnModel, weights_dtype
+from fedhm.flower.models import Model, NamedModel, OwnModel, demands
 from fedhm.flower.nodes import Node, Roster
 from fedhm.flower.tiers import chosen_tiers, too_much, with_devices
 from fedhm.flower.wire import Terms, greeting
@@ -88,7 +88,7 @@ def server_app(
 
         def federation(sizes: tuple[int, ...]) -> Federation:
             everybodys = public() if public else None
-            dtype = weights_dtype(own)
+            dtype, _ = demands(own)
             samples, outputs, form = (test() if test else None), classes, None
             if samples is None or not outputs:
                 like = inputs if samples is None else own_samples(samples, "the test set", dtype, learned).example

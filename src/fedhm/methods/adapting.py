@@ -6,9 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
-from fedhm.adapters.adapted import Adapting, Base, find_head
+from fedhm.adapters.adapted import Adapting, Base
+from fedhm.adapters.heads import find_head
+from fedhm.adapters.wire import FOLDED
 from fedhm.config.section import Positive, tier_name
 from fedhm.config.sections.method_config import MethodConfig, Settings
+from fedhm.errors import FedhmError
 from fedhm.lowrank.changes.average import fresh
 from fedhm.lowrank.decompositions.svd import Factors
 from fedhm.lowrank.decompositions.unroll import split
@@ -18,7 +21,12 @@ from fedhm.seeds import torch_generator
 
 
 def _listed(value: Any) -> Any:
-    return (value,) if isinstance(value, str) and value != "auto" else value
+    """Return names as a list: one alone, or [query, value] as a shell hands it over, which takes the quotes away."""
+    if not isinstance(value, str) or value == "auto":
+        return value
+    if value.startswith("[") and value.endswith("]"):
+        return tuple(name for each in value[1:-1].split(",") if (name := each.strip().strip("\"'")))
+    return (value,)
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
@@ -101,3 +109,14 @@ def as_sent(factors: dict[str, Factors], rank: int, shapes: dict[str, Any]) -> T
     for layer, each in factors.items():
         found[f"{layer}.u"], found[f"{layer}.v"] = split(*each.prefix(rank), shapes[layer])
     return found
+
+
+def check_travelling(travels: frozenset[str], weights: Tensors, tier: str) -> None:
+    """Refuse a state that lacks something that clients would train: they would send it, and nobody would keep it."""
+    held = {name for name in weights if not name.startswith(FOLDED)}
+    if odd := sorted(held ^ travels):
+        whose = "the server has no value of it" if odd[0] in travels else "clients do not train it"
+        raise FedhmError(
+            f"what is trained in tier {tier} is not what the server averages: '{odd[0]}', of which {whose}; a run that "
+            "an older version began with a head of several layers has to be begun anew"
+        )

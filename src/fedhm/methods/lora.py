@@ -13,8 +13,9 @@ base, and its adapter begins at zero on top of that. It costs bytes to download,
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
 from torch import nn
 
 from fedhm.adapters.wire import FOLDED
@@ -34,6 +35,7 @@ from fedhm.work.messages import Participant, Task, Update
 class LoRAConfig(RanksConfig):
     name: Literal["lora"] = "lora"
     aggregate: Aggregate = "bands"
+    band_speed: Annotated[float, Field(ge=0, le=1)] = 1.0  # by bands: of what lies beyond the smallest rank
     fold: bool = False  # what was learnt beyond a client's rank goes into its base
     fold_rank: Positive = 64  # of what is folded
 
@@ -111,7 +113,7 @@ class LoRA(Method[LoRAState]):
         how: Aggregate = "updates" if self.config.fold else self.config.aggregate
 
         def factors_of(layer: str) -> Factors:
-            found = merged(list(added[layer].values()), state.factors[layer], how)
+            found = merged(list(added[layer].values()), state.factors[layer], how, self.config.band_speed)
             return Factors(*(tensor.contiguous() for tensor in found))
 
         layers = list(self.base.shapes)

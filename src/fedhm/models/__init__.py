@@ -6,6 +6,7 @@ from torch import nn
 
 from fedhm.models.cnn import cnn
 from fedhm.models.mlp import mlp
+from fedhm.models.pooled import MeanPooled
 from fedhm.models.resnet import resnet10, resnet18, resnet34
 from fedhm.models.vit import vit
 
@@ -18,4 +19,4 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "vit": vit,
 }
 
-__all__ = ["MODELS", "cnn", "mlp", "resnet10", "resnet18", "resnet34", "vit"]
+__all__ = ["MODELS", "MeanPooled", "cnn", "mlp", "resnet10", "resnet18", "resnet34", "vit"]

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 
 class MeanPooled(nn.Module):
+    """An encoder of transformers with a linear layer on the mean of its outputs, as `model.pooling = "mean"` has it."""
+
     def __init__(self, encoder: nn.Module, outputs: int) -> None:
         super().__init__()
         self.encoder = encoder

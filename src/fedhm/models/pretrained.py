@@ -1,6 +1,7 @@
 """Pretrained transformers, read from disk: nothing is downloaded."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ def read_pretrained(
             torch.manual_seed(seed)
             settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **options)
             _set_dropout(settings, dropout)
+            if not per_token and getattr(settings, "pad_token_id", 0) is None:
+                settings.pad_token_id = _padding(transformers, folder)
             model: nn.Module = kind.from_pretrained(folder, config=settings, local_files_only=True, dtype=torch.float32)
             if pooling == "mean":
                 model = MeanPooled(model, outputs)
@@ -49,6 +52,16 @@ def read_pretrained(
     return model
 
 
+def _padding(transformers: Any, folder: Path) -> int | None:
+    """Return what the model's tokenizer pads with; if it does not, as GPT-2's, the token that ends a text."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError):  # it is read again with the data, and that says what is wrong
+        return None
+    found: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return found
+
+
 def _set_dropout(settings: Any, dropout: float | str) -> None:
     """Set all shares of dropout, under whichever names a kind of model has for them."""
     if dropout == "own":
@@ -56,18 +69,3 @@ def _set_dropout(settings: Any, dropout: float | str) -> None:
     for name, value in vars(settings).items():
         if isinstance(value, float) and any(word in name for word in ("dropout", "pdrop")):
             setattr(settings, name, dropout)
-
-
-def check_tokens(model: nn.Module, longest: int, largest: int) -> None:
-    """Refuse text that was read by a tokenizer of another model, or that is longer than the model can read."""
-    find = getattr(model, "get_input_embeddings", None)
-    embeddings = find() if longest and callable(find) else None
-    known = getattr(embeddings, "num_embeddings", largest + 1)
-    if largest >= known:
-        raise FedhmError(
-            f"the tokenizer does not fit the model: there is a token {largest}, but the model knows {known}; use the "
-            "tokenizer that came with it"
-        )
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", longest)
-    if longest > most:
-        raise FedhmError(f"a text has {longest} tokens, but the model reads at most {most}: set data.max_length")

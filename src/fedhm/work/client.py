@@ -47,6 +47,9 @@ class Client:
             return self.run(task, position)
         except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
             return Failure(task.client, str(error), position, error)
+        except IndexError as error:  # of a table that the network looks its inputs up in
+            reason = f"its samples do not fit the network, which has no such number in a table ({error})"
+            return Failure(task.client, reason, position, error)
 
     def run(self, task: Task, position: int = 0) -> Update:
         """Do a task by its kind of work."""

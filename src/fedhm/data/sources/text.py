@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedhm.data.raw_text import TEXTS
 from fedhm.data.samples import Samples, Source
 from fedhm.data.text import with_targets
 from fedhm.data.tokens import IDS, MASK, Tokens
@@ -17,7 +18,7 @@ from fedhm.machine.pretrained import find_pretrained
 
 TEXT = "text:"
 KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-TEXTS, LABELS = ("text", "sentence", "utterance"), ("label", "labels", "category", "intent", "class", "speaker")
+LABELS = ("label", "labels", "category", "intent", "class", "speaker")
 
 
 def read_text(name: str, folder: Path | None, base: str, max_length: int, per_token: bool) -> Source:

@@ -53,12 +53,13 @@ class Added:
             self.lefts, self.rights = [], []
 
 
-def merged(levels: Sequence[Added], old: Factors, aggregate: Aggregate) -> Factors:
+def merged(levels: Sequence[Added], old: Factors, aggregate: Aggregate, speed: float = 1.0) -> Factors:
     """Return what the server has after a round, at as many directions as before, and all its singular values.
 
     models      Σ αₚ Lₚ Rₚ / Σ αₚ
     updates     old + Σ αₚ (Lₚ Rₚ − sentₚ) / Σ αₚ
-    bands       the same, each band of a change over those whose rank reaches it (`lowrank/changes/bands.py`)
+    bands       the same, each band of a change over those whose rank reaches it (`lowrank/changes/bands.py`), or at a
+                `speed` below 1 between that mean and the one over everybody
     partitions  Σ over the parts of the factors between two ranks, each the mean over those who have it: a level is such
                 a part here, and its weight that of all whose rank reaches it
     """
@@ -70,7 +71,7 @@ def merged(levels: Sequence[Added], old: Factors, aggregate: Aggregate) -> Facto
     stacked = columns + rank if changes or columns < rank else columns
     if any(level.whole is not None for level in levels) or stacked > min(levels[0].shape):
         totals = [_recovered(level) for level in levels]
-        return _decomposed(_mean(levels, totals, old.left, old.right, aggregate), rank)
+        return _decomposed(_mean(levels, totals, old.left, old.right, aggregate, speed), rank)
     lefts = [left for level in levels for left in level.lefts]
     reflectors, tau = torch.geqrf(torch.cat([*lefts, old.left] if stacked > columns else lefts, 1))
     r = reflectors[:stacked].triu()
@@ -79,13 +80,15 @@ def merged(levels: Sequence[Added], old: Factors, aggregate: Aggregate) -> Facto
         after = before + level.columns
         totals.append(r[:, before:after] @ torch.cat(level.rights))
         before = after
-    inside = _decomposed(_mean(levels, totals, r[:, columns:], old.right, aggregate), rank)
+    inside = _decomposed(_mean(levels, totals, r[:, columns:], old.right, aggregate, speed), rank)
     left = inside.left.new_zeros(levels[0].shape[0], rank)
     left[:stacked] = inside.left
     return inside._replace(left=torch.ormqr(reflectors, tau, left))
 
 
-def _mean(levels: Sequence[Added], totals: Sequence[Tensor], left: Tensor, right: Tensor, how: Aggregate) -> Tensor:
+def _mean(
+    levels: Sequence[Added], totals: Sequence[Tensor], left: Tensor, right: Tensor, how: Aggregate, speed: float
+) -> Tensor:
     weight = sum(level.weight for level in levels)
     if how == "models":
         return sum(totals[1:], totals[0]) / weight
@@ -95,7 +98,7 @@ def _mean(levels: Sequence[Added], totals: Sequence[Tensor], left: Tensor, right
     pairs = list(zip(levels, totals, strict=True))
     if how == "bands":
         whole = [Level(level.rank, total, level.weight, level.sent) for level, total in pairs]
-        step = mean_change(whole, Factors(left, right, right[:, 0]))
+        step = mean_change(whole, Factors(left, right, right[:, 0]), speed)
     else:
         changes = [
             torch.addmm(total, left[:, : level.sent], right[: level.sent], alpha=-level.weight)

@@ -7,7 +7,7 @@ from torch import nn
 from fedhm.measure.cost import Cost, form_of, measure
 from fedhm.measure.self_written import self_written
 from fedhm.networks.batchnorm import running_names
-from fedhm.networks.exchange import untrained
+from fedhm.networks.exchange import exchanged, untrained
 from fedhm.networks.inputs import Inputs
 from fedhm.server.defence.moved import Layout, layout
 
@@ -19,6 +19,7 @@ class NetworkFacts:
     untrained: frozenset[str]  # of what no optimizer steps on, running averages among it
     fixed: frozenset[str]  # of what training leaves alone
     layout: Layout
+    travels: frozenset[str]  # all that is exchanged of it
 
 
 def facts_of(network: nn.Module, sample: Inputs) -> NetworkFacts:
@@ -26,7 +27,9 @@ def facts_of(network: nn.Module, sample: Inputs) -> NetworkFacts:
     running = frozenset(running_names(network))
     fixed, moving = _fixed_and_moving(network, sample)
     known = layout(network, running | moving)
-    return NetworkFacts(measure(network, *form_of(sample)), running, untrained(network), fixed, known)
+    return NetworkFacts(
+        measure(network, *form_of(sample)), running, untrained(network), fixed, known, frozenset(exchanged(network))
+    )
 
 
 def _fixed_and_moving(network: nn.Module, sample: Inputs) -> tuple[frozenset[str], frozenset[str]]:
