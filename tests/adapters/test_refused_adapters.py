@@ -43,6 +43,17 @@ def test_a_base_of_float64_is_refused_before_anybody_trains() -> None:
         fedhm.run(tiny_bert().double(), DATA, TEST, settings())
 
 
+def test_a_model_that_changes_its_own_weights_is_no_base() -> None:
+    model = tiny_bert()
+    before = model.bert.pooler.dense.weight.detach().clone()
+    model.bert.pooler.dense.register_forward_pre_hook(lambda layer, _: (layer.weight.data.mul_(0.5), None)[1])
+    with pytest.raises(
+        fedhm.FedhmError, match=r"forward changes 'bert\.pooler\.dense\.weight' itself, and cannot be a base"
+    ):
+        fedhm.run(model, DATA, TEST, settings())
+    assert torch.equal(model.bert.pooler.dense.weight, before)
+
+
 def test_an_adapter_is_not_written_onto_a_file(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     with pytest.raises(fedhm.FedhmError, match="there: it is a file, where a folder is needed"):

@@ -1,5 +1,6 @@
 """What a pass in training writes into the network itself: constant buffers are told from those that follow the data."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -139,3 +140,22 @@ def test_a_tuple_in_training_only_is_refused() -> None:
     x, y = torch.randn(20, 16), torch.arange(20) % 3
     with pytest.raises(FedhmError, match="in training, the model must give a tensor of scores, not a tuple"):
         fedhm.run(Auxiliary(16, 3), [(x, y)], (x, y), {"method": "fedavg"})
+
+
+class CountsCopies(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        alive = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+        places = {tensor.untyped_storage().data_ptr() for tensor in alive if tensor.shape == self.weight.shape}
+        COPIES.append(len(places))
+        return super().forward(inputs)
+
+
+COPIES: list[int] = []
+
+
+def test_of_a_large_network_there_is_one_copy_and_no_more() -> None:
+    gc.unfreeze()  # tests begin with what is there frozen, which must not hide anything here
+    COPIES.clear()
+    assert self_written(CountsCopies(37, 41), torch.zeros(1, 37)) == frozenset()
+    assert COPIES == [2]

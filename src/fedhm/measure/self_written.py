@@ -17,10 +17,12 @@ def self_written(network: nn.Module, sample: Inputs) -> frozenset[str]:
 
     `sample` is a batch of one input. Raises whatever the network raises, which may need other batches to train.
     """
+    given = network.state_dict()
     network = copied(network).train()
     own = {name: t for name, t in network.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    before = {name: tensor.detach().clone() for name, tensor in own.items()}
     memory = {name: tensor.untyped_storage() for name, tensor in own.items()}  # alive, so that none gets its address
+    # what was copied is as it was in the network that was given: another copy of a large one may fill the memory
+    before = {name: given[name] if _apart(given.get(name), t) else t.detach().clone() for name, t in own.items()}
     with torch.no_grad(), seeded(0), _Writes() as watch:
         scores(network, repeated(sample, 2), "in training, ")  # one sample alone may have no variance
     after = network.state_dict(keep_vars=True)
@@ -32,6 +34,11 @@ def self_written(network: nn.Module, sample: Inputs) -> frozenset[str]:
         or memory[name]._cdata in watch.memory
         or not torch.equal(tensor, before[name])  # torch does not say of every operation that it writes
     )
+
+
+def _apart(given: Any, copy: Tensor) -> bool:
+    """Tell whether a tensor that was copied lies in other memory than the first."""
+    return isinstance(given, Tensor) and given.untyped_storage()._cdata != copy.untyped_storage()._cdata
 
 
 class _Writes(Watch):
