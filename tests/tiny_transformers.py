@@ -1,6 +1,8 @@
 """Tiny transformers with random weights, and text that can be learnt: nothing is downloaded."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,13 @@ from torch import Tensor, nn
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="there is no peft here")
 
 
+def _drawn(kind: Callable[[Any], nn.Module], settings: object, seed: int) -> nn.Module:
+    """Return a model whose random weights are those of a seed; what else is drawn at random stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return kind(settings)
+
+
 def tiny_bert(classes: int = 3, seed: int = 0) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -17,9 +26,7 @@ def tiny_bert(classes: int = 3, seed: int = 0) -> nn.Module:
         vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
         max_position_embeddings=16, num_labels=classes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return BertForSequenceClassification(settings)
+    return _drawn(BertForSequenceClassification, settings, seed)
 
 
 def tiny_roberta(seed: int = 0) -> nn.Module:
@@ -31,9 +38,7 @@ def tiny_roberta(seed: int = 0) -> nn.Module:
         max_position_embeddings=18, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         pad_token_id=1,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return RobertaForSequenceClassification(settings)
+    return _drawn(RobertaForSequenceClassification, settings, seed)
 
 
 def tiny_distilbert(seed: int = 0) -> nn.Module:
@@ -44,9 +49,7 @@ def tiny_distilbert(seed: int = 0) -> nn.Module:
         vocab_size=40, dim=16, hidden_dim=24, n_layers=1, n_heads=2, max_position_embeddings=16, num_labels=3,
         seq_classif_dropout=0.0, dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return DistilBertForSequenceClassification(settings)
+    return _drawn(DistilBertForSequenceClassification, settings, seed)
 
 
 def tiny_gpt2_classifier(padding: int | None = None, seed: int = 0) -> nn.Module:
@@ -57,9 +60,7 @@ def tiny_gpt2_classifier(padding: int | None = None, seed: int = 0) -> nn.Module
         vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16, num_labels=3, bos_token_id=1, eos_token_id=2,
         pad_token_id=padding, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return GPT2ForSequenceClassification(settings)
+    return _drawn(GPT2ForSequenceClassification, settings, seed)
 
 
 def tiny_masked_bert(seed: int = 0) -> nn.Module:
@@ -70,9 +71,7 @@ def tiny_masked_bert(seed: int = 0) -> nn.Module:
         vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
         max_position_embeddings=16,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return BertForMaskedLM(settings)
+    return _drawn(BertForMaskedLM, settings, seed)
 
 
 def tiny_llama(seed: int = 0) -> nn.Module:
@@ -82,9 +81,7 @@ def tiny_llama(seed: int = 0) -> nn.Module:
         vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
         max_position_embeddings=16,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(settings)
+    return _drawn(LlamaForCausalLM, settings, seed)
 
 
 def tiny_gpt2(seed: int = 0) -> nn.Module:
@@ -95,9 +92,7 @@ def tiny_gpt2(seed: int = 0) -> nn.Module:
         vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return GPT2LMHeadModel(settings)
+    return _drawn(GPT2LMHeadModel, settings, seed)
 
 
 def tiny_vit(classes: int = 3, seed: int = 0) -> nn.Module:
@@ -107,9 +102,7 @@ def tiny_vit(classes: int = 3, seed: int = 0) -> nn.Module:
         image_size=8, patch_size=4, num_channels=1, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=24, num_labels=classes,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return ViTForImageClassification(settings)
+    return _drawn(ViTForImageClassification, settings, seed)
 
 
 def sentences(
