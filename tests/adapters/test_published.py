@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fedhm
+from fedhm.adapters.wire import FOLDED
 from fedhm.config.reading import parse
 from fedhm.data.federation import gathered
 from fedhm.networks.exchange import Tensors, exchanged, load
@@ -104,12 +105,36 @@ def test_flora_adds_the_stacked_adapters_to_the_base() -> None:
     layer = next(iter(method.base.shapes))
     stacked_b = torch.cat([u.samples / 30 * u.tensors[f"{layer}.v"] for u in updates], 1)
     stacked_a = torch.cat([u.tensors[f"{layer}.u"] for u in updates])
-    torch.testing.assert_close(found.added[layer], stacked_b @ stacked_a)
+    assert torch.equal(found.added[f"{layer}.u"], stacked_a)
+    torch.testing.assert_close(found.added[f"{layer}.v"], stacked_b)
     network = load(method.network("1/4"), method.weights(found, "1/4"))
     folded = dict(network.named_parameters())[f"base_model.model.{layer}.base_layer.weight"]
     torch.testing.assert_close(folded.data, weights[f"{layer}.weight"] + stacked_b @ stacked_a)
     with pytest.raises(fedhm.FedhmError, match="in the base itself"):
         fedhm.Result([], {"full": network}, {}).save_adapter("full", "out")
+
+
+def test_flora_sends_the_stack_or_its_sum_whichever_has_fewer_numbers() -> None:
+    """Of 16 × 16, factors of rank 7 are the smaller ones, and those of rank 14 are not."""
+    method, state, weights = started("flora", ranks=RANKS)
+    layer, added = next(iter(method.base.shapes)), torch.zeros(16, 16)
+    for round_number, expected in ((1, 7 * 32), (2, 256), (3, 256)):
+        updates = answers(method, state, 3, seed=round_number)
+        state = method.merge(state, updates, round_number)
+        added += sum(u.tensors[f"{layer}.v"] @ u.tensors[f"{layer}.u"] for u in updates) / 3
+        (task,) = method.tasks(state, [Participant(0, "1/4")], round_number + 1)
+        downloaded = {name: t for name, t in task.tensors.items() if name.startswith(f"{FOLDED}{layer}.")}
+        assert sum(tensor.numel() for tensor in downloaded.values()) == expected
+        network = load(method.network(task.network), task.tensors)
+        folded = dict(network.named_parameters())[f"base_model.model.{layer}.base_layer.weight"]
+        torch.testing.assert_close(folded.data, weights[f"{layer}.weight"] + added)
+
+
+def test_in_flora_the_stack_of_many_clients_is_their_sum() -> None:
+    method, state, _ = started("flora", ranks=RANKS)
+    updates, layer = answers(method, state, 9), next(iter(method.base.shapes))
+    mean = sum(u.tensors[f"{layer}.v"] @ u.tensors[f"{layer}.u"] for u in updates) / 9
+    torch.testing.assert_close(method.merge(state, updates, 1).added[layer], mean)
 
 
 def test_in_flora_every_client_begins_with_an_a_of_its_own() -> None:

@@ -4,19 +4,19 @@
     tasks    every client gets all that was added to W so far, folds it into its base, and begins an adapter of its own
 
 The published protocol sends each round's stack to clients that have merged all before. Clients here keep nothing, so
-that what was added so far is sent whole, and counted.
+that what was added so far is sent whole, and counted: stacked, until its sum has fewer numbers
+(`lowrank/changes/stack.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import nn
 
 from fedhm.adapters.wire import FOLDED
 from fedhm.config.sections.method_config import Family, NamedEntry
-from fedhm.lowrank.decompositions.unroll import join
+from fedhm.lowrank.changes.stack import Stack, Stacked, both
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.mean import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, Setup, State
@@ -38,7 +38,7 @@ class FLoRAConfig(RanksConfig):
 @dataclass(frozen=True)
 class FLoRAState(State):
     weights: Tensors  # of the head
-    added: Tensors  # by layer, what was added to its weight (n, m); empty before the first round
+    added: Tensors  # what was added to the weights: of a LAYER, LAYER.u and LAYER.v, or their product by its own name
     round: int = 0
     averaged: ClassVar[tuple[str, ...]] = ()
 
@@ -63,20 +63,22 @@ class FLoRA(Method[FLoRAState]):
 
     def merge(self, state: FLoRAState, updates: Iterable[Update], round_number: int) -> FLoRAState:
         head, total = WeightedMean(state.weights), 0.0
-        sums = {layer: torch.zeros(shape) for layer, shape in self.base.shapes.items()}
+        stacks = {layer: Stack(shape) for layer, shape in self.base.shapes.items()}
         for update in updates:
             weight, rows = influence(update, self.config.weighting), trained_rows(update, self._setup.classifier)
             total += weight
-            for layer, stacked in sums.items():
-                left, right = join(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
-                stacked.addmm_(right.T, left.T, alpha=weight)
+            for layer, stack in stacks.items():
+                stack.add(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"], weight)
             for name in state.weights:
                 classifier = name.rpartition(".")[0] == self._setup.classifier
                 head.add(name, update.tensors[name], weight, rows if classifier else None)
         if not total:
             return state
-        before = state.added
-        added = {layer: each / total + before[layer] if before else each / total for layer, each in sums.items()}
+        added: Tensors = {}
+        for layer, stack in stacks.items():
+            before, now = _of(state.added, layer), stack.over(total)
+            now = both(before, now) if before else now
+            added |= {layer: now[0]} if len(now) == 1 else {f"{layer}.u": now[0], f"{layer}.v": now[1]}
         return FLoRAState(head.result(), added, round_number)
 
     def network(self, name: str) -> nn.Module:
@@ -87,8 +89,18 @@ class FLoRA(Method[FLoRAState]):
 
     def _sent(self, state: FLoRAState, tier: str, *client: int) -> Tensors:
         begin = drawn(self.base, self.ranks[tier], self._setup.seed, state.round, *client)
-        folded = {f"{FOLDED}{layer}.weight": tensor for layer, tensor in state.added.items()}
+        folded = {
+            f"{FOLDED}{f'{name}.weight' if name in self.base.shapes else name}": tensor
+            for name, tensor in state.added.items()
+        }
         return {**state.weights, **as_sent(begin, self.ranks[tier], self.base.shapes), **folded}
+
+
+def _of(added: Tensors, layer: str) -> Stacked | None:
+    """Return what was added to a layer's weight; None before the first round."""
+    if layer in added:
+        return (added[layer],)
+    return (added[f"{layer}.u"], added[f"{layer}.v"]) if added else None
 
 
 ENTRY_POINT = FLoRAConfig
