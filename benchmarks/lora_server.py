@@ -10,6 +10,7 @@ import statistics
 import time
 
 import torch
+from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 from fedhm.methods.lora import LoRA, LoRAConfig, LoRAState
@@ -36,9 +37,8 @@ def answers(method: LoRA, state: LoRAState, clients: int) -> list[Update]:
     return found
 
 
-def rounds(method: LoRA, clients: int, repeats: int) -> list[float]:
+def rounds(method: LoRA, weights: dict[str, Tensor], clients: int, repeats: int) -> list[float]:
     """Return the CPU seconds of a round, several times; the round before it has left something to begin from."""
-    weights = {name: parameter.detach() for name, parameter in MODEL.named_parameters()}
     begun = method.start(weights)
     state = method.merge(begun, answers(method, begun, clients), 1)
     updates = answers(method, state, clients)
@@ -56,13 +56,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    model = of_minilms_shape()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     print(f"| | {' | '.join(f'{count} clients' for count in options.clients)} |\n|---|{'--:|' * len(options.clients)}")
     for aggregate in AGGREGATES:
-        method = LoRA(MODEL, LoRAConfig.model_validate({"aggregate": aggregate}), Setup("classifier"))
-        cells = [f"{1000 * statistics.median(rounds(method, n, options.repeats)):.0f} ms" for n in options.clients]
-        print(f"| `{aggregate}` | {' | '.join(cells)} |", flush=True)
+        method = LoRA(model, LoRAConfig.model_validate({"aggregate": aggregate}), Setup("classifier"))
+        found = [statistics.median(rounds(method, weights, count, options.repeats)) for count in options.clients]
+        print(f"| `{aggregate}` | {' | '.join(f'{1000 * each:.0f} ms' for each in found)} |", flush=True)
 
 
 if __name__ == "__main__":
-    MODEL = of_minilms_shape()
     main()

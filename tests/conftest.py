@@ -37,6 +37,8 @@ APART = ("test_quick", "test_demo", "test_simulation")
 TOGETHER = (
     *(
         "test_lora",
+        "test_minilm_adapters",
+        "test_progress",
         "test_heads",
         "test_text_limits",
         "test_text_run",

@@ -1,5 +1,6 @@
 """From settings, or a user's own model and data, to a finished run."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,14 @@ from fedhm.config.settings import Config, EngineConfig
 from fedhm.data.federation import gathered
 from fedhm.data.held_out.client_tests import default_share
 from fedhm.data.own import DataLike, PublicLike
-from fedhm.data.raw_text import TextReader
+from fedhm.data.raw_text import TextReader, how_many
 from fedhm.data.text_limits import limits_of, with_padding
+from fedhm.data.tokenizing import TokenizingBar
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.models.build import build_model
+from fedhm.report.progress import shown_rounds
 from fedhm.report.save import save_report
 from fedhm.runs.begun import read_begun
 from fedhm.runs.folder import RunFolder, read_config
@@ -45,6 +48,7 @@ def run(
     from_round: int | None = None,
     tokenizer: Any = None,
     watchers: Sequence[Watcher] = (),
+    progress: bool | None = None,
 ) -> Result:
     """Train `model` in a federation of `clients`, each of which holds its own samples.
 
@@ -62,6 +66,7 @@ def run(
     out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
     from_round     of a run in `out`, take back the rounds after this one first: what came of them is moved to a folder
                    there
+    progress       show on stderr how far tokenizing and the rounds are; None: if that is a terminal
     """
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -82,24 +87,32 @@ def run(
     if from_round is not None and (path is None or not (path / "config.toml").exists()):
         raise FedhmError("from_round goes back in a run that has begun: out must be its folder")
     resolved = as_begun(settings, path).resolved()
-    reader = None if tokenizer is None else TextReader(tokenizer, limits_of(model).length)
-    model = with_padding(model, reader.padding) if reader else model
-    federation = gathered(
-        clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed, reader
-    )
-    experiment = assemble(model, federation, resolved, watchers=watchers)
-    if path is None:
-        return experiment.run()
-    with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, resolved) as folder:
-        try:
-            if from_round is not None:
-                _take_back(experiment, folder, from_round)
-            result = experiment.run(folder)
-        except FedhmError:
-            folder.remove_if_nothing_was_done()
-            raise
+    shown = is_shown(progress)
+    with TokenizingBar(sum(map(how_many, (*clients, test))), shown and tokenizer is not None) as bar:
+        reader = None if tokenizer is None else TextReader(tokenizer, limits_of(model).length, bar)
+        model = with_padding(model, reader.padding) if reader else model
+        federation = gathered(
+            clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed, reader
+        )
+    with shown_rounds(shown, resolved.objective.headline) as bars:
+        experiment = assemble(model, federation, resolved, watchers=[*bars, *watchers])
+        if path is None:
+            return experiment.run()
+        with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, resolved) as folder:
+            try:
+                if from_round is not None:
+                    _take_back(experiment, folder, from_round)
+                result = experiment.run(folder)
+            except FedhmError:
+                folder.remove_if_nothing_was_done()
+                raise
     report_on(path)
     return result
+
+
+def is_shown(progress: bool | None) -> bool:
+    """Tell whether progress is shown: as it is said, or else if there is a terminal to show it in."""
+    return sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
 
 
 def resume(
@@ -108,12 +121,15 @@ def resume(
     workers: int | Literal["auto"] | None = None,
     from_round: int | None = None,
     watchers: Sequence[Watcher] = (),
+    progress: bool | None = None,
 ) -> Result:
     """Finish the run in the folder `out`, whose config names its model and data; it ends as if never interrupted.
 
     With `from_round`, rounds after that one are taken back first: what came of them is moved to a folder in `out`.
+    `progress` is as for `run`.
     """
-    result = finish(Path(out), workers, from_round, watchers)
+    with shown_rounds(is_shown(progress), read_config(Path(out)).objective.headline) as bars:
+        result = finish(Path(out), workers, from_round, [*bars, *watchers])
     report_on(Path(out))
     return result
 

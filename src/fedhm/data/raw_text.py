@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
-
+from fedhm.data.tokenizing import TokenizingBar
 from fedhm.data.tokens import IDS, MASK
 from fedhm.errors import FedhmError
 
 TEXTS = ("text", "sentence", "utterance")  # how data sets call the column of texts
-AT_ONCE, LONG = 1000, 20  # texts, and how many times so many are worth a progress bar
+AT_ONCE = 1000  # texts, after which a progress bar is told
 
 
 @dataclass(frozen=True)
@@ -21,6 +19,7 @@ class TextReader:
 
     tokenizer: Any
     longest: int | None = None
+    bar: TokenizingBar | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.tokenizer) or not hasattr(self.tokenizer, "pad_token_id"):
@@ -33,18 +32,18 @@ class TextReader:
         found: int | None = end if own is None else own
         return found
 
-    def tokens(self, texts: Sequence[str], whose: str) -> dict[str, list[list[int]]]:
-        """Return token numbers and masks of texts, which are cut where they are longer than the model can read."""
-        most = min(self.longest or sys.maxsize, getattr(self.tokenizer, "model_max_length", sys.maxsize))
+    def tokens(self, texts: Sequence[str], at_most: int | None = None) -> dict[str, list[list[int]]]:
+        """Return token numbers and masks of texts, which are cut: `at_most` so long, or what the model can read."""
+        own = min(self.longest or sys.maxsize, getattr(self.tokenizer, "model_max_length", sys.maxsize))
+        most = at_most or own
         cut = {"truncation": True, "max_length": most} if most < sys.maxsize else {}
-        parts = [list(texts[start : start + AT_ONCE]) for start in range(0, len(texts), AT_ONCE)]
-        quiet = len(parts) < LONG or not sys.stderr.isatty()
         found: dict[str, list[list[int]]] = {IDS: [], MASK: []}
-        shown = track(parts, f"tokenizing {whose}", console=Console(stderr=True), transient=True, disable=quiet)
-        for part in shown:
-            read = self.tokenizer(part, **cut)
+        for start in range(0, len(texts), AT_ONCE):
+            read = self.tokenizer(list(texts[start : start + AT_ONCE]), **cut)
             found[IDS] += read[IDS]
             found[MASK] += read[MASK] if MASK in read else [[1] * len(ids) for ids in read[IDS]]
+            if self.bar is not None:
+                self.bar.read(len(read[IDS]))
         return found
 
 
@@ -61,6 +60,15 @@ def are_texts(given: Any) -> bool:
     return len(given) > 0 and all(isinstance(each, str) for each in given)
 
 
+def how_many(given: Any) -> int:
+    """Return how many samples a user handed in, as a pair or as a data set; 0 where that cannot be told."""
+    samples = given[0] if isinstance(given, tuple) and len(given) == 2 else given
+    try:
+        return len(samples)
+    except TypeError:
+        return 0
+
+
 def read_by(reader: TextReader | None, texts: Sequence[str], whose: str) -> dict[str, list[list[int]]]:
     """Return the tokens of texts, or say that there is nobody to read them."""
     if reader is None:
@@ -68,4 +76,4 @@ def read_by(reader: TextReader | None, texts: Sequence[str], whose: str) -> dict
             f"{whose} has texts, and a model reads tokens: hand in tokenizer(texts) in their place, or give fedhm.run "
             "the tokenizer by tokenizer="
         )
-    return reader.tokens(texts, whose)
+    return reader.tokens(texts)

@@ -1,5 +1,8 @@
 """How a run goes, while it goes: a live bar in a terminal, a line per round elsewhere."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,7 +34,6 @@ class LiveBar:
         self._bar = self._progress.add_task("", total=None, doing="", metrics="")
 
     def __enter__(self) -> "LiveBar":
-        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -39,6 +41,7 @@ class LiveBar:
         self._progress.stop()
 
     def started(self, done: int, rounds: int) -> None:
+        self._progress.start()  # not before: while texts are read, there is another bar
         self._progress.update(self._bar, completed=done, total=rounds)
 
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
@@ -89,6 +92,16 @@ class Lines:
 
 def _epsilon(record: Record) -> str:
     return "" if record.epsilon is None else f"  ε {record.epsilon:.3g}"
+
+
+@contextmanager
+def shown_rounds(shown: bool, headline: Metric) -> Iterator[list[LiveBar | Lines]]:
+    """Yield who shows the rounds on stderr, so that what a program prints is its own; nobody, if they are not shown."""
+    if not shown:
+        yield []
+        return
+    with progress(Console(stderr=True), headline) as bar:
+        yield [bar]
 
 
 def progress(console: Console, headline: Metric) -> LiveBar | Lines:

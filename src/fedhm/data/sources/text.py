@@ -1,6 +1,7 @@
 """Text with labels in local files, CSV, JSON or parquet, tokenized by the tokenizer of a pretrained model."""
 
 import os
+import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedhm.data.raw_text import TEXTS
+from fedhm.data.raw_text import TEXTS, TextReader
 from fedhm.data.samples import Samples, Source
 from fedhm.data.text import with_targets
-from fedhm.data.tokens import IDS, MASK, Tokens
+from fedhm.data.tokenizing import TokenizingBar
+from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.machine.pretrained import find_pretrained
 
@@ -32,10 +34,12 @@ def read_text(name: str, folder: Path | None, base: str, max_length: int, per_to
     if strange := [label for label in test[1] if label not in numbers]:
         raise FedhmError(f"{TEXT}{name} has a sample to test on with the label {strange[0]!r}, which is not trained on")
     parts = []
-    for texts, labels in (train, test):
-        tokens = _tokenized(tokenizer, texts, max_length, f"{TEXT}{name}")
-        known: Tensor = torch.tensor([numbers[label] for label in labels])
-        parts.append(Samples(with_targets(tokens) if per_token else tokens, known))
+    with TokenizingBar(len(train[0]) + len(test[0]), shown=sys.stderr.isatty()) as bar:
+        reader = TextReader(tokenizer, bar=bar)
+        for texts, labels in (train, test):
+            tokens = Tokens.of(reader.tokens(texts, max_length), f"{TEXT}{name}", tokenizer.pad_token_id or 0)
+            known: Tensor = torch.tensor([numbers[label] for label in labels])
+            parts.append(Samples(with_targets(tokens) if per_token else tokens, known))
     return Source(parts[0], parts[1], len(numbers), (), ())
 
 
@@ -84,8 +88,3 @@ def _tokenizer(base: str) -> Any:
         raise FedhmError(f"tokenizing needs the package transformers ({error}): pip install 'fedhm[lora]'") from None
     except (OSError, ValueError) as error:
         raise FedhmError(f"{folder} has no tokenizer that can be read: {str(error).partition(chr(10))[0]}") from None
-
-
-def _tokenized(tokenizer: Any, texts: list[str], max_length: int, whose: str) -> Tokens:
-    found = tokenizer(texts, truncation=True, max_length=max_length)
-    return Tokens.of({name: found[name] for name in (IDS, MASK)}, whose, tokenizer.pad_token_id or 0)

@@ -1,6 +1,6 @@
 """A sum of products of factors, Σ vₚ uₚ (n, rₚ)(rₚ, m): stacked, as long as that takes fewer numbers than the sum.
 
-    (v₁, v₂, …)(u₁; u₂; …)     has Σr · (n + m) numbers, and n · m once it is multiplied out
+(v₁, v₂, …)(u₁; u₂; …)     has Σr · (n + m) numbers, and n · m once it is multiplied out
 """
 
 import torch
