@@ -8,10 +8,11 @@ has the same adapters; nothing of its base takes part.
 import argparse
 import statistics
 import time
+from importlib import import_module
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import BertConfig, BertForSequenceClassification
+from torch import Tensor, nn
 
 from fedhm.methods.lora import LoRA, LoRAConfig, LoRAState
 from fedhm.methods.method import Setup
@@ -20,10 +21,14 @@ from fedhm.work.messages import Participant, Update
 AGGREGATES = ("models", "updates", "bands", "partitions")
 
 
-def of_minilms_shape() -> BertForSequenceClassification:
+def of_minilms_shape() -> nn.Module:
     """Return MiniLM's layers; the vocabulary, which no adapter is for, is small."""
     sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
-    return BertForSequenceClassification(BertConfig(**sizes, vocab_size=100, num_labels=150))
+    transformers: Any = import_module("transformers")
+    model: nn.Module = transformers.BertForSequenceClassification(
+        transformers.BertConfig(**sizes, vocab_size=100, num_labels=150)
+    )
+    return model
 
 
 def answers(method: LoRA, state: LoRAState, clients: int) -> list[Update]:
