@@ -137,6 +137,14 @@ def test_in_flora_the_stack_of_many_clients_is_their_sum() -> None:
     torch.testing.assert_close(method.merge(state, updates, 1).added[layer], mean)
 
 
+def test_flora_goes_on_from_a_sum_that_an_earlier_version_left_dense() -> None:
+    method, state, _ = started("flora", ranks=RANKS)
+    updates, before = answers(method, state, 3), torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    found = method.merge(replace(state, added=dict.fromkeys(method.base.shapes, before), round=1), updates, 2)
+    for layer in method.base.shapes:
+        torch.testing.assert_close(found.added[layer], before + sum(product(u.tensors, layer) for u in updates) / 3)
+
+
 def test_in_flora_every_client_begins_with_an_a_of_its_own() -> None:
     method, state, _ = started("flora", ranks=RANKS)
     asked = [Participant(0, "full"), Participant(1, "full")]
