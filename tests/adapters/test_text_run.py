@@ -135,6 +135,8 @@ def test_what_is_wrong_with_files_is_one_sentence(place: Path, tmp_path: Path) -
         read_text("intents", place, "", 8, per_token=False)
     with pytest.raises(FedhmError, match=r"neither a folder with a config\.json nor an installed package"):
         find_pretrained("no-such-package")
+    with pytest.raises(FedhmError, match=r"is a folder without a config\.json"):
+        find_pretrained(str(tmp_path))
     (tmp_path / "x-train.csv").write_text("a,b\n1,2\n")
     (tmp_path / "x-test.csv").write_text("a,b\n1,2\n")
     with pytest.raises(FedhmError, match="must have a column text or sentence or utterance"):

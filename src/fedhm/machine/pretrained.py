@@ -14,6 +14,10 @@ def find_pretrained(name: str) -> Path:
     try:
         lying = [Path(str(file.locate())) for file in files(name) or () if file.name == "config.json"]
     except (PackageNotFoundError, ValueError):
+        if folder.is_dir():
+            raise FedhmError(
+                f"model.base = '{name}' is a folder without a config.json: name one that transformers saved"
+            ) from None
         raise FedhmError(
             f"model.base = '{name}' is neither a folder with a config.json nor an installed package: name a model as "
             f"transformers save it, or install the package with 'pip install {name}'"
