@@ -17,7 +17,7 @@ from fedhm.data.federation import gathered
 from fedhm.data.held_out.client_tests import default_share
 from fedhm.data.own import DataLike, PublicLike
 from fedhm.data.raw_text import TextReader, how_many
-from fedhm.data.text_limits import limits_of, with_padding
+from fedhm.data.text_limits import check_tokenizer, limits_of, with_padding
 from fedhm.data.tokenizing import TokenizingBar
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
@@ -90,7 +90,9 @@ def run(
     shown = is_shown(progress)
     with TokenizingBar(sum(map(how_many, (*clients, test))), shown and tokenizer is not None) as bar:
         reader = None if tokenizer is None else TextReader(tokenizer, limits_of(model).length, bar)
-        model = with_padding(model, reader.padding) if reader else model
+        if reader:
+            check_tokenizer(tokenizer, model)
+            model = with_padding(model, reader.padding)
         federation = gathered(
             clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed, reader
         )

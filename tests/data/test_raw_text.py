@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 import fedhm
@@ -11,6 +12,8 @@ from fedhm.config.plugins import make
 from fedhm.data.own import own_samples
 from fedhm.data.raw_text import TextReader
 from fedhm.data.samples import Samples
+from fedhm.data.text_limits import check_tokenizer
+from fedhm.errors import FedhmWarning
 from made_adapters import TRAIN, settings
 from tiny_transformers import needs_peft, tiny_bert, tiny_gpt2_classifier
 
@@ -25,7 +28,9 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({w: n for n, w in enumerate(["[UNK]", "[END]", "[PAD]", *WORDS])}, "[UNK]"))
+    known = ["[UNK]", "[END]", "[PAD]", *WORDS]
+    known += [f"word{number}" for number in range(len(known), 40)]  # as many as the tiny models have
+    words = Tokenizer(models.WordLevel({w: n for n, w in enumerate(known)}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", eos_token="[END]")
 
@@ -99,3 +104,12 @@ def test_what_is_no_tokenizer_and_what_is_no_text_are_one_sentence() -> None:
         read(Rows({"picture": LINES}))
     with pytest.raises(fedhm.FedhmError, match="'position_ids', which is not handed on to the model: leave it out"):
         read(({"input_ids": [[1, 2]], "position_ids": [[1, 0]]}, [0]))
+
+
+def test_a_tokenizer_of_a_much_smaller_model_is_warned_of(tokenizer: Any) -> None:
+    larger = nn.Sequential()
+    vars(larger)["get_input_embeddings"] = lambda: nn.Embedding(81, 2)  # more than twice the tokenizer's 40
+    with pytest.warns(FedhmWarning, match="has 40 tokens and the model 81: it seems to be another model's"):
+        check_tokenizer(tokenizer, larger)
+    vars(larger)["get_input_embeddings"] = lambda: nn.Embedding(80, 2)  # others for round numbers
+    check_tokenizer(tokenizer, larger)

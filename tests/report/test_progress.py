@@ -83,7 +83,8 @@ def test_tokenizing_is_shown_over_all_clients(monkeypatch: pytest.MonkeyPatch) -
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "card": 2, "rent": 3, "rain": 4}, "[UNK]"))
+    others = {f"word{number}": number for number in range(5, 40)}  # as many as the model has
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "card": 2, "rent": 3, "rain": 4, **others}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
     client = (["card", "rent", "rain"] * 4, [0, 1, 2] * 4)

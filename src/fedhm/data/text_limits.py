@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
+from warnings import warn
 
 from torch import nn
 
 from fedhm.data.samples import Samples
 from fedhm.data.tokens import IDS, TYPES, Tokens
-from fedhm.errors import FedhmError
+from fedhm.errors import FedhmError, FedhmWarning
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,21 @@ class TextLimits:
                 f"{whose}: a text has {longest} tokens, but the model reads at most {self.length}: set "
                 "data.max_length, or let the tokenizer truncate"
             )
+
+
+def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:
+    """Warn of a tokenizer that seems to be another model's: a smaller one gives no token that would tell it.
+
+    Models have up to some percent more tokens than their tokenizers, for round numbers; none has twice as many.
+    """
+    known = limits_of(model).tokens
+    if known is not None and hasattr(tokenizer, "__len__") and 2 * len(tokenizer) < known:
+        warn(
+            f"the tokenizer has {len(tokenizer)} tokens and the model {known}: it seems to be another model's, whose "
+            "tokens mean nothing to this one; use the tokenizer that came with the model",
+            FedhmWarning,
+            stacklevel=3,
+        )
 
 
 def limits_of(model: nn.Module) -> TextLimits:
