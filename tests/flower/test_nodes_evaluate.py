@@ -209,6 +209,14 @@ def test_a_resumed_run_has_the_inputs_that_it_began_with(tmp_path: Path) -> None
     assert {Terms.read(message.content).classes for message in grid.pushed} == {3}  # nobody was asked what it has
 
 
+def test_a_private_run_asks_for_nothing_without_noise() -> None:
+    private = {**SETTINGS, "privacy.clip": 1.0, "privacy.noise": 1.0, "method.aggregate": "updates"}
+    grid = grid_of(*[client_app(build_model, own)] * 3)
+    with pytest.raises(FedhmError, match=r"clients would say without noise .*: tell the server by inputs="):
+        server_app(build_model)(grid, Context(1, 1, {}, RecordDict(), private))  # type: ignore[arg-type]
+    assert not grid.pushed
+
+
 @pytest.mark.parametrize("inputs", [3, ["float32"], "float32 0", "anything"])
 def test_what_a_node_says_of_its_inputs_is_checked(inputs: object) -> None:
     content = Node(0, 20).introduction()

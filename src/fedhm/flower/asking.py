@@ -5,6 +5,7 @@ from collections.abc import Callable
 from fedhm.config.settings import ResolvedConfig
 from fedhm.data.batches import Preprocessing
 from fedhm.data.form import InputForm, most_say
+from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Roster
 from fedhm.flower.wire import Terms
 
@@ -19,6 +20,10 @@ def inputs_of_most(roster: Roster, config: ResolvedConfig, all_of_them: bool, sa
 
     These are not left out: a network may take their inputs as well, and if not, that costs their own updates.
     """
+    if config.privacy.active:
+        raise FedhmError(
+            "[privacy]: clients would say without noise what their inputs are like: tell the server by inputs="
+        )
     roster.gather(config.engine.patience, all_of_them)
     said = {client: InputForm.read(node.inputs) for client, node in roster.introduced().items() if node.inputs}
     found, others = most_say(said)
