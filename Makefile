@@ -34,11 +34,13 @@ format: .venv/dev-installed
 docs: .venv/dev-installed
 	$(BIN)/mkdocs build --strict --quiet
 
-# kills and damages real runs at random moments; make torture MINUTES=60 SEED=7 for more, and other ones
+# kills and damages real runs at random moments; make torture MINUTES=60 SEED=7 for more, and other ones;
+# KILLS=20 goes on, if it must, until a server was killed so often
 MINUTES ?= 5
 SEED ?= 0
+KILLS ?= 1
 torture: .venv/dev-installed
-	PYTHONPATH=tests $(BIN)/python -m torture --minutes $(MINUTES) --seed $(SEED)
+	PYTHONPATH=tests $(BIN)/python -m torture --minutes $(MINUTES) --seed $(SEED) --kills $(KILLS)
 
 # pfl-research and Flower, for benchmarks/engine.py only
 peers: .venv-peers/installed

@@ -4,17 +4,21 @@
 
 The demo as it is, but evaluated at its end only: twenty clients, of which some are hostile (`hostile.py`). A cell is
 one run in one process, and the file keeps those that are done, so the same command resumes after an interruption.
+Two processes share the cells by `--defences`, `--attacks` or `--counts`, with a file each, which then make one table:
+
+    python benchmarks/attacks.py --json first.json second.json --done --markdown attacks.md
+
 Accuracies are in percent, of the tiers in their order; where there are several seeds, their means.
 """
 
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from attack_tables import LEFT_OUT, MERGED, Cell, said, summary, table
 from fedhm.assembly import assemble, read_federation
 from fedhm.config.reading import load_config
 from fedhm.errors import FedhmError
@@ -28,20 +32,7 @@ from remembered import Remembering
 DEFENCES = ("none", "clip", "centered-clip", "krum", "trimmed-mean", "median")
 COUNTS = (1, 3, 6)
 QUICK = ("train.rounds=2", "train.epochs=1", "train.milestones=[]")
-MERGED, LEFT_OUT = "hostile updates merged", "honest updates left out"
-
-
-@dataclass(frozen=True)
-class Cell:
-    attack: str  # empty: none
-    hostile: int
-    defence: str
-    seed: int = 0
-
-    @property
-    def name(self) -> str:
-        who = f"{self.attack} by {self.hostile}" if self.attack else "nobody attacks"
-        return f"{who}, {self.defence}, seed {self.seed}"
+MADE_WITH = "made with"
 
 
 def cells(
@@ -96,43 +87,24 @@ def merged(result: Result, hostile: Sequence[int]) -> dict[str, float]:
     return found
 
 
-def said(found: Sequence[dict[str, float]]) -> str:
-    """Return the accuracies of the tiers, which are means over seeds."""
-    if not all(found):
-        return "destroyed"
-    tiers = [key for key in found[0] if key not in (MERGED, LEFT_OUT)]
-    return " ".join(f"{statistics.fmean(each[tier] for each in found):.1f}" for tier in tiers)
+def tables(found: dict[str, dict[str, float]], listed: Sequence[Cell]) -> str:
+    return f"{table(found, listed)}\nThe worst of these attacks:\n\n{summary(found, listed)}"
 
 
-def table(found: dict[str, dict[str, float]], listed: Sequence[Cell]) -> str:
-    """Return a row for each attack and number of hostile clients, a column for each defence.
-
-    Beside accuracies it has how many updates of hostile clients were merged.
-    """
-    defences = list(dict.fromkeys(cell.defence for cell in listed))
-    known = [cell for cell in listed if cell.name in found]
-    lines = [f"| attack | hostile | {' | '.join(defences)} |", f"|---|--:|{'---|' * len(defences)}"]
-    rows: dict[tuple[str, int], dict[str, list[dict[str, float]]]] = {}
-    for cell in known:
-        alone = f"none, seed {cell.seed}" if not cell.attack else cell.attack
-        for row in dict.fromkeys([alone, cell.attack or "none"]):
-            rows.setdefault((row, cell.hostile), {}).setdefault(cell.defence, []).append(found[cell.name])
-    for (attack, count), by_defence in rows.items():
-        values = (_cell(by_defence.get(defence, ()), count) for defence in defences)
-        lines.append(f"| {attack} | {count} | {' | '.join(values)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(found: Sequence[dict[str, float]], hostile: int) -> str:
-    if not found or not all(found) or not hostile:
-        return said(found) if found else ""
-    return f"{said(found)} ({statistics.fmean(each[MERGED] for each in found):.0f} merged)"
+def read(path: Path, made_with: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Return the cells that a file keeps; those of other settings would make a table of what cannot be compared."""
+    written: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {MADE_WITH: made_with}
+    if (theirs := written.pop(MADE_WITH)) != made_with:
+        raise SystemExit(f"{path} has cells that were made with {theirs}, not with {made_with}")
+    return written
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="where the cells are kept")
-    parser.add_argument("--markdown", type=Path, help="where the table goes, after every cell")
+    parser.add_argument(
+        "--json", type=Path, required=True, nargs="+", help="where the cells are kept; those of further files are read"
+    )
+    parser.add_argument("--markdown", type=Path, help="where the tables go, after every cell")
     parser.add_argument("--records", type=Path, help="a folder for the records of every run")
     parser.add_argument("--preset", default="digits")
     parser.add_argument("--set", nargs="*", default=[], dest="changes", metavar="KEY=VALUE")
@@ -151,16 +123,18 @@ def main() -> None:
     changes = [*(QUICK if options.quick else ()), *options.changes]
     seeds = (options.seeds, options.attacked_seeds)
     listed = list(cells(options.attacks, options.counts, options.defences, *seeds))
-    found: dict[str, dict[str, float]] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    made_with = {"preset": options.preset, "set": " ".join(changes)}
+    own, *others = (read(path, made_with) for path in options.json)
+    found = {name: cell for each in (*reversed(others), own) for name, cell in each.items()}
     for number, cell in enumerate([] if options.done else listed, start=1):
         if cell.name not in found:
-            found[cell.name] = run(cell, options.preset, changes, options.records)
-            write_atomically(options.json, json.dumps(found, indent=1))
+            found[cell.name] = own[cell.name] = run(cell, options.preset, changes, options.records)
+            write_atomically(options.json[0], json.dumps({MADE_WITH: made_with} | own, indent=1))
             if options.markdown:
-                write_atomically(options.markdown, table(found, listed))
+                write_atomically(options.markdown, tables(found, listed))
         counts = (f"{found[cell.name].get(key, 0):.0f} {key}" for key in (MERGED, LEFT_OUT))
         print(f"{number} of {len(listed)}: {cell.name}: {said([found[cell.name]])}; {', '.join(counts)}", flush=True)
-    text = table(found, listed)
+    text = tables(found, listed)
     print(text)
     if options.markdown:
         write_atomically(options.markdown, text)

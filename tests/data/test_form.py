@@ -7,7 +7,9 @@ from torch import nn
 
 from fedhm.config.sections.objective import Objective
 from fedhm.data.batches import Preprocessing
-from fedhm.data.form import made_up
+from fedhm.data.form import InputForm, made_up, most_say
+from fedhm.data.samples import Samples
+from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
@@ -21,6 +23,7 @@ PLAIN, IMAGES = Preprocessing(), Preprocessing((0.5,), (0.25,))
         ((4,), PLAIN, (1, 4), torch.float64),
         ([1, 2, 2], IMAGES, (1, 1, 2, 2), torch.uint8),
         (np.ones(4, dtype=np.float32), PLAIN, (1, 4), torch.float64),
+        (np.ones(4, dtype=np.float32), IMAGES, (1, 4), torch.float64),
         (torch.ones(4, dtype=torch.int64), PLAIN, (1, 4), torch.int64),
     ],
 )
@@ -49,13 +52,65 @@ def test_the_model_tells_how_many_outputs_there_are(objective: Objective, output
 @pytest.mark.parametrize(
     ("inputs", "sentence"),
     [
-        (None, "without test samples the server must be told the shape of an input"),
         ("many", "inputs must be the shape of one input"),
         (5, r"or an array like one, not 5"),
         ((-1,), "inputs must be the shape of one input"),
+        (torch.zeros(1, 8, 8, dtype=torch.uint8), "give mean and std of each channel, 1 of both"),
         ((5,), r"the model does not accept one input of shape \(5,\)"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(inputs: object, sentence: str) -> None:
     with pytest.raises(FedhmError, match=sentence):
         made_up(inputs, 0, nn.Linear(4, 3), PLAIN, Classification(), torch.float32)
+
+
+IMAGE, ROW = InputForm("uint8", (1, 8, 8)), InputForm("float32", (12,))
+
+
+def labelled(inputs: torch.Tensor | Tokens) -> Samples:
+    return Samples(inputs, torch.zeros(len(inputs), dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "line"),
+    [
+        (torch.zeros(5, 1, 8, 8, dtype=torch.uint8), "uint8 1x8x8"),
+        (torch.zeros(5, 12), "float32 12"),
+        (torch.zeros(5, dtype=torch.int64), "int64"),
+        (Tokens.of({"input_ids": [[1, 2], [1, 2, 3], [1] * 9]}, "test"), "attention_mask+input_ids 3"),
+    ],
+)
+def test_a_form_travels_as_a_line(inputs: torch.Tensor | Tokens, line: str) -> None:
+    form = InputForm.of(labelled(inputs))
+    assert str(form) == line
+    assert InputForm.read(line) == form
+    made, _ = made_up(form.zeros(), 3, nn.Identity(), IMAGES, Classification(), torch.float32)
+    assert InputForm.of(made) == form
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "float32 0", "float32 -1", "float32 1.5", "float33 3", "float32 3 3", "float32 3x", "__class__ 3"),
+        *("float32 99999x99999", "float32 1x1x1x1x1x1x1x1x1", "float32 " + "9" * 400, "\x1b[31mfloat32 3"),
+        *("input_ids", "input_ids 3x3", "input_ids 99999999", "labels 3", "input_ids+input_ids 3", "input_ids+other 3"),
+    ],
+)
+def test_what_is_no_form_of_an_input_is_refused_in_a_line(line: str) -> None:
+    with pytest.raises(FedhmError, match="does not say what an input is like") as caught:
+        InputForm.read(line)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 200
+
+
+def test_one_liar_does_not_decide_what_inputs_are_like() -> None:
+    assert most_say({0: ROW, 1: IMAGE, 2: IMAGE}) == (IMAGE, [0])
+    with pytest.raises(FedhmError, match=r"do not agree on what an input is like \(float32 12, uint8 1x8x8\)"):
+        most_say({0: ROW, 1: IMAGE})
+    with pytest.raises(FedhmError, match="no client says"):
+        most_say({})
+
+
+def test_texts_agree_though_their_lengths_differ_and_one_cannot_stretch_them() -> None:
+    texts = {n: InputForm("attention_mask+input_ids", (length,)) for n, length in enumerate([9, 11, 1_000_000])}
+    assert most_say(texts) == (texts[1], [])

@@ -1,5 +1,6 @@
 """Texts are padded as the model expects it, and what it cannot read is refused before the first round."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +126,20 @@ def test_a_node_whose_tokenizer_does_not_fit_says_so() -> None:
     roster.wait(2, 1)
     assert roster.introduced()[0].samples == len(DATA[0][1])
     assert [line for line in said if "client 1 takes no part" in line and "a token 77, but the model knows 40" in line]
+
+
+def test_a_server_that_has_no_texts_asks_what_they_are_like(tmp_path: Path) -> None:
+    """Their lengths differ from client to client, which keeps nobody from agreeing."""
+    pytest.importorskip("flwr")
+    from flwr.app import Context, RecordDict
+
+    from fedhm.flower import client_app, server_app
+    from flower_loopback import Loopback, LoopbackNode
+
+    apps = [client_app(tiny_bert, lambda _, data=data: data) for data in DATA]
+    grid = Loopback({n + 1: LoopbackNode(app, {"partition-id": n}) for n, app in enumerate(apps)})
+    asked = settings({"ranks": "[2]"}, federation={"clients": len(DATA), "participation": 1.0})
+    flat = {f"{section}.{key}": value for section, values in asked.items() for key, value in values.items()}
+    flat |= {"train.milestones": "[]", "engine.patience": 0.0, "out": str(tmp_path / "run")}
+    server_app(tiny_bert)(grid, Context(1, 1, {}, RecordDict(), flat))  # type: ignore[arg-type]
+    assert 'inputs = "attention_mask+input_ids 8"' in (tmp_path / "run" / "config.toml").read_text()

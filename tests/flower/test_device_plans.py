@@ -53,7 +53,7 @@ def node(client: int, **config: str | int) -> LoopbackNode:
     return LoopbackNode(app, {"partition-id": client, "num-partitions": 3, **config})
 
 
-def federation(sizes: tuple[int, ...]) -> Federation:
+def federation(sizes: tuple[int, ...], _: str) -> Federation:
     return remote_federation(samples(9), 3, sizes, Preprocessing())
 
 

@@ -1,6 +1,7 @@
 """What `fedhm run` on Flower says when a run does not begin, or ends otherwise than it should."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,14 @@ from flwr.proto.node_pb2 import NodeInfo
 
 from fedhm.config.reading import load_config
 from fedhm.errors import FedhmError
+from fedhm.flower.clients import named_client_app
 from fedhm.flower.commands import follow
 from fedhm.flower.commands.status import StatusFile, read_status
 from fedhm.flower.processes.connection import Connection
 from fedhm.flower.processes.private import current_umask
 from fedhm.flower.processes.process import Process
 from fedhm.flower.server import named_server_app
-from flower_loopback import Loopback
+from flower_loopback import Loopback, LoopbackNode
 from flower_up import wait_until
 
 SETTINGS = ["engine.name=flower", "engine.superlink=ours", "federation.clients=1", "engine.patience=0"]
@@ -54,6 +56,28 @@ def test_a_process_that_died_is_why_a_run_does_not_begin(tmp_path: Path) -> None
     ours = Connection(tmp_path, "ours", (died,))
     said = sentence(lambda: follow._wait_for_its_beginning(ours, 1, tmp_path / "news.json"))
     assert said == f"the SuperLink's executor ended: (nothing) ({tmp_path}/executor.log)"
+
+
+@pytest.mark.slow
+def test_warnings_of_the_server_are_said(tmp_path: Path) -> None:
+    """They would be in the log of a process that nobody looks at."""
+    news = tmp_path / "status.json"
+    small = ["data.train_samples=40", "train.rounds=1", "train.epochs=1", "train.micro_batch=8", "engine.threads=1"]
+    config = load_config("digits", [*SETTINGS, *small]).resolved()
+    given = {
+        "config": config.to_toml(),
+        "out": str(tmp_path / "run"),
+        "status": str(news),
+        "umask": oct(current_umask()),
+    }
+    grid = Loopback({1: LoopbackNode(named_client_app(), {"partition-id": 0, "num-partitions": 1})})
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        named_server_app()(grid, Context(1, 1, {}, RecordDict(), given))
+    status = read_status(news)
+    assert status is not None
+    assert status["error"] == ""
+    assert status["said"].startswith("with train.micro_batch = 8, BatchNorm layers normalise by")
 
 
 class Unreachable(Loopback):

@@ -1,17 +1,19 @@
 """Nodes evaluate on test samples of their own, in as few messages as can be, and are held to their word."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 
 import fedhm
 from fedhm.config.reading import parse_flat
 from fedhm.data.batches import Preprocessing
-from fedhm.errors import FedhmError
+from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.flower import client_app, server_app
 from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import OwnModel
@@ -112,14 +114,112 @@ def test_a_node_that_claims_what_cannot_be_is_not_used(tests: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_needs_no_test_samples(tmp_path: Path) -> None:
-    """All that it is told of the samples is the shape of an input; the model tells how many classes there are."""
-    app = server_app(build_model, inputs=(12,))
+@pytest.mark.parametrize("told", [{"inputs": (12,)}, {}], ids=["told", "asking"])
+def test_a_server_needs_no_test_samples(tmp_path: Path, told: dict[str, Any]) -> None:
+    """What an input is like it is told, or asks the clients; the model tells how many classes there are."""
+    app = server_app(build_model, **told)
     grid = grid_of(*[client_app(build_model, own)] * 3)
     app(grid, Context(1, 1, {}, RecordDict(), {**SETTINGS, "out": str(tmp_path / "run")}))  # type: ignore[arg-type]
     records = read_records(tmp_path / "run" / "records.jsonl")
     model = OwnModel(build_model, 0).build()
     here = fedhm.run(model, [samples(n) for n in range(3)], config=parse_flat(SETTINGS, "test"))
     assert [record.metrics for record in records] == [record.metrics for record in here.records]
-    with pytest.raises(FedhmError, match=r"must be told the shape of an input: inputs=\(3, 32, 32\)"):
-        server_app(build_model)(grid, Context(1, 1, {}, RecordDict(), SETTINGS))  # type: ignore[arg-type]
+
+
+class NanForSome(nn.Sequential):
+    """A model that gives NaN for samples of which the last number is large, in evaluation alone."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found = super().forward(inputs)
+        return found if self.training else found.masked_fill(inputs[:, -1:] > 2, torch.nan)
+
+
+def build_nan() -> nn.Module:
+    return NanForSome(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 3))
+
+
+def with_nan(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, labels = samples(number)
+    inputs[:, -1] = 3.0 if number == 1 else 0.0
+    return inputs, labels
+
+
+@pytest.mark.slow
+def test_nan_at_a_client_is_warned_of_and_counts_as_with_the_local_engine(tmp_path: Path) -> None:
+    out, first = tmp_path / "run", SETTINGS | {"train.rounds": 1}
+    nodes = grid_of(*[client_app(build_nan, lambda context: with_nan(int(context.node_config["partition-id"])))] * 3)
+    context = Context(1, 1, {}, RecordDict(), {**first, "out": str(out)})
+    with pytest.warns(FedhmWarning) as on_flower:
+        server_app(build_nan)(nodes, context)  # type: ignore[arg-type]
+    model = OwnModel(build_nan, 0).build()
+    with pytest.warns(FedhmWarning) as here:
+        result = fedhm.run(model, [with_nan(n) for n in range(3)], config=parse_flat(first, "test"))
+    words = {str(each.message) for each in here}
+    assert {str(each.message) for each in on_flower} == words
+    assert all("tier full gives NaN or infinite values for test samples of clients" in each for each in words)
+    (record,) = read_records(out / "records.jsonl")
+    assert str(record.clients) == str(result.records[0].clients)  # NaN is no other than NaN here
+    assert [math.isnan(one.metrics.loss) for one in record.clients["full"].each] == [False, True, False]
+    assert math.isfinite(record.metrics["full"].loss)
+    assert record.dropped == []
+
+
+def lies_about_inputs(line: str) -> ClientApp:
+    """Return an app that is honest but for what it says of its inputs."""
+    honest, app = client_app(build_model, own), ClientApp()
+
+    @app.query()
+    def introduce(message: Message, context: Context) -> Message:
+        reply = honest(message, context)
+        if reply.content.config_records["fedhm"]["inputs"]:
+            reply.content.config_records["fedhm"]["inputs"] = line
+        return reply
+
+    app.train()(honest)
+    return app
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["float32 7", "float32 268435456"])
+def test_one_node_that_lies_about_its_inputs_changes_nothing(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def metrics(name: str, *apps: ClientApp) -> list[object]:
+        context = Context(1, 1, {}, RecordDict(), {**SETTINGS, "out": str(tmp_path / name)})
+        server_app(build_model)(grid_of(*apps), context)  # type: ignore[arg-type]
+        return [record.metrics for record in read_records(tmp_path / name / "records.jsonl")]
+
+    honest = client_app(build_model, own)
+    assert metrics("lied", lies_about_inputs(line), honest, honest) == metrics("honest", honest, honest, honest)
+    assert f"client 0 says that its inputs are {line}; those of most are float32 12" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_inputs_that_it_began_with(tmp_path: Path) -> None:
+    """Whoever is connected then, and whatever they say."""
+    honest, out = client_app(build_model, own), tmp_path / "run"
+    context = Context(1, 1, {}, RecordDict(), {**SETTINGS, "out": str(out)})
+    server_app(build_model)(grid_of(*[honest] * 3), context)  # type: ignore[arg-type]
+    assert 'inputs = "float32 12"' in (out / "config.toml").read_text()
+    last = sorted((out / "checkpoints").glob("*.safetensors"))[-1]
+    last.unlink()
+    grid = grid_of(*[lies_about_inputs("float32 7")] * 3)
+    server_app(build_model)(grid, context)  # type: ignore[arg-type]
+    assert last.exists()
+    assert {Terms.read(message.content).classes for message in grid.pushed} == {3}  # nobody was asked what it has
+
+
+def test_a_private_run_asks_for_nothing_without_noise() -> None:
+    private = {**SETTINGS, "privacy.clip": 1.0, "privacy.noise": 1.0, "method.aggregate": "updates"}
+    grid = grid_of(*[client_app(build_model, own)] * 3)
+    with pytest.raises(FedhmError, match=r"clients would say without noise .*: tell the server by inputs="):
+        server_app(build_model)(grid, Context(1, 1, {}, RecordDict(), private))  # type: ignore[arg-type]
+    assert not grid.pushed
+
+
+@pytest.mark.parametrize("inputs", [3, ["float32"], "float32 0", "anything"])
+def test_what_a_node_says_of_its_inputs_is_checked(inputs: object) -> None:
+    content = Node(0, 20).introduction()
+    content.config_records["fedhm"]["inputs"] = inputs  # type: ignore[assignment]
+    with pytest.raises((ValueError, FedhmError), match=r"wrong types|does not say what an input is like"):
+        Node.read(content)

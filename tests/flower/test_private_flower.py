@@ -55,7 +55,7 @@ def node(client: int, privacy: dict[str, float] | None = None) -> LoopbackNode:
     return LoopbackNode(own, {"partition-id": client, "num-partitions": 3})
 
 
-def federation(sizes: tuple[int, ...]) -> Federation:
+def federation(sizes: tuple[int, ...], _: str) -> Federation:
     return remote_federation(samples(9), 3, sizes, Preprocessing())
 
 

@@ -64,7 +64,7 @@ def run(
     run_on(grid, config, OwnModel(build, 0), federation, out, [])
 
 
-def federation(sizes: tuple[int, ...]) -> Federation:
+def federation(sizes: tuple[int, ...], _: str) -> Federation:
     return remote_federation(samples(9), 3, sizes, Preprocessing())
 
 
@@ -207,7 +207,7 @@ def test_numbers_are_predicted_and_servers_step_as_with_the_local_engine(tmp_pat
         grid,
         config,
         own,
-        lambda sizes: remote_federation(predicted(9), 3, sizes, Preprocessing(), objective=config.objective),
+        lambda sizes, _: remote_federation(predicted(9), 3, sizes, Preprocessing(), objective=config.objective),
         out,
         [],
     )

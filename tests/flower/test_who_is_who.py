@@ -51,7 +51,7 @@ def samples(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs[:, :3].argmax(dim=1)
 
 
-def federation(sizes: tuple[int, ...]) -> Federation:
+def federation(sizes: tuple[int, ...], _: str) -> Federation:
     return remote_federation(samples(9), 3, sizes, Preprocessing())
 
 

@@ -17,6 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="torture", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")
     parser.add_argument("--minutes", type=float, default=5.0, help="about how long; each fault comes once at least")
+    parser.add_argument("--kills", type=int, default=1, help="how often the server of local runs is killed, at least")
     parser.add_argument("--without-flower", action="store_true", help="local runs only")
     options = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # either way nothing is left running, also in a shell's background
@@ -25,7 +26,7 @@ def main() -> int:
     began, seconds = time.monotonic(), 60 * options.minutes
     with TemporaryDirectory(prefix="fedhm-torture-") as scratch:
         local = seconds if options.without_flower else seconds / 2
-        torture_local_runs(Path(scratch), rng, tally, began + local)
+        torture_local_runs(Path(scratch), rng, tally, began + local, options.kills)
         if not options.without_flower:
             torture_deployment(Path(scratch), rng, tally, began + seconds)
     print(f"\n{tally.table()}\n\nseed {options.seed}, {(time.monotonic() - began) / 60:.1f} minutes")

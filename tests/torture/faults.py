@@ -95,8 +95,9 @@ def flipped(content: bytearray, rng: random.Random) -> bytearray:
     return content
 
 
+KILLED = "server killed (SIGKILL)"
 FAULTS: dict[str, Fault] = {
-    "server killed (SIGKILL)": server_ends_by(signal.SIGKILL),
+    KILLED: server_ends_by(signal.SIGKILL),
     "server ended (SIGTERM)": server_ends_by(signal.SIGTERM),
     "worker killed": worker_dies,
     "newest checkpoint truncated": checkpoint_is(truncated),

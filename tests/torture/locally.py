@@ -3,10 +3,11 @@
 import random
 import time
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 
-from torture.faults import FAULTS, ON_A_SMALL_DISK, Fault, small_disk
+from torture.faults import FAULTS, KILLED, ON_A_SMALL_DISK, Fault, small_disk
 from torture.tally import LostError, Tally, TooLateError
 from torture.victim import Pace, Victim
 
@@ -18,21 +19,32 @@ SETTINGS = [
 MOST = 4  # faults of one run
 
 
-def torture_local_runs(scratch: Path, rng: random.Random, tally: Tally, until: float) -> None:
-    """Hit runs until the time has come, and every fault at least once."""
+def torture_local_runs(scratch: Path, rng: random.Random, tally: Tally, until: float, kills: int = 1) -> None:
+    """Hit runs until the time has come, by every fault at least once, and until `kills` servers have been killed."""
     tally.tell("an undisturbed local run")
     reference, pace = undisturbed(Victim(scratch / "reference", SETTINGS, ROUNDS))
     with small_disk(scratch / "disk") as small:
         if not small:
             tally.tell("no small disk can be mounted by this user: disks are not filled, but files cannot grow")
         faults = FAULTS | ON_A_SMALL_DISK if small else FAULTS
-        deck = shuffled(faults, rng)
+        deck = due(faults, kills, rng, tally, until)
         number = 0
-        while time.monotonic() < until or not faults.keys() <= tally.faults.keys():
+        while several := list(islice(deck, rng.randint(1, MOST))):
             number += 1
             run = Victim(scratch / "disk" / f"run-{number}", SETTINGS, ROUNDS, pace)
-            hit_and_compare(run, [next(deck) for _ in range(rng.randint(1, MOST))], rng, tally, reference)
+            hit_and_compare(run, several, rng, tally, reference)
             rmtree(run.folder, ignore_errors=True)
+
+
+def due(
+    faults: Mapping[str, Fault], kills: int, rng: random.Random, tally: Tally, until: float
+) -> Iterator[tuple[str, Fault]]:
+    """Yield faults in random order while there is time and until all have come; then kills, if these were too few."""
+    deck = shuffled(faults, rng)
+    while time.monotonic() < until or not faults.keys() <= tally.faults.keys():
+        yield next(deck)
+    while tally.times(KILLED) < kills:
+        yield KILLED, faults[KILLED]
 
 
 def undisturbed(run: Victim) -> tuple[Path, Pace]:

@@ -46,6 +46,9 @@ class Tally:
         self.tell(f"{run} after {len(hit)} fault{'s' * (len(hit) != 1)}: {problem or 'the same, bit for bit'}")
         self._pending = []
 
+    def times(self, fault: str) -> int:
+        return self.faults.get(fault, Counted()).times
+
     @property
     def lost(self) -> int:
         return sum(counted.lost for counted in self.faults.values())

@@ -9,11 +9,11 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fedhm.cli.interrupts import STOPPED, ended_at_once
 from fedhm.cli.parser import make_parser
-from fedhm.errors import FedhmError, FedhmWarning
+from fedhm.errors import FedhmError, show_warnings
 from fedhm.machine.ending import run_to_the_end
 from fedhm.machine.places import in_words
 from fedhm.machine.printable import printable_lines
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = Namespace()
     try:
         with warnings.catch_warnings():
-            _show_as_sentences()
+            show_warnings(lambda sentence: print(f"fedhm: {sentence}", file=sys.stderr))
             make_parser().parse_args(arguments, options)
             options.command = shlex.join(["fedhm", *(sys.argv[1:] if arguments is None else arguments)])
             with ended_at_once():
@@ -48,19 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shown = line.encode(errors="surrogateescape").decode(errors="backslashreplace").strip()
         return _failed(f"there is a name that is not in UTF-8: {shown}{_resume_hint(options)}", 1)
     return 0
-
-
-def _show_as_sentences() -> None:
-    """Show the library's own warnings as sentences, and all others as Python does, until warnings are reset."""
-    otherwise = warnings.showwarning
-
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, FedhmWarning):
-            print(f"fedhm: {message}", file=sys.stderr)
-        else:
-            otherwise(message, category, *where, **more)
-
-    warnings.showwarning = show
 
 
 def _failed(sentence: str, code: int, before: str = "") -> int:

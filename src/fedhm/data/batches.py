@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedhm.data.samples import Samples
 from fedhm.data.tokens import TARGETS, Tokens
+from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU
 from fedhm.networks.inputs import Inputs
 from fedhm.networks.less_memory.parts import split
@@ -26,6 +27,12 @@ class Preprocessing:
     std: tuple[float, ...] = ()
     crop: int = 0  # a random window after padding by so many black pixels
     flip: bool = False  # mirrored left to right, every second time
+
+    def check(self, samples: Samples) -> None:
+        """Refuse images without a mean and deviation of each channel."""
+        channels = samples.inputs.shape[1] if samples.are_images else 0
+        if channels and not len(self.mean) == len(self.std) == channels:
+            raise FedhmError(f"uint8 images are normalised: give mean and std of each channel, {channels} of both")
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Normalise pixels: uint8 (B, H, W, C) → float (B, C, H, W) in channels-last memory."""

@@ -185,8 +185,7 @@ def remote_federation(
     learned: Objective = objective or make("objectives", "classification")
     own_test = None if test is None else own_samples(test, "the test set", dtype, learned)
     example = form if own_test is None else own_test
-    channels = example.inputs.shape[1] if example is not None and example.are_images else 0
-    if channels and not len(preprocessing.mean) == len(preprocessing.std) == channels:
-        raise FedhmError(f"uint8 images are normalised: give mean and std of each channel, {channels} of both")
+    if example is not None:
+        preprocessing.check(example)
     everybodys = None if public is None else own_public(public, dtype)
     return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes), form=form)

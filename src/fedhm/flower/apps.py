@@ -10,6 +10,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedhm.config.sections.devices import read_profile
 from fedhm.config.units import size
+from fedhm.data.form import InputForm
+from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.flower.wire import Terms, read_tasks, reply_parcel
@@ -20,10 +22,14 @@ from fedhm.work.messages import Failure, Reply, Task
 __all__ = ["ClientApp", "Context", "Grid", "ServerApp", "client_number", "make_client_app", "make_server_app"]
 
 MakeClient = Callable[[Context, Terms], Client]
+ReadSamples = Callable[[Context, Terms], Samples]
 
 
-def make_client_app(make_client: MakeClient) -> ClientApp:
-    """Return an app that introduces its node, and does tasks by the client that `make_client` makes of it."""
+def make_client_app(make_client: MakeClient, samples_of: ReadSamples) -> ClientApp:
+    """Return an app that introduces its node, and does tasks by the client that `make_client` makes of it.
+
+    A server without samples asks first what those of `samples_of` are like: until it knows, there are no networks.
+    """
     app = ClientApp()
 
     @app.query()
@@ -31,12 +37,15 @@ def make_client_app(make_client: MakeClient) -> ClientApp:
         terms = Terms.read(message.content)
         number, tier = client_number(context), str(context.node_config.get("tier", ""))
         try:
+            if not terms.classes:
+                samples = samples_of(context, terms)
+                return _answered(message, Node(number, len(samples), inputs=str(InputForm.of(samples))))
             memory, device = _spare_memory(context), _device_file(context)
             client = make_client(context, terms)
             node = Node(number, len(client.samples), tier, memory, tests=len(client.tests or ()), device=device)
         except Exception as error:  # of a user's model and data: the server shall know whose they are
             node = Node(number, 0, problem=f"{type(error).__name__}: {error}".splitlines()[0])
-        return Message(node.introduction(), reply_to=message)
+        return _answered(message, node)
 
     @app.train()
     def work(message: Message, context: Context) -> Message:
@@ -56,6 +65,10 @@ def make_server_app(serve: Callable[[Grid, Context], None]) -> ServerApp:
     app = ServerApp()
     app.main()(serve)
     return app
+
+
+def _answered(message: Message, node: Node) -> Message:
+    return Message(node.introduction(), reply_to=message)
 
 
 def client_number(context: Context) -> int:

@@ -55,14 +55,17 @@ def client_app(
 
     pinned = None if privacy is None else _own_privacy(privacy)
 
+    def samples_of(context: Context, terms: Terms) -> Samples:
+        dtype, limits = demands(OwnModel(model, terms.config.seed))
+        whose = f"client {client_number(context)}"
+        return limits.fitted(own_samples(data(context), whose, dtype, terms.config.objective), whose)
+
     def make_one(context: Context, terms: Terms) -> Client:
         config = terms.config if pinned is None else terms.config.model_copy(update={"privacy": pinned})
         own = OwnModel(model, config.seed)
         dtype, limits = demands(own)
         everybodys = public_feed(own_public(public(), dtype), terms.preprocessing) if public else None
-        number, tests = client_number(context), None
-        samples = own_samples(data(context), f"client {number}", dtype, config.objective)
-        samples = limits.fitted(samples, f"client {number}")
+        number, samples, tests = client_number(context), samples_of(context, terms), None
         if test:
             tests = own_samples(test(context), f"the test set of client {number}", dtype, config.objective)
             tests = limits.fitted(tests, f"the test set of client {number}")
@@ -73,27 +76,31 @@ def client_app(
         networks = _networks(own, terms, _device(context, config), _format(samples, terms.preprocessing))
         return make_client(samples, terms.preprocessing, networks, config.of_client(number), everybodys, tests)
 
-    return make_client_app(make_one)
+    return make_client_app(make_one, samples_of)
 
 
 def named_client_app() -> ClientApp:
     """Return the app of runs from a config, which names model and data: each node takes its part of the data."""
 
+    def samples_of(context: Context, terms: Terms) -> Samples:
+        number, clients = client_number(context), _federation(terms.config).clients
+        if number >= len(clients):
+            raise FedhmError(f"this node has partition-id={number}, but the run has {len(clients)} clients")
+        return clients[number]
+
     def make_one(context: Context, terms: Terms) -> Client:
         config, number = terms.config, client_number(context)
-        federation = _federation(config)
-        if number >= len(federation.clients):
-            raise FedhmError(f"this node has partition-id={number}, but the run has {len(federation.clients)} clients")
+        federation, own_part = _federation(config), samples_of(context, terms)
         named = NamedModel(config, federation.input_shape, federation.classes)
         input_format = _format(federation.example, federation.preprocessing)
         networks = _networks(named, terms, _device(context, config), input_format)
         fit = limits_of(_designed(named, terms, input_format).model).fitted
-        samples, public = fit(federation.clients[number], f"client {number}"), federation.public_feed()
+        samples, public = fit(own_part, f"client {number}"), federation.public_feed()
         own, tests = config.of_client(number), federation.tests.of(number)
         tests = tests and fit(tests, f"the test set of client {number}")
         return make_client(samples, federation.preprocessing, networks, own, public, tests)
 
-    return make_client_app(make_one)
+    return make_client_app(make_one, samples_of)
 
 
 def _own_privacy(given: Mapping[str, Any]) -> PrivacyConfig:

@@ -13,6 +13,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 
+from fedhm.data.form import InputForm
 from fedhm.errors import FedhmError
 from fedhm.flower.mail import BY_THE_APP, UnreadableError, describe, pull, push
 from fedhm.flower.wire import NOTE
@@ -34,6 +35,7 @@ class Node:
     problem: str = ""  # why it cannot take part
     tests: int = 0  # how many test samples it has beside the others
     device: str = ""  # the content of its device file, in place of a tier
+    inputs: str = ""  # what its inputs are like, if that is all that it was asked for
 
     def introduction(self) -> RecordDict:
         return RecordDict({NOTE: ConfigRecord({**vars(self)})})
@@ -45,13 +47,15 @@ class Node:
         node = cls(**note)
         numbers = (node.client, node.samples, node.memory, node.tests)
         if not all(type(number) is int for number in numbers) or not all(
-            isinstance(text, str) for text in (node.tier, node.problem, node.device)
+            isinstance(text, str) for text in (node.tier, node.problem, node.device, node.inputs)
         ):
             raise ValueError("its answer holds values of wrong types")
         if node.samples < (0 if node.problem else 1) or node.memory < 0 or node.tests < 0:
             raise ValueError(
                 f"it claims {node.samples} samples, {node.tests} test samples and {node.memory} bytes of memory"
             )
+        if node.inputs:
+            InputForm.read(node.inputs)
         return node
 
 
@@ -143,6 +147,13 @@ class Roster:
                 said, until = len(self._ids), time.monotonic() + patience
                 self._say(f"waiting for clients: {said} of {count} are connected")
             time.sleep(PAUSE)
+
+    def gather(self, patience: float, all_of_them: bool) -> None:
+        """Wait for all clients; where not all are needed, as of a run that is resumed, others may come back later."""
+        if all_of_them:
+            self.require_all(patience)
+        else:
+            self.wait(self._clients, patience)
 
     def require_all(self, patience: float) -> None:
         self.wait(self._clients, patience)

@@ -1,6 +1,7 @@
 """The server side of an app: finds out which clients there are, and runs the loop on them."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,11 +20,12 @@ from fedhm.config.sections.federation import NO_TIER
 from fedhm.config.settings import Config, ResolvedConfig
 from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import Federation, remote_federation
-from fedhm.data.form import made_up
+from fedhm.data.form import InputForm, made_up
 from fedhm.data.held_out.client_tests import ClientTests, check_share, default_share
 from fedhm.data.own import DataLike, PublicLike, own_samples
-from fedhm.errors import FedhmError
+from fedhm.errors import FedhmError, show_warnings
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
+from fedhm.flower.asking import inputs_of_most, unknown_inputs
 from fedhm.flower.commands.status import StatusFile
 from fedhm.flower.grid_engine import FlowerEngine
 from fedhm.flower.models import Model, NamedModel, OwnModel, demands
@@ -45,8 +47,8 @@ from fedhm.server.participants.fleet import Planned, with_plan
 from fedhm.server.participants.sampling import check_assignment
 from fedhm.server.watcher import Watcher
 
-# Makes the federation from the number of samples at each client
-MakeFederation = Callable[[tuple[int, ...]], Federation]
+# Makes the federation from the number of samples at each client, and what most of them say of their inputs
+MakeFederation = Callable[[tuple[int, ...], str], Federation]
 
 
 def server_app(
@@ -65,10 +67,11 @@ def server_app(
     """Return a Flower ServerApp that trains `model` on the nodes that are connected.
 
     test        samples to evaluate every tier's model on, as `fedhm.run` takes them; without, models are evaluated at
-                the clients, and `inputs` tells what goes into the model
+                the clients
     classes     how many there are, or numbers to predict, which the server does not see; 0: as many as the model has
                 outputs
-    inputs      the shape of one input, (3, 32, 32); an array like one where that is neither of floats nor an image
+    inputs      without `test`, what goes into the model: the shape of one input, (3, 32, 32); an array like one where
+                that is neither of floats nor an image. If that is not said either, it is what most clients say
     mean, std   of each channel, where inputs are uint8 images: these are divided by 255 and normalised
     crop, flip  clients augment images: random window after padding by `crop` pixels, random mirror image
     public      inputs that everybody has, for methods that distil
@@ -86,12 +89,13 @@ def server_app(
         own = OwnModel(model, config.seed)
         preprocessing, learned = Preprocessing(tuple(mean), tuple(std), crop, flip), config.objective
 
-        def federation(sizes: tuple[int, ...]) -> Federation:
+        def federation(sizes: tuple[int, ...], said_inputs: str) -> Federation:
             everybodys = public() if public else None
             dtype, _ = demands(own)
             samples, outputs, form = (test() if test else None), classes, None
             if samples is None or not outputs:
-                like = inputs if samples is None else own_samples(samples, "the test set", dtype, learned).example
+                like = InputForm.read(said_inputs).zeros() if samples is None and inputs is None else inputs
+                like = like if samples is None else own_samples(samples, "the test set", dtype, learned).example
                 form, outputs = made_up(like, classes, own.build(), preprocessing, learned, dtype)
             there = remote_federation(samples, outputs, sizes, preprocessing, everybodys, dtype, learned, form)
             share = default_share(test is not None) if client_test is None else check_share(client_test)
@@ -100,7 +104,8 @@ def server_app(
         said = context.run_config
         out, keys = str(said.get("out", "")), said.get("node-keys", True) is not False
         with progress(Console(), config.objective.headline) as bar:
-            run_on(grid, config, own, federation, Path(out) if out else None, [bar], node_keys=keys)
+            folder, ask = Path(out) if out else None, test is None and inputs is None
+            run_on(grid, config, own, federation, folder, [bar], node_keys=keys, ask_inputs=ask)
 
     return make_server_app(serve)
 
@@ -111,14 +116,14 @@ def named_server_app() -> ServerApp:
     def serve(grid: Grid, context: Context) -> None:
         said = context.run_config
         status = StatusFile(Path(str(said["status"])))
-        os.umask(
-            int(str(said["umask"]), 8)
-        )  # Flower's files are their owner's only, but the run's are as a user wishes
+        # Flower's files are their owner's only, but the run's are as a user wishes
+        os.umask(int(str(said["umask"]), 8))
         try:
             config = parse_resolved(str(said["config"]), "the run's config")
-            run_named(
-                grid, config, Path(str(said["out"])), [status], status.said, said.get("node-keys", True) is not False
-            )
+            out, keys = Path(str(said["out"])), said.get("node-keys", True) is not False
+            with warnings.catch_warnings():
+                show_warnings(status.said)
+                run_named(grid, config, out, [status], status.said, keys)
         except FedhmError as error:
             status.ended(str(error))
             raise
@@ -143,7 +148,7 @@ def run_named(
 ) -> None:
     federation = read_federation(config)
     named = NamedModel(config, federation.input_shape, federation.classes)
-    run_on(grid, config, named, lambda _: federation, out, watchers, say, node_keys)
+    run_on(grid, config, named, lambda *_: federation, out, watchers, say, node_keys)
 
 
 def run_on(
@@ -155,26 +160,35 @@ def run_on(
     watchers: Sequence[Watcher],
     say: Callable[[str], None] = print,
     node_keys: bool = True,
+    ask_inputs: bool = False,
 ) -> None:
-    """Wait for the clients, then run the rounds that are left."""
+    """Wait for the clients, ask what their inputs are like if nobody else knows, then run the rounds that are left."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"name": "flower"})})
     settings = as_begun(config, out).resolved()
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(out)) if out and (out / "config.toml").exists() else None
         clients = settings.federation.clients
-        bare = make_federation((0,) * clients)
+        identities = Identities.read(folder.path) if folder else Identities()
+
+        def roster_of(terms: Terms) -> Roster:
+            return Roster(grid, clients, greeting(terms), say, identities if node_keys else None)
+
+        inputs = settings.federation.inputs
+        if ask_inputs and not inputs:
+            inputs = inputs_of_most(roster_of(unknown_inputs(settings)), settings, folder is None, say)
+            if not folder:
+                found = settings.federation.model_copy(update={"inputs": inputs})
+                settings = settings.model_copy(update={"federation": found})
+        bare = make_federation((0,) * clients, inputs)
         batch, _ = Feed(bare.example, bare.preprocessing).one()
-        # what is wrong with the method or model is said before anyone waits
+        # what is wrong with the method or model is said before anyone waits, if nobody has to be asked
         method = design(settings, model.build(), batch, bare.classes, bare.public_feed()).method
         check_assignment(settings.federation, clients, method.tiers, method.levels)
-        identities = Identities.read(folder.path) if folder else Identities()
-        roster = Roster(grid, clients, greeting(_terms(settings, bare, method)), say, identities if node_keys else None)
+        roster = roster_of(_terms(settings, bare, method))
         if folder or settings.federation.given_tiers:
             roster.hold_to(partial(too_much, settings, method))
-        if folder:
-            roster.wait(clients, settings.engine.patience)  # who is missing may come back later
-        else:
-            roster.require_all(settings.engine.patience)
+        roster.gather(settings.engine.patience, all_of_them=folder is None)
+        if not folder:
             settings, refused = _with_tiers(
                 settings, model.build(), method, batch, make_federation, roster.introduced()
             )
@@ -184,7 +198,7 @@ def run_on(
                 folder = stack.enter_context(RunFolder.create(out, settings))
                 identities.keep_in(out)
         known = roster.introduced()
-        federation = make_federation(_sizes(known, clients))
+        federation = make_federation(_sizes(known, clients), inputs)
         if federation.remote:
             tests = tuple(known[c].tests if c in known else 0 for c in range(clients))
             federation = replace(federation, tests=replace(federation.tests, remote=tests))
@@ -217,7 +231,7 @@ def _with_tiers(
     planned: list[Planned] = []
 
     def plan() -> list[Planned]:
-        federation = make_federation(_sizes(nodes, config.federation.clients))
+        federation = make_federation(_sizes(nodes, config.federation.clients), config.federation.inputs)
         sample = next(Feed(federation.example, federation.preprocessing).ordered(1))
         planned.extend(plan_fleet(config, model, method, batch, Intake(method.network, federation, config, sample, ())))
         return planned

@@ -39,7 +39,7 @@ class Terms:
     """What the server tells every client of the run; it comes with each message, since processes may live for one."""
 
     config: ResolvedConfig
-    classes: int
+    classes: int  # 0: not known yet, as the server asks what clients' inputs are like
     preprocessing: Preprocessing
     client_test: float = 0.0  # the share of its samples that a client holds out, if it brings no test samples
     base: str = ""  # what tells the frozen base, which does not travel, from others; "" where there is none

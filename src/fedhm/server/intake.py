@@ -155,7 +155,6 @@ class Intake:
             LARGEST_LOGIT if config.objective.has_labels else LARGEST_MEAN,
             config.train.max_change,
             config.objective,
-            trusted=config.engine.name == "local",
         )
 
     def samples(self, task: Task) -> int:

@@ -29,7 +29,6 @@ class Expected:
     largest_output: float = LARGEST_LOGIT  # of a network
     max_change: float = 0.0  # norm of the change of all that is trained, in units of what was sent; 0 is no limit
     objective: Objective | None = None
-    trusted: bool = False  # it comes from this machine: where it says that a metric is NaN, the network gives such
 
 
 def change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:

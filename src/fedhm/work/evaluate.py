@@ -57,15 +57,14 @@ class Evaluate:
             lowest, highest = (
                 update.samples * bound for bound in expected.objective.sum_bounds.get(name, OF_ONE_SAMPLE)
             )
-            known = tensor[tensor.isfinite()] if expected.trusted else tensor
-            if reason := outside(name, known, lowest, highest):
+            # a network may give NaN for some samples: that is told, and what it counts for is seen with the others'
+            if reason := outside(name, tensor[tensor.isfinite()], lowest, highest):
                 return reason
         try:
-            metrics = expected.objective.results(update.tensors, update.samples)
+            expected.objective.results(update.tensors, update.samples)
         except Exception as error:  # whatever an objective raises over sums that no samples have
             return f"no metrics follow from its sums ({error!r})"
-        odd = [name for name, value in metrics.items() if not (math.isfinite(value) or expected.trusted)]
-        return f"its {odd[0]} is {metrics[odd[0]]}" if odd else None
+        return None
 
     def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
         return samples

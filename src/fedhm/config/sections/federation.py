@@ -25,6 +25,7 @@ class FederationConfig(Section):
     # forward passes
     plan: tuple[str, ...] = ()  # each client's tier by its device, as a run found it at its start
     checkpointed: tuple[int, ...] = ()  # likewise, the clients that train with checkpointing
+    inputs: str = ""  # likewise, what an input is like, by what most clients say to a server that has no samples
 
     @model_validator(mode="after")
     def _devices_decide(self) -> "FederationConfig":
