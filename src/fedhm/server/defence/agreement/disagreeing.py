@@ -6,8 +6,8 @@ train the same layers, and there they can be compared. An update is dropped if
 
 - its client disagrees with the others, in this round or in its last ones (`standing.py`), or did and cannot be compared
   in this one, or
-- what of it goes against the others is longer than 0.6 × how far clients usually move: of honest ones it was never
-  longer than half of that, or
+- what of it goes against the others is longer than 0.9 × how far clients usually move: of honest ones that hold few
+  labels it was up to 0.72 × that, in a first round, or
 - it was too long, and goes along with the others less than most do: a long honest one has trained longer.
 
 Among three or four clients only the last two can be told, among fewer nothing.
@@ -28,7 +28,7 @@ from fedhm.server.defence.norms import History
 
 HELD = 12  # updates, of all networks together
 DISAGREED = "it disagreed with the others in its last rounds"
-AGAINST = 0.6  # times how far clients usually move: so long may be what goes against the others
+AGAINST = 0.9  # times how far clients usually move: so long may be what goes against the others
 
 
 def drop_disagreeing(
