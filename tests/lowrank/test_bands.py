@@ -100,15 +100,19 @@ def test_each_band_is_averaged_over_those_who_reach_it(seed: int, ranks: list[in
 def test_their_speed_is_between_that_mean_and_the_one_over_everybody(seed: int, speed: float, sent: bool) -> None:
     factors, ranks, weights = factorize(matrix(seed), N), [2, 4, N], [1.0, 3.0, 0.5]
     left, right = factors.left, factors.right
-    levels = []
-    for place, (rank, weight) in enumerate(zip(ranks, weights, strict=True)):
-        change = matrix(seed + 1 + place)
-        model = change + left[:, :rank] @ right[:rank]
-        levels.append(Level(rank, weight * (model if sent else change), weight, rank if sent else 0))
+
+    def levels() -> list[Level]:  # made for each call, which uses their totals up
+        found = []
+        for place, (rank, weight) in enumerate(zip(ranks, weights, strict=True)):
+            change = matrix(seed + 1 + place)
+            model = change + left[:, :rank] @ right[:rank]
+            found.append(Level(rank, weight * (model if sent else change), weight, rank if sent else 0))
+        return found
+
     changes = [weight * matrix(seed + 1 + place) for place, weight in enumerate(weights)]
     everybody = sum(changes, torch.zeros(M, N, dtype=torch.float64)) / sum(weights)
-    expected = torch.lerp(everybody, mean_change(levels, factors), speed)
-    torch.testing.assert_close(mean_change(levels, factors, speed), expected, rtol=1e-9, atol=1e-9)
+    expected = torch.lerp(everybody, mean_change(levels(), factors), speed)
+    torch.testing.assert_close(mean_change(levels(), factors, speed), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_one_rank_has_one_band() -> None:

@@ -59,9 +59,9 @@ class CoordinateMean(WeightedMean):
             other.settle()
         super().absorb(other, but)
 
-    def total(self, name: str) -> Tensor:
+    def take(self, name: str) -> Tensor:
         self.settle()
-        return super().total(name)
+        return super().take(name)
 
     def result(self) -> Tensors:
         self.settle()

@@ -83,9 +83,9 @@ class WeightedMean:
             if (product := other._products.get(name)) is not None:
                 self._products[name] = self._products[name].add_(product) if name in self._products else product.clone()
 
-    def total(self, name: str) -> Tensor:
-        """Return the sum behind a mean: in unrolled form if its contributions were factored."""
-        return self._products[name] if name in self._products else self._sums[name]
+    def take(self, name: str) -> Tensor:
+        """Give away the sum behind a mean, which is then gone: in unrolled form if its contributions were factored."""
+        return self._products.pop(name) if name in self._products else self._sums.pop(name)
 
     def result(self) -> Tensors:
         """Return the means. To be called once: the sums become the means in place."""

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from fedhm.config.sections.method_config import only_uniform
@@ -101,10 +100,10 @@ class RecoveredMean:
         if by_changes:
             self._add_to_old()
         merged = self._whole.result()
-        unrolled = {name: t for name in merged if (t := self._whole.unrolled(name)) is not None} | banded
-        for name, matrix in banded.items():
-            merged[name] = roll(matrix, merged[name].shape).to(merged[name].dtype)
-        return merged, {name: tensor.to(merged[name].dtype) for name, tensor in unrolled.items()}
+        unrolled = {name: t.to(merged[name].dtype) for name in merged if (t := self._whole.unrolled(name)) is not None}
+        for name, (weight, matrix) in banded.items():
+            merged[name], unrolled[name] = weight, matrix
+        return merged, unrolled
 
     def _subtract_sent(self) -> None:
         """Turn every factored model Uₚ Vₚᵀ of the sums into the change Uₚ Vₚᵀ − sentₚ."""
@@ -119,29 +118,32 @@ class RecoveredMean:
             for layer in self._plans[network]:
                 self._whole.correct(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
 
-    def _banded(self) -> Tensors:
-        """Return the means over the bands, in unrolled form, of all layers that some network has factorized."""
+    def _banded(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the means over the bands of all layers that some network has factorized, and their unrolled form."""
         layers = list(dict.fromkeys(layer for plan in self._plans.values() for layer in plan))
         # here, and not side by side: a rule that is no mean settles all layers when it is asked for the first
         totals = {
-            (each, layer): mean.total(f"{layer}.weight") for each, mean in self._means.items() for layer in layers
+            layer: {network: mean.take(f"{layer}.weight") for network, mean in self._means.items()} for layer in layers
         }
 
-        def mean_of(layer: str) -> Tensor:
+        def mean_of(layer: str) -> tuple[Tensor, Tensor]:
+            old = self._weights[f"{layer}.weight"]
             factors = Factors(*(precise(tensor) for tensor in self._factors[layer]))
-            old = precise(unroll(self._weights[f"{layer}.weight"], self._form))
-            levels = [self._level(layer, network, totals[network, layer], old) for network in self._means]
-            return mean_change(levels, factors, self._band_speed).add_(old)
+            # nothing else holds the totals, so that what is made next, and for the next layer, has their memory
+            levels = (self._level(layer, network, total) for network, total in totals.pop(layer).items())
+            mean = mean_change(list(levels), factors, self._band_speed).add_(precise(unroll(old, self._form)))
+            return roll(mean, old.shape).to(old.dtype), mean.to(old.dtype)
 
         return {f"{layer}.weight": mean for layer, mean in zip(layers, side_by_side(mean_of, layers), strict=True)}
 
-    def _level(self, layer: str, network: str, total: Tensor, old: Tensor) -> Level:
+    def _level(self, layer: str, network: str, total: Tensor) -> Level:
         """Return what the clients of one network have in a layer, in unrolled form."""
         weight, plan = self._influence[network], self._plans[network]
         if layer in plan:
             return Level(plan[layer], total, weight, sent=plan[layer])
-        full = largest_rank(self._weights[f"{layer}.weight"].shape, self._form)  # dense there
-        return Level(full, torch.sub(unroll(total, self._form), old, alpha=weight), weight)
+        old = self._weights[f"{layer}.weight"]  # dense there
+        change = unroll(total.sub_(precise(old), alpha=weight), self._form)
+        return Level(largest_rank(old.shape, self._form), change.contiguous(), weight)
 
 
 def largest_ranks(plans: Iterable[RankPlan]) -> dict[str, int]:

@@ -45,57 +45,59 @@ class Level(NamedTuple):
 
 def directions(factors: Factors) -> Directions:
     """Return the directions of a decomposition. Those that it has lost, since they became 0, stay 0."""
+    return _with_lengths(factors)[0]
+
+
+def _with_lengths(factors: Factors) -> tuple[Directions, Tensor]:
+    """Return the directions, and the lengths of the left factor's columns."""
     left, right = factors.left, factors.right
-    tiny = torch.finfo(left.dtype).tiny
-    return Directions(
-        left / left.norm(dim=0, keepdim=True).clamp(min=tiny), right / right.norm(dim=1, keepdim=True).clamp(min=tiny)
-    )
+    tiny, lengths = torch.finfo(left.dtype).tiny, left.norm(dim=0)
+    unit = Directions(left / lengths.clamp(min=tiny), right / right.norm(dim=1, keepdim=True).clamp(min=tiny))
+    return unit, lengths
 
 
 def mean_change(levels: Sequence[Level], factors: Factors, speed: float = 1.0) -> Tensor:
-    """Return the mean of all changes (M, N), each band over those whose rank reaches it.
+    """Return the mean of all changes (M, N), each band over those whose rank reaches it. The totals are used up by it.
 
     speed  of what lies beyond a rank: 1 is that mean, 0 the one over everybody, to which those count who change nothing
 
-    In the basis of the known directions, beyond_r drops the entries (i, j) with i < r or j < r. So what stays at (i, j)
-    depends on the larger of the two alone: it is of G_b = Σ c_a H_{a+1} over the ranks r_a above that, with
-    c_a = 1 / N_{a+1} − 1 / N_a. Every direction is multiplied with one matrix, and not with one for each rank:
+    Since what lies beyond a rank lies beyond all smaller ones, the sum over the bands is made from the largest rank on,
+    and every direction is multiplied with one matrix, and not with one for each rank. With c_b = 1 / N_{b+1} − 1 / N_b
+    and without[b] the projection that removes the directions between r_{b-1} and r_b on both sides,
 
-        Σ_b c_b · beyond_{r_b}(H_{b+1}) = G_1 − L (X − C R) − Y R
-        X_i = L_iᵀ G_b(i),    Y_j = G_b(j) R_jᵀ,    C_ij = L_iᵀ G_b(max(i, j)) R_jᵀ
+        Σ_b c_b · beyond_{r_b}(H_{b+1}) = without[1](c_1 H_2 + without[2](c_2 H_3 + without[3](c_3 H_4 + …)))
 
-    What was sent is subtracted by the same product with L: its mean over those who reach a direction is a share of it,
-    as far as directions are orthogonal. Those of 16 bits are so to some digits, which is less than their rounding.
+    What was sent is subtracted by the same products: its mean over those who reach a direction is a share of it, as far
+    as directions are orthogonal. Those of 16 bits are so to some digits, which is less than their rounding.
+
+    Matrices (M, N) are summed in the memory of the totals: fresh memory takes longer to get than a sum to make.
     """
     ordered = _one_for_each_rank(levels)
     sent = max(level.sent for level in levels)
     rank = ordered[1].rank if len(ordered) > 1 else 0  # the largest with something beyond it
-    known = directions(Factors(*factors.prefix(max(rank, sent)), factors.spectrum))
-    left, right = known.left, known.right[:rank]
-    rows = left.new_zeros(left.shape[1], factors.right.shape[1])  # X − C R, and what was sent
-    rows[:sent] = (_shares_sent(levels, sent, speed) * factors.left[:, :sent].norm(dim=0).double())[:, None]
-    rows[:sent] *= factors.right[:sent]
+    known, lengths = _with_lengths(Factors(*factors.prefix(max(rank, sent)), factors.spectrum))
+    shares = torch.zeros_like(lengths)
+    shares[:sent] = _shares_sent(levels, sent, speed)
+    taken = (shares * lengths)[:, None] * factors.right[: len(lengths)]  # known.left @ taken: sent, and in the mean
     total, weight = ordered[0].total, ordered[0].weight
-    if not rank:
-        return torch.addmm(total / weight, left, rows, alpha=-1)
-    columns, core = left.new_empty(len(left), rank), left.new_empty(rank, rank)  # Y, C
-    mixed: Tensor | None = None  # G of the band
-    so_far: Tensor | None = None  # the memory of the sum over those of larger ranks, once there are two
-    for level, inner in zip(ordered[1:], [each.rank for each in ordered[2:]] + [0], strict=True):
+    beyond: Tensor | None = None
+    edges = [level.rank for level in ordered[1:]] + [0]
+    for level, inner in zip(ordered[1:], edges[1:], strict=True):
         more = speed * (1 / weight - 1 / (weight + level.weight))
-        mixed = total * more if mixed is None else mixed.add_(total, alpha=more)
-        band, reached = slice(inner, level.rank), slice(0, level.rank)
-        here = left[:, band].T @ mixed
-        rows[band] += here
-        columns[:, band] = mixed @ right[band].T
-        core[band, reached] = here @ right[reached].T
-        core[:inner, band] = left[:, :inner].T @ columns[:, band]
-        total = so_far = total + level.total if so_far is None else so_far.add_(level.total)
+        reaching, total = total, level.total.add_(total)
         weight += level.weight
-    assert mixed is not None  # there are two levels or more
-    rows[:rank].addmm_(core, right, alpha=-1)
-    mixed.add_(total, alpha=1 / weight)
-    return mixed.addmm_(left, rows, alpha=-1).addmm_(columns, right, alpha=-1)
+        beyond = reaching.mul_(more) if beyond is None else beyond.add_(reaching, alpha=more)
+        band = slice(inner, level.rank)
+        _remove(beyond, known.left[:, band], known.right[band], taken[band])
+    mean = total.div_(weight) if beyond is None else beyond.add_(total, alpha=1 / weight)
+    return mean.addmm_(known.left[:, rank:], taken[rank:], alpha=-1) if sent > rank else mean
+
+
+def _remove(matrix: Tensor, left: Tensor, right: Tensor, also: Tensor) -> None:
+    """Remove orthonormal directions from a matrix, on the left and on the right; then subtract `left @ also`."""
+    rows = left.T @ matrix
+    columns = (matrix @ right.T).addmm_(left, rows @ right.T, alpha=-1)  # of what has no `left` any more
+    matrix.addmm_(left, rows.add_(also), alpha=-1).addmm_(columns, right, alpha=-1)
 
 
 def _shares_sent(levels: Sequence[Level], count: int, speed: float) -> Tensor:
@@ -118,5 +120,5 @@ def _one_for_each_rank(levels: Sequence[Level]) -> list[Level]:
     found: dict[int, Level] = {}
     for rank, total, weight, _ in levels:
         old = found.get(rank)
-        found[rank] = Level(rank, old.total + total, old.weight + weight) if old else Level(rank, total, weight)
+        found[rank] = Level(rank, old.total.add_(total), old.weight + weight) if old else Level(rank, total, weight)
     return [found[rank] for rank in sorted(found, reverse=True)]
