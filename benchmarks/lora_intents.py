@@ -119,8 +119,10 @@ def line(name: str, runs: Mapping[int, Run], centralized: Mapping[int, Run], col
 
     accuracies = [spread(list(metric("accuracy", rank).values())) if rank in tiers else "" for rank in columns]
     f1 = spread(list(metric("macro_f1", min(tiers)).values()))
+    # of so few samples, the loss tells more than how many are right
+    losses = " / ".join(f"{statistics.fmean(metric('loss', rank).values()):.3f}" for rank in tiers)
     distance = "–" if name == CENTRALIZED else " / ".join(behind(rank) for rank in tiers)
-    cells = [f"`{name}`", str(len(runs)), amount("down"), amount("up"), *accuracies, f1, distance]
+    cells = [f"`{name}`", str(len(runs)), amount("down"), amount("up"), *accuracies, f1, losses, distance]
     return f"| {' | '.join(cells)} |"
 
 
@@ -129,10 +131,11 @@ def table(found: Mapping[str, Mapping[int, Run]], columns: Sequence[int]) -> str
     heads = [
         *(f"accuracy at rank {columns[0]}", *map(str, columns[1:])),
         "macro F1, smallest",
+        "loss, by tier",
         "to centralized, by tier",
     ]
     lines = [f"| method | seeds | down, by tier | up, by tier | {' | '.join(heads)} |"]
-    lines.append(f"|---|--:|---|---|{'--:|' * (len(heads) - 1)}---|")
+    lines.append(f"|---|--:|---|---|{'--:|' * (len(heads) - 2)}---|---|")
     lines += [line(name, runs, found.get(CENTRALIZED, {}), columns) for name, runs in found.items() if runs]
     return "\n".join(lines)
 
