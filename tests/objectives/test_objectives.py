@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -45,15 +45,12 @@ def measured(objective: Objective, outputs: torch.Tensor, targets: torch.Tensor,
 
 
 @given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 3), st.integers(1, 50), st.floats(-1e3, 1e3))
-@example(seed=27436, count=2, columns=2, batch=1, shift=299.0)
 def test_regression_is_that_of_scikit_learn(seed: int, count: int, columns: int, batch: int, shift: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(count, columns, generator=generator, dtype=torch.float64) + shift
     f = y + torch.randn(count, columns, generator=generator, dtype=torch.float64)
     found = measured(Regression(), f, y, batch)
-    # sums of squares lose the digits that targets far from 0 have in common: few samples may differ by little
-    lost = 2.0**-46 * float((y.square().mean(0) / y.var(0, correction=0)).max())
-    assert found.r2 == pytest.approx(reference().r2_score(y, f), rel=1e-6 + lost, abs=1e-6)
+    assert found.r2 == pytest.approx(reference().r2_score(y, f), rel=1e-6, abs=1e-6)
     assert found.mse == pytest.approx(reference().mean_squared_error(y, f), rel=1e-9)
     if columns == 1:
         assert measured(Regression(), f, y[:, 0], batch) == pytest.approx(found)

@@ -6,8 +6,9 @@ train the same layers, and there they can be compared. An update is dropped if
 
 - its client disagrees with the others, in this round or in its last ones (`standing.py`), or did and cannot be compared
   in this one, or
-- what of it goes against the others is longer than 0.9 × how far clients usually move: of honest ones that hold few
-  labels it was up to 0.72 × that, in a first round, or
+- what of it goes against the others is longer than 0.6 × how far clients usually move: of honest ones it was never
+  longer than half of that where clients go one way. Where they do not, as those with few labels in a first round, it
+  was up to 0.72 × that, and may be 0.9 ×; or
 - it was too long, and goes along with the others less than most do: a long honest one has trained longer.
 
 Among three or four clients only the last two can be told, among fewer nothing.
@@ -28,7 +29,8 @@ from fedhm.server.defence.norms import History
 
 HELD = 12  # updates, of all networks together
 DISAGREED = "it disagreed with the others in its last rounds"
-AGAINST = 0.9  # times how far clients usually move: so long may be what goes against the others
+AGAINST = 0.6  # times how far clients usually move: so long may be what goes against the others
+AGAINST_NO_WAY = 0.9  # likewise, where clients go no common way
 
 
 def drop_disagreeing(
@@ -89,7 +91,7 @@ def drop_disagreeing(
 
 
 def _of_length(panel: Panel, cosine: float, against: float, usual: float, cut: bool) -> str | None:
-    if against > AGAINST * usual:
+    if against > (AGAINST if panel.clear else AGAINST_NO_WAY) * usual:
         return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
     if cut and cosine < panel.median_cosine:
         reason = f"it was too long, and does not go along with the others: cosine {cosine:.3g}"
