@@ -1,13 +1,14 @@
 """Objectives: metrics against scikit-learn's, targets that are refused, and a run from a config."""
 
 import json
+import math
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -45,6 +46,7 @@ def measured(objective: Objective, outputs: torch.Tensor, targets: torch.Tensor,
 
 
 @given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 3), st.integers(1, 50), st.floats(-1e3, 1e3))
+@example(seed=27436, count=2, columns=2, batch=1, shift=299.0)  # two targets that differ by little
 def test_regression_is_that_of_scikit_learn(seed: int, count: int, columns: int, batch: int, shift: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(count, columns, generator=generator, dtype=torch.float64) + shift
@@ -70,13 +72,32 @@ def test_targets_without_variance_are_met_or_not() -> None:
     y = torch.full((5,), 3.0)
     assert measured(Regression(), y[:, None], y, 2).r2 == 1
     assert measured(Regression(), y[:, None] + 1, y, 2).r2 == 0
+    for value in (1 / 3, 1e-9 / 3, 1e9 / 3, 1e-20):
+        alike = torch.full((700,), value, dtype=torch.float64)
+        assert measured(Regression(), alike[:, None] + 1, alike, 9).r2 == 0
+    near_zero = 1e-20 * torch.arange(5, dtype=torch.float64)
+    assert measured(Regression(), near_zero[:, None] + 2e-20, near_zero, 2).r2 == pytest.approx(-1)
+
+
+def test_targets_too_large_to_be_squared_have_no_r2() -> None:
+    y = torch.tensor([1e200, 2e200], dtype=torch.float64)
+    assert math.isnan(measured(Regression(), y[:, None], y, 2).r2)
+
+
+def test_order_and_batches_of_samples_do_not_change_r2() -> None:
+    generator = torch.Generator().manual_seed(3)
+    y = 1.7e9 + torch.randn(500, generator=generator, dtype=torch.float64)
+    f = y.round()
+    orders = torch.arange(500), torch.arange(499, -1, -1)
+    found = [measured(Regression(), f[order, None], y[order], batch).r2 for order in orders for batch in (1, 64)]
+    assert found == pytest.approx([found[0]] * 4, rel=1e-15)
 
 
 def test_targets_far_from_zero_have_a_variance_too() -> None:
     generator = torch.Generator().manual_seed(0)
     y = 1.7e9 + 1000 * torch.randn(500, generator=generator, dtype=torch.float64)
     f = y + 10 * torch.randn(500, generator=generator, dtype=torch.float64)
-    assert measured(Regression(), f[:, None], y, 64).r2 == pytest.approx(reference().r2_score(y, f), abs=1e-3)
+    assert measured(Regression(), f[:, None], y, 64).r2 == pytest.approx(reference().r2_score(y, f), abs=1e-9)
 
 
 def test_outputs_of_another_shape_and_memory_are_the_same_numbers() -> None:

@@ -1,9 +1,14 @@
 """Regression: the mean squared error of one or several numbers; R², the share of their variance that is explained.
 
 R² = 1 − Σ (y − f)² / Σ (y − ȳ)²        of each number, and the mean of these
+
+The clients' sums tell Σ (y − ȳ)² = Σ y² − (Σ y)² / n. Of targets far from 0 these two are nearly equal, so that
+rounding would leave nothing of their difference: both are summed in parts that are not rounded.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import ClassVar, Literal
 
 import torch
@@ -13,11 +18,14 @@ from torch import Tensor
 from fedhm.config.sections.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
 
+# parts of a number are multiples of these: 2**26 samples of up to 1e10, squared, have exact sums of them
+GRIDS = (2.0**40, 2.0**14, 2.0**-12, 2.0**-38, 2.0**-64)
+
 
 class Regression(Objective):
     name: Literal["regression"] = "regression"
     metrics: ClassVar = (Metric("r2"), Metric("mse", more_is_better=False))
-    sum_bounds: ClassVar = {"errors": (0.0, 1e20), "targets": (-1e10, 1e10), "squares": (0.0, 1e20)}
+    sum_bounds: ClassVar = {"errors": (0.0, 1e20), "targets": (-1e10, 1e10), "squares": (-1e20, 1e20)}
 
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
         if given.is_complex():
@@ -45,17 +53,14 @@ class Regression(Objective):
         return F.mse_loss(output.reshape(targets.shape), targets)
 
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        # float64: variances are differences of sums that may be nearly equal
         y = targets.double().view(len(targets), -1)  # (batch, numbers)
         error = output.double().reshape(y.shape) - y
-        return {"errors": error.square().sum(0), "targets": y.sum(0), "squares": y.square().sum(0)}
+        return {"errors": error.square().sum(0), "targets": _parts(y).sum(1), "squares": _square_parts(y).sum(1)}
 
     def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:
-        spread = sums["squares"] - sums["targets"].square() / samples
-        # of numbers that are all alike there is nothing to explain: as scikit-learn, 1 if they were met, else 0
-        alike = spread <= 1e-14 * sums["squares"]
-        explained = torch.where(alike, (sums["errors"] == 0).double(), 1 - sums["errors"] / spread.clamp(min=1e-300))
-        return Metrics(r2=explained.mean().item(), mse=sums["errors"].mean().item() / samples)
+        numbers = zip(sums["errors"].tolist(), sums["targets"].T.tolist(), sums["squares"].T.tolist(), strict=True)
+        explained = [_explained(errors, targets, squares, samples) for errors, targets, squares in numbers]
+        return Metrics(r2=sum(explained) / len(explained), mse=sums["errors"].mean().item() / samples)
 
     def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         return F.mse_loss(student, teacher)
@@ -63,6 +68,36 @@ class Regression(Objective):
 
 def _columns(targets: Tensor) -> int:
     return targets.shape[1] if targets.ndim > 1 else 1
+
+
+def _parts(values: Tensor) -> Tensor:
+    """Return parts that add up to the values, each of so few digits that its sum over samples is exact."""
+    parts = []
+    for grid in GRIDS:
+        parts.append((values / grid).round() * grid)
+        values = values - parts[-1]
+    return torch.stack([*parts, values])
+
+
+def _square_parts(y: Tensor) -> Tensor:
+    """Return parts of y²: with y = a + b, of half of the digits each, a², 2ab and b² are not rounded."""
+    a = y.float().double()
+    a = torch.where(a.isfinite(), a, y)
+    b = y - a
+    return _parts(a * a) + _parts(2 * a * b) + _parts(b * b)
+
+
+def _explained(errors: float, targets: list[float], squares: list[float], samples: int) -> float:
+    if not all(map(math.isfinite, [errors, *targets, *squares])):
+        return math.nan
+    total, of_squares = sum(map(Fraction, targets)), sum(map(Fraction, squares))
+    spread = of_squares - total * total / samples
+    # what the squares may be wrong by: each by its last digits, and the sum of what is finer than all grids
+    rounding = of_squares / 2**96 + min(of_squares, samples * Fraction(GRIDS[-1])) / 2**46
+    # of numbers that are all alike there is nothing to explain: as scikit-learn, 1 if they were met, else 0
+    if spread <= rounding:
+        return float(errors == 0)
+    return float(1 - Fraction(errors) / spread)
 
 
 ENTRY_POINT = Regression
