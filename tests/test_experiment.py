@@ -52,7 +52,7 @@ def run(data: Federation, engine: type[Meddling] | None = None, /, **sections: d
     return experiment.run()
 
 
-@pytest.mark.parametrize("aggregate", ["models", "updates"])
+@pytest.mark.parametrize("aggregate", ["models", "updates", "bands"])
 def test_arrival_order_does_not_matter(federation: Federation, aggregate: str) -> None:
     sections = {"method": {"aggregate": aggregate}, "federation": {"participation": 1.0}}
     assert same(run(federation, **sections), run(federation, Meddling, **sections))

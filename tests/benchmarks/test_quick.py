@@ -83,6 +83,15 @@ def test_a_quick_run_gives_ratios(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_round_by_bands_is_timed_against_averaging_models(tmp_path: Path) -> None:
+    options = ["--quick", "--aggregate", "bands", "--json", str(tmp_path / "out.json")]
+    done = forked.script(ROOT / "benchmarks" / "server_round.py", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())["ratios"]["times as long as averaging models"]
+    assert 0 < found["low"] <= found["median"] <= found["high"]
+
+
+@pytest.mark.slow
 def test_the_server_of_adapters_is_timed_with_each_rule() -> None:
     done = forked.script(ROOT / "benchmarks" / "lora_server.py", "--clients", "2")
     assert done.returncode == 0, done.stderr

@@ -114,6 +114,19 @@ def test_sizes_of_split_mix_hold_one_base_at_a_time(capsys: pytest.CaptureFixtur
     assert sent == pytest.approx([sent[-1] * count for count in (9, 3, 2, 1)], rel=1e-3)
 
 
+def test_sizes_count_what_is_trained_inside(capsys: pytest.CaptureFixture[str]) -> None:
+    for settings, full in (
+        (["train.nested=0.5"], 625.9 + 97.5),
+        (["train.nested=0.25", "train.nested_form=instead"], None),
+    ):
+        assert main(["sizes", "digits", "--set", *settings]) == 0
+        lines = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+        rows = {line[0]: line for line in lines if line and line[0] in {"full", "1/8"}}
+        expected = full or 0.75 * 625.9 + 0.25 * 97.5  # thousands: both on every batch, or one of them
+        assert float(rows["full"][4]) == pytest.approx(expected, abs=0.11)
+        assert rows["1/8"][2:4] == rows["1/8"][4:6]
+
+
 def test_sizes_tell_the_memory_of_the_configs_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
     memory: dict[str, float] = {}
     for optimizer in ("sgd", "adamw"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedhm.compare.cells import cells
-from fedhm.compare.entries import Entry, entries, known
+from fedhm.compare.entries import Entry, default_names, entries, known, without_twins
 from fedhm.compare.reference import Reference
 from fedhm.config.reading import load_config
 from fedhm.config.settings import Config
@@ -32,6 +32,22 @@ def test_fedhm_as_it_is_now_stands_beside_the_papers() -> None:
     found = named("fedhm", "fedhm-paper", config=load_config("digits", ()))
     assert (found["fedhm"].method["aggregate"], found["fedhm"].method["start"]) == ("bands", "whole")
     assert found["fedhm-paper"].method == {**found["fedhm"].method, "aggregate": "models", "start": "whole"}
+
+
+def test_where_both_are_the_same_one_of_them_runs() -> None:
+    first, twins = without_twins(list(named("fedhm", "fedhm-paper", "fedavg").values()))
+    assert ([entry.label for entry in first], twins) == (["fedhm", "fedavg"], {"fedhm-paper": "fedhm"})
+    both = list(named("fedhm", "fedhm-paper", config=load_config("digits", ())).values())
+    assert without_twins(both) == (both, {})
+
+
+def test_what_a_practical_person_would_try_is_compared_by_default() -> None:
+    names = default_names(Reference(load_config("digits", ())))
+    assert {"fedhm", "fedhm-paper", "lowrank", "capable", "fedavg"} < set(names)
+    nobody = default_names(Reference(load_config("digits", ["method.tiers=[1/2, 1/4]"])))
+    assert nobody == [name for name in names if name != "capable"]  # who could train the full model
+    named(*names)
+    named(*nobody, config=load_config("digits", ["method.tiers=[1/2, 1/4]"]))
 
 
 def test_another_methods_preset_is_compared_with_fedhms_defaults() -> None:

@@ -40,6 +40,17 @@ def test_paper_presets_have_the_papers_settings(name: str) -> None:
     assert config.method.tiers == (1, 0.5, 0.25, 0.125)
     assert (config.method.keep, config.method.temperature) == (keep, 5.0)
     assert config.evaluation.static_from == milestones[0]
+    assert (config.method.aggregate, config.method.start) == ("models", "whole")
+
+
+def test_every_other_preset_has_fedhms_default() -> None:
+    default = FedHMConfig()
+    for name in set(presets()) - PAPER.keys():
+        method = load_config(name).method
+        if isinstance(method, FedHMConfig):
+            found = method.aggregate, method.start, method.band_speed
+            assert found == (default.aggregate, default.start, default.band_speed), name
+            assert load_config(name).train.nested == 0.5, name
 
 
 @pytest.mark.parametrize("source", ["cifar10", "cifar100"])

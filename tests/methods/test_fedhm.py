@@ -309,13 +309,14 @@ def test_diagnostics_tell_what_lies_beyond_each_tier(form: Form) -> None:
         assert found[f"energy_beyond/{tier}"] == pytest.approx((lost / whole).item(), rel=1e-9)
 
 
-def test_merging_folds_one_update_at_a_time() -> None:
+@pytest.mark.parametrize("aggregate", ["models", "updates", "bands"])
+def test_merging_folds_one_update_at_a_time(aggregate: str) -> None:
     """Each update may be thrown away before the next is made."""
     import gc
     import weakref
 
     model = small_model()
-    method = FedHM(model, paper({}))
+    method = FedHM(model, paper({"aggregate": aggregate}))
     state = start(method, model)
     alive: list[weakref.ref[Update]] = []
 

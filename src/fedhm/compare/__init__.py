@@ -3,7 +3,7 @@
 from pathlib import Path
 
 STATED = "comparison.json"  # in a comparison's folder: what it is made of
-METHODS = "fedhm,heterofl,splitmix,fedavg,lowrank,slimmed"  # that are compared if nothing is said
+METHODS = "fedhm,fedhm-paper,lowrank,capable,heterofl,splitmix,fedavg"  # that are compared if nothing is said
 TUNE_SHARE = 0.2  # of each client's samples, held out: a few hundred in small data sets, and most is left to train on
 
 

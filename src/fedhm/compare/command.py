@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedhm.compare import METHODS
 from fedhm.compare.again import Stated, from_there, reported_again
 from fedhm.compare.cells import Cell, cells, check, point_name
 from fedhm.compare.chosen import Tuned, diverged_before, note_diverged, tuned_alike, tuned_by
 from fedhm.compare.compared import Compared, existing, run_folders
+from fedhm.compare.entries import default_names, without_twins
 from fedhm.compare.entries import entries as entries_of
 from fedhm.compare.execute import Failed, execute
 from fedhm.compare.pages.report import ComparisonReport
@@ -52,14 +52,18 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     config = _config(options)
     target = _target(options, config.objective.headline)
     reference = Reference(config)
-    names = [name.strip() for name in (options.methods or METHODS).split(",") if name.strip()]
-    entries = entries_of(names, reference)
+    names = (
+        [n.strip() for n in options.methods.split(",") if n.strip()] if options.methods else default_names(reference)
+    )
+    entries, twins = without_twins(entries_of(names, reference))
+    for label, same in twins.items():
+        console.print(f"{label} is left out: with these settings it is the same as {same}", highlight=False)
     out = options.out or _default_folder(options.config, config)
     check_folder(out)
     tuning, tuned = _tuning(options), None
     options.resume_hint = "; the same command resumes what is missing"
     if tuning:
-        shorter = entries_of(names, reference.with_rounds(tuning.rounds or config.train.rounds))
+        shorter, _ = without_twins(entries_of(names, reference.with_rounds(tuning.rounds or config.train.rounds)))
         to_choose_by = tuning.cells(config, shorter, out, jobs)
         tuning.check(config, entries, seeds, out, to_choose_by)
         tuned = _tuned(tuning, to_choose_by, out, jobs, console)

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from fedhm.compare import METHODS
 from fedhm.compare.reference import Reference
 from fedhm.config import plugins
 from fedhm.config.sections.method_config import Family, NamedEntry, Settings
@@ -31,6 +32,26 @@ def entries(names: Sequence[str], reference: Reference) -> list[Entry]:
     if not found:
         raise FedhmError(f"there is no method to compare: known are {', '.join(known())}")
     return list(found.values())
+
+
+def default_names(reference: Reference) -> list[str]:
+    """Return the names that are compared if nothing is said, but for a method that would have no clients."""
+    return [name for name in METHODS.split(",") if name != "capable" or 1 in reference.ratios]
+
+
+def without_twins(found: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]]:
+    """Return the entries without those that have the very settings of an earlier one, and these with that one's name.
+
+    On the paper's own settings `fedhm` is `fedhm-paper`: the same weights twice would only take twice the time.
+    """
+    first: list[Entry] = []
+    twins: dict[str, str] = {}
+    for entry in found:
+        if same := next((earlier.label for earlier in first if earlier.method == entry.method), None):
+            twins[entry.label] = same
+        else:
+            first.append(entry)
+    return first, twins
 
 
 def known() -> list[str]:

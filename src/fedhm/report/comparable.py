@@ -12,7 +12,8 @@ MUST_AGREE = {
     "data": tuple(key for key in DataConfig.model_fields if key != "folder"),
     "model": tuple(ModelConfig.model_fields),
     "federation": ("clients", "participation", "heterogeneity", "devices"),
-    "train": ("rounds", "epochs", "batch", "lr", "milestones", "lr_decay"),
+    "train": ("rounds", "epochs", "batch", "lr", "milestones", "lr_decay", "optimizer", "momentum", "weight_decay"),
+    "server": ("optimizer", "lr", "momentum", "betas", "tau"),
     "evaluation": ("static_from",),
     "stop": tuple(key for key in StopConfig.model_fields if key != "clients"),
 }
