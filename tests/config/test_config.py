@@ -88,6 +88,7 @@ def test_a_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> No
         ("train.lrr=0.1", "unknown key 'train.lrr', did you mean 'train.lr'?"),
         ("trian.lr=0.1", "unknown key 'trian', did you mean 'train'?"),
         ("sed=1", "unknown key 'sed', did you mean 'seed'?"),
+        ("lr=0.1", "unknown key 'lr', did you mean 'train.lr'?"),
         ("method.teirs=[1]", "unknown key 'method.teirs', did you mean 'method.tiers'?"),
         ("train.lr=-1", "train.lr: input should be greater than 0 (got -1)"),
         ("train.lr=fast", "train.lr: input should be a valid number"),

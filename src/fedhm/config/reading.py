@@ -157,7 +157,8 @@ def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
         elif problem["type"] == "too_short" and len(problem["input"]):
             continue  # follows from an item that was refused, which has a sentence of its own
         elif problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            sections = [each for each in known if each.rpartition(".")[2] == key]  # who left the section out
+            near = sections or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             yield f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else "")
         else:
             message = problem["msg"].removeprefix("Value error, ")
