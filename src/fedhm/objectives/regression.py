@@ -25,7 +25,8 @@ GRIDS = (2.0**40, 2.0**14, 2.0**-12, 2.0**-38, 2.0**-64)
 class Regression(Objective):
     name: Literal["regression"] = "regression"
     metrics: ClassVar = (Metric("r2"), Metric("mse", more_is_better=False))
-    sum_bounds: ClassVar = {"errors": (0.0, 1e20), "targets": (-1e10, 1e10), "squares": (-1e20, 1e20)}
+    # a part of a square, 2ab, may be below 0, but by no more than its last half of digits
+    sum_bounds: ClassVar = {"errors": (0.0, 1e20), "targets": (-1e10, 1e10), "squares": (-2e13, 1e20)}
 
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
         if given.is_complex():
