@@ -16,7 +16,6 @@ from fedhm.machine.locks import take_lock
 from fedhm.machine.places import check_folder, make_folder
 from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
-from fedhm.runs import identities, released, secret
 from fedhm.runs.begun import Begun, note_resumed, read_begun, write_begun
 from fedhm.runs.best_models import best_round_of
 from fedhm.runs.checkpoint import (
@@ -30,7 +29,11 @@ from fedhm.runs.checkpoint import (
 )
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.records import append_record, check_whole, in_brief, read_records, write_records
+from fedhm.runs.identities import FILE as IDENTITIES_FILE
+from fedhm.runs.released import FILE as ROUNDS_FILE
 from fedhm.runs.released import check_none_repeats, note_released
+from fedhm.runs.secret import FILE as SECRET_FILE
+from fedhm.runs.secret import kept_secret
 from fedhm.runs.taken_back import set_aside
 from fedhm.runs.tier_files import save_tier, tier_file
 from fedhm.server.record import Record
@@ -168,7 +171,7 @@ class RunFolder:
 
     def secret(self, *, begun: bool) -> bytes:
         """Return the secret that a private run's noise follows from; it is made before any round has `begun`."""
-        return secret.kept_secret(self.path, begun)
+        return kept_secret(self.path, begun)
 
     def commit(self, record: Record, checkpoint: Checkpoint, run: str, keep: int | Literal["all"]) -> None:
         """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
@@ -186,9 +189,9 @@ class RunFolder:
                 "tiers.json",
                 "plans.json",
                 "data.json",
-                secret.FILE,
-                released.FILE,
-                identities.FILE,
+                SECRET_FILE,
+                ROUNDS_FILE,
+                IDENTITIES_FILE,
                 TRACKING,
             ):
                 (self.path / name).unlink(missing_ok=True)
