@@ -15,10 +15,10 @@ from pathlib import Path
 
 from attacks import QUICK
 from fedhm.assembly import assemble, read_federation
-from fedhm.config.reading import load_config
+from fedhm.config.loading import load_config
 from fedhm.machine.files import write_atomically
 from fedhm.models.build import build_model
-from fedhm.server.defence.agreement.standing import Standing
+from fedhm.server.filters.history import Standing
 from fedhm.server.record import Record
 from remembered import Remembering
 

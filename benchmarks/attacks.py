@@ -20,7 +20,7 @@ from typing import Any
 
 from attack_tables import LEFT_OUT, MERGED, Cell, said, summary, table
 from fedhm.assembly import assemble, read_federation
-from fedhm.config.reading import load_config
+from fedhm.config.loading import load_config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.models.build import build_model

@@ -1,6 +1,6 @@
 """The memory that convolutions keep after they ran: the code that oneDNN generates for every different one.
 
-`training_memory` counts it (`fedhm/measure/alive.py`). Each row is a convolution that had not run before in this
+`training_memory` counts it (`fedhm/measure/cost.py`). Each row is a convolution that had not run before in this
 process, with everything freed before and after; sizes are (in, out, kernel, image, batch, stride).
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from fedhm.machine.allocator import give_back_at_once
+from fedhm.machine.process import give_back_at_once
 from measure import Ratio, arguments, machine, save_json, show
 
 FIRST = (16, 16, (3, 3), 8, 4, 1)  # loads what is loaded once

@@ -15,7 +15,7 @@ import io
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,6 @@ def cases() -> Iterator[tuple[str, list[str]]]:
         yield f"fedhm, {name}", [*SHORT, "data.partition=dirichlet", "engine.workers=2", *changes]
 
 
-
 def digest(folder: Path) -> str:
     """Return the digest of a finished run: its model files as they are, its records without seconds.
 
@@ -179,7 +178,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose names contain this")
     options = parser.parse_args()
     known: dict[str, str] = json.loads(options.file.read_text()) if options.file.exists() else {}
-    work = {name: partial(measure, "digits", changes) for name, changes in cases()}
+    work: dict[str, Callable[[], str]] = {name: partial(measure, "digits", changes) for name, changes in cases()}
     work["fedhm, fleet"] = measure_fleet
     work |= {name: partial(measure_adapters, method) for name, method in ADAPTERS.items()}
     for name, found in work.items():

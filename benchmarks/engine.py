@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedhm.assembly import assemble
-from fedhm.config.reading import parse
-from fedhm.data.batches import Batch, Feed
+from fedhm.config.loading import parse
 from fedhm.data.federation import Federation, gathered
+from fedhm.data.samples import Batch, Feed
 from fedhm.experiment import Experiment
 from fedhm.models import resnet18
 from fedhm.networks.exchange import exchanged, load
-from fedhm.networks.memory_format import channels_last
+from fedhm.networks.structure import channels_last
 from fedhm.work.messages import Participant, Update
 from measure import Ratio, arguments, interleaved, machine, median, ratio, save_json, show
 from peers.process import Peer

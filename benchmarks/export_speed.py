@@ -15,7 +15,7 @@ from torch import nn
 from fedhm import load_config
 from fedhm import measure as cost_of
 from fedhm.assembly import named_design
-from fedhm.data.batches import Preprocessing
+from fedhm.data.samples import Preprocessing
 from fedhm.export.formats.onnx_format import load
 from fedhm.export.subject import Subject
 from fedhm.export.write import write

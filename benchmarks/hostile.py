@@ -28,10 +28,9 @@ from fedhm.data.samples import Samples
 from fedhm.engines.engine import Engine
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import derive
-from fedhm.server.defence.outliers import intervals, typical
-from fedhm.work.bounds import LARGEST_MEAN
+from fedhm.server.filters.clip import intervals, typical
 from fedhm.work.messages import Failure, Reply, Task, Update
-from fedhm.work.work import work_of
+from fedhm.work.work import LARGEST_MEAN, work_of
 
 ALLOWED = 0.99  # of what `train.max_change` lets in
 ORDER = (0, 5, 10, 15, 4, 9)  # who is hostile first: of four tiers in turn, one of each before two of any

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.assembly import read_federation
-from fedhm.data.batches import Feed
+from fedhm.data.samples import Feed
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import measure
 from fedhm.models.build import build_model
 from fedhm.networks.batchnorm import tracked_layers
 from fedhm.networks.inputs import one_tensor
 from fedhm.runs.folder import read_config
-from fedhm.runs.tier_files import load_tier, tier_file
+from fedhm.runs.models import load_tier, tier_file
 from measure import Ratio, arguments, save_json, show
 
 RATIOS = ("1/2", "1/4", "1/8")

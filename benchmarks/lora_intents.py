@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 import fedhm
-from fedhm.compare.entries import entries
-from fedhm.compare.reference import Reference
-from fedhm.config.plugins import find
-from fedhm.config.settings import Config
+from fedhm.compare.select import Reference, entries
+from fedhm.config.registry import find
+from fedhm.config.schema import Config
 from fedhm.data.partition import dirichlet_equal, iid
 from fedhm.data.samples import Samples
-from fedhm.data.sources.text import read_text
+from fedhm.data.sources import read_text
 from fedhm.models.build import build_model
 from fedhm.report.sheets import readable_bytes
 from fedhm.runs.history import Run, read_runs

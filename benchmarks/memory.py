@@ -3,7 +3,7 @@
 Every case is a fresh process with one thread: it trains a tiny network first, so that the libraries are loaded, and
 then makes two steps, after which the system says how much memory was resident at most; what was read of libraries
 meanwhile is not counted. "As glibc has it" is the same without giving freed memory back at once
-(`fedhm/machine/allocator.py`). Seconds are those of the processor, of the second step.
+(`fedhm/machine/process.py`). Seconds are those of the processor, of the second step.
 `--case '{"tier": "1/8", "checkpointing": true}'` is one case alone.
 The last row is the version that `fedhm fit` chooses for 128 MB and as many bytes as the tier 1/8.
 """
@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedhm
-from fedhm.config.sections.training import TrainConfig
+from fedhm.config.schema import TrainConfig
 from fedhm.lowrank.hybrid import plan_of
-from fedhm.machine.allocator import give_back_at_once
-from fedhm.measure.training import memory_of_training
-from fedhm.networks.less_memory.parts import backward
-from fedhm.networks.memory_format import channels_last
+from fedhm.machine.process import give_back_at_once
+from fedhm.measure.cost import memory_of_training
+from fedhm.networks.saving import backward
+from fedhm.networks.structure import channels_last
 from fedhm.work.train import local_optimizer, prepare
 from measure import Ratio, arguments, machine, save_json, show
 

@@ -9,7 +9,7 @@ a multiple of what one client may change, and the mean of ten divides it by ten 
 from typing import Any
 
 import fedhm
-from fedhm.server.privacy.accountant import ORDERS
+from fedhm.server.filters.privacy import ORDERS
 from measure import arguments, save_json, show
 
 SETTINGS = (

@@ -23,12 +23,12 @@ from scipy.stats import beta
 from torch import Tensor, nn
 
 from fedhm.assembly import assemble
-from fedhm.config.reading import parse
+from fedhm.config.loading import parse
 from fedhm.data.federation import gathered
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import Tensors
-from fedhm.server.optimizer import Moments
-from fedhm.server.privacy.mechanism import Mechanism
+from fedhm.server.filters.optimizer import Moments
+from fedhm.server.filters.privacy import Mechanism
 from fedhm.server.record import Record
 from fedhm.work.messages import Reply, Task, Update
 from measure import arguments, save_json, show

@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from fedhm.assembly import assemble
-from fedhm.config.settings import Config
+from fedhm.config.schema import Config
 from fedhm.data.federation import gathered
 from fedhm.experiment import Experiment
-from fedhm.methods.fedhm import FedHM, FedHMConfig
-from fedhm.methods.fedhm_state import FedHMState
+from fedhm.methods.fedhm import FedHM, FedHMConfig, FedHMState
 from fedhm.methods.method import Setup
 from fedhm.models import cnn
 from fedhm.networks.exchange import exchanged

@@ -18,17 +18,15 @@ from functools import partial
 import torch
 
 from fedhm.assembly import read_federation
-from fedhm.config.reading import parse
-from fedhm.lowrank.decompositions.unroll import join, roll, split, unroll
-from fedhm.lowrank.decompositions.warm import decompose
-from fedhm.machine.side_by_side import side_by_side
-from fedhm.methods.fedhm import FedHM
-from fedhm.methods.fedhm_state import FedHMState
-from fedhm.methods.recovered import largest_ranks
+from fedhm.config.loading import parse
+from fedhm.lowrank.svd import decompose, join, roll, split, unroll
+from fedhm.machine.device import parallel_map
+from fedhm.methods.fedhm import FedHM, FedHMState
+from fedhm.methods.means import largest_ranks
 from fedhm.models.build import build_model
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.run import prepare
-from fedhm.server.participants.sampling import participants
+from fedhm.server.sampling import participants
 from fedhm.work.messages import Update
 from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 
@@ -119,7 +117,7 @@ def factorized_warm(method: FedHM, before: FedHMState, weights: Tensors) -> None
             unroll(weights[f"{layer}.weight"]), largest_ranks(method.plans.values())[layer], before.factors[layer]
         )
 
-    side_by_side(decomposed, list(largest_ranks(method.plans.values())))
+    parallel_map(decomposed, list(largest_ranks(method.plans.values())))
 
 
 def truncation_ratios(method: FedHM, state: FedHMState) -> dict[str, float]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedhm import plan_ranks, to_hybrid
 from fedhm.measure.cost import training_memory
 from fedhm.models import MODELS
-from fedhm.networks.memory_format import channels_last
+from fedhm.networks.structure import channels_last
 from layer_times import LayerTimes, layer_macs, layers, part_of
 from measure import arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 from tiers_plot import plot

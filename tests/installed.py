@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedhm.config import plugins
+from fedhm.config import registry as plugins
 
 
 def install(folder: Path, source: Path, group: str, points: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

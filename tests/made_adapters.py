@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.adapters.wire import FOLDED
-from fedhm.config.plugins import find
+from fedhm.config.registry import find
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.networks.inputs import scores

@@ -6,14 +6,13 @@ from typing import Any
 import torch
 
 from conftest import small_config
-from fedhm.config.sections.objective import Metrics
+from fedhm.config.objective import Metrics
 from fedhm.measure.cost import Cost
 from fedhm.measure.time import ClientSeconds
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.history import Run
-from fedhm.runs.tier_files import Layer
-from fedhm.server.evaluation.client_metrics import ClientMetrics, Tally
-from fedhm.server.record import Record, Simulated, Traffic
+from fedhm.runs.models import Layer
+from fedhm.server.record import ClientMetrics, Record, Simulated, Tally, Traffic
 from fedhm.work.messages import Participant
 
 FACTS = DataFacts(classes=4, input_shape=(1, 6, 6), clients=8, samples=160, digest="abc")

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import forked
-from fedhm.config import plugins
-from fedhm.config.reading import parse
-from fedhm.config.settings import Config
+from fedhm.config import registry as plugins
+from fedhm.config.loading import parse
+from fedhm.config.schema import Config
 from fedhm.data.federation import Federation, gathered
 from fedhm.work.work import Example
 

@@ -9,16 +9,16 @@ import torch
 
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.config.sections.federation import FederationConfig
+from fedhm.config.schema import FederationConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.result import Result
-from fedhm.server.flatten import flatten
-from fedhm.server.optimizer import Moments
-from fedhm.server.participants.sampling import drawings, participants
+from fedhm.server.filters.optimizer import Moments
 from fedhm.server.record import Record
+from fedhm.server.sampling import drawings, participants
+from fedhm.server.state import flatten
 from fedhm.work.messages import Failure, Reply, Task
 
 LEVELS = ["full", "1/2", "1/4", "1/8"]

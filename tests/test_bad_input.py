@@ -11,7 +11,7 @@ from torch import nn
 import fedhm
 from conftest import no_figures
 from fedhm.cli import main
-from fedhm.config.reading import load_config
+from fedhm.config.loading import load_config
 from fedhm.errors import FedhmError
 
 HUGE = 10**30

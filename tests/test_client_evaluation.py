@@ -8,13 +8,11 @@ import torch
 
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.data.batches import Feed
-from fedhm.data.federation import Federation, gathered
-from fedhm.data.held_out.client_tests import ClientTests, held_out
-from fedhm.data.samples import concatenate
+from fedhm.data.federation import ClientTests, Federation, gathered, held_out
+from fedhm.data.samples import Feed, concatenate
 from fedhm.errors import FedhmError
 from fedhm.runs.result import Result
-from fedhm.server.participants.sampling import evaluators
+from fedhm.server.sampling import evaluators
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Failure, Reply, Task, Update
 from test_experiment import Meddling, same

@@ -14,8 +14,8 @@ import torch
 
 import fedhm
 from fedhm.cli.parser import make_parser
-from fedhm.config.plugins import known
-from fedhm.config.reading import _known_keys, presets
+from fedhm.config.loading import _known_keys, presets
+from fedhm.config.registry import known
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fedhm.config import plugins
-from fedhm.data.sources import catalogue
+from fedhm.config import registry as plugins
+from fedhm.data import sources as catalogue
 from fedhm.lowrank import layers
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 import fedhm
 from conftest import no_figures
 from fedhm.cli import main
-from fedhm.config.sections.devices import DeviceProfile, Measurement
+from fedhm.config.schema import DeviceProfile, Measurement
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import digest_of
 from fedhm.report.figures.client_plot import _draw

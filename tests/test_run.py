@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.errors import FedhmError
-from fedhm.networks.probe import probe
+from fedhm.networks.inputs import probe
 from fedhm.runs.folder import read_config
 
 
@@ -191,7 +191,7 @@ def test_a_run_can_be_gone_on_with_where_there_are_more_cores(tmp_path: Path, mo
     torch.manual_seed(0)
     model = HeadFirst()
     first = fedhm.run(model, clients, test, settings, tmp_path)
-    monkeypatch.setattr("fedhm.config.settings.usable_cores", lambda: 64)
+    monkeypatch.setattr("fedhm.config.schema.usable_cores", lambda: 64)
     assert fedhm.run(model, clients, test, fedhm.Config.model_validate(settings), tmp_path).scores == first.scores
     assert read_config(tmp_path).engine.threads == 1
 

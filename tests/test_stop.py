@@ -11,16 +11,15 @@ from torch import nn
 import fedhm
 from fedhm.assembly import assemble
 from fedhm.compare.compared import Compared, difference_of_entries
-from fedhm.config.reading import parse
+from fedhm.config.loading import parse
 from fedhm.data.federation import gathered
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
 from fedhm.report.tables import markdown
-from fedhm.runs.best_models import kept_best, load_best
 from fedhm.runs.folder import RunFolder, is_complete, read_config
 from fedhm.runs.history import read_runs
+from fedhm.runs.models import kept_best, load_best, load_tier, tier_file
 from fedhm.runs.result import Result
-from fedhm.runs.tier_files import load_tier, tier_file
 from fedhm.work.messages import Reply, Task, Update
 from made_runs import made_run
 from test_without_server_test import SETTINGS, clients, model

@@ -10,8 +10,7 @@ from torch import nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble, read_federation
-from fedhm.data.federation import Federation
-from fedhm.data.held_out.client_tests import ClientTests, held_out
+from fedhm.data.federation import ClientTests, Federation, held_out
 from fedhm.errors import FedhmError
 from fedhm.report.tables import markdown
 from fedhm.runs.history import read_runs
@@ -91,4 +90,4 @@ def test_a_config_says_that_the_server_has_none() -> None:
     with pytest.raises(FedhmError, match=r"data: test = false and client_test = 0 leave nothing to evaluate on"):
         fedhm.load_config("digits", ["data.test=false", "data.client_test=0"])
     # what is written is read back the same
-    assert fedhm.config.reading.parse_resolved(chosen.resolved().to_toml(), "x").data == chosen.resolved().data
+    assert fedhm.config.loading.parse_resolved(chosen.resolved().to_toml(), "x").data == chosen.resolved().data

@@ -5,8 +5,8 @@ import sys
 import torch
 
 from fedhm.assembly import assemble
-from fedhm.config.reading import parse
-from fedhm.config.settings import Config
+from fedhm.config.loading import parse
+from fedhm.config.schema import Config
 from fedhm.data.federation import gathered
 from fedhm.server.record import Record
 from peers.turns import Turns

@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedhm import models, tracking
     from fedhm.assembly import assemble
-    from fedhm.config.reading import load_config
-    from fedhm.config.sections.method_config import MethodConfig
-    from fedhm.config.sections.objective import Metric, Metrics, Objective
-    from fedhm.config.settings import Config
-    from fedhm.data.batches import Preprocessing
+    from fedhm.config.loading import load_config
+    from fedhm.config.method import MethodConfig
+    from fedhm.config.objective import Metric, Metrics, Objective
+    from fedhm.config.schema import Config
     from fedhm.data.federation import Federation
-    from fedhm.data.samples import Samples
+    from fedhm.data.samples import Preprocessing, Samples
     from fedhm.errors import FedhmError
     from fedhm.experiment import Experiment
     from fedhm.export.api import export
@@ -41,10 +40,10 @@ if TYPE_CHECKING:
     from fedhm.measure.fit import Fit, fit
     from fedhm.methods.method import Method, ModelState, State
     from fedhm.run import prepare, resume, run
+    from fedhm.runs.models import load_tier
     from fedhm.runs.result import Result
-    from fedhm.runs.tier_files import load_tier
+    from fedhm.server.callbacks import About, RunWatcher, Watcher
     from fedhm.server.record import Record
-    from fedhm.server.watcher import About, RunWatcher, Watcher
     from fedhm.work.messages import Participant, Task, Update
 
     __version__: str
@@ -61,13 +60,12 @@ __all__ = [
 # Where each of these names lives: nothing is imported before one of its names is used, for torch takes seconds.
 _HOMES = {
     "assembly": "assemble",
-    "config.sections.method_config": "MethodConfig",
-    "config.sections.objective": "Metric Metrics Objective",
-    "config.reading": "load_config",
-    "config.settings": "Config",
-    "data.batches": "Preprocessing",
+    "config.method": "MethodConfig",
+    "config.objective": "Metric Metrics Objective",
+    "config.loading": "load_config",
+    "config.schema": "Config",
     "data.federation": "Federation",
-    "data.samples": "Samples",
+    "data.samples": "Preprocessing Samples",
     "errors": "FedhmError",
     "experiment": "Experiment",
     "export.api": "export",
@@ -80,9 +78,9 @@ _HOMES = {
     "methods.method": "Method ModelState State",
     "run": "prepare resume run",
     "runs.result": "Result",
-    "runs.tier_files": "load_tier",
+    "runs.models": "load_tier",
     "server.record": "Record",
-    "server.watcher": "About RunWatcher Watcher",
+    "server.callbacks": "About RunWatcher Watcher",
     "work.messages": "Participant Task Update",
 }
 _HOME = {name: f"fedhm.{home}" for home, names in _HOMES.items() for name in names.split()}

@@ -7,14 +7,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from fedhm.config.settings import Config, ResolvedConfig
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.dealt import partitioned
-from fedhm.data.downscale import downscaled_shape
-from fedhm.data.federation import Federation
-from fedhm.data.samples import Samples
-from fedhm.data.sources.catalogue import SHAPES
-from fedhm.data.text_limits import limits_of
+from fedhm.config.schema import Config, ResolvedConfig
+from fedhm.data.federation import Federation, partitioned
+from fedhm.data.images import downscaled_shape
+from fedhm.data.samples import Feed, Preprocessing, Samples
+from fedhm.data.sources import SHAPES
+from fedhm.data.text import limits_of
 from fedhm.engines.engine import Elsewhere, Engine
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.errors import FedhmError
@@ -22,30 +20,26 @@ from fedhm.experiment import Experiment
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of
 from fedhm.machine.device import find_device
-from fedhm.machine.places import check_file_names
+from fedhm.machine.files import check_file_names
 from fedhm.measure.self_written import self_written
-from fedhm.methods.coordinate import mean_of
+from fedhm.methods.means import mean_of
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.methods.tier_work import plan_fleet
 from fedhm.models.build import build_model
 from fedhm.networks.exchange import exchanged, untrained
-from fedhm.networks.inputs import Inputs
-from fedhm.networks.probe import probe
+from fedhm.networks.inputs import Inputs, probe
 from fedhm.networks.reuse import Networks, check_compiler
 from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.seeds import Secret
-from fedhm.server.guard import check_attackers
-from fedhm.server.intake import Intake
-from fedhm.server.optimizer import ServerOptimizer
-from fedhm.server.participants.fleet import Fleet, with_plan
-from fedhm.server.participants.sampling import check_assignment, check_minimum, check_partition
-from fedhm.server.privacy.check import check_privacy
-from fedhm.server.privacy.mechanism import Mechanism
-from fedhm.server.stopping import Stopping
-from fedhm.server.watcher import Watcher
-from fedhm.tracking.configured import trackers
-from fedhm.work.client import Client
-from fedhm.work.local_noise import LocalNoise
+from fedhm.server.callbacks import Stopping, Watcher
+from fedhm.server.collect import Intake
+from fedhm.server.filters.defence import check_attackers
+from fedhm.server.filters.fleet import Fleet, with_plan
+from fedhm.server.filters.optimizer import ServerOptimizer
+from fedhm.server.filters.privacy import Mechanism, check_privacy
+from fedhm.server.sampling import check_assignment, check_minimum, check_partition
+from fedhm.tracking.trackers import trackers
+from fedhm.work.client import Client, LocalNoise
 from fedhm.work.train import check_memory_savings, check_optimizer
 
 

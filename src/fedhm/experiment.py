@@ -10,35 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedhm.config.sections.federation import NO_TIER
-from fedhm.config.sections.objective import Metrics
-from fedhm.config.settings import ResolvedConfig
-from fedhm.data.batches import Feed
+from fedhm.config.objective import Metrics
+from fedhm.config.schema import NO_TIER, ResolvedConfig
+from fedhm.data.samples import Feed
 from fedhm.engines.engine import Engine
 from fedhm.measure.cost import Cost
 from fedhm.methods.adapting import check_travelling
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
 from fedhm.networks.structure import with_own_base
-from fedhm.runs.best_models import keep_only, load_best, save_best
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.models import keep_only, load_best, save_best
+from fedhm.runs.privacy import new_secret
 from fedhm.runs.result import Result
-from fedhm.runs.secret import new_secret
-from fedhm.server.evaluation.client_evaluation import evaluate_at_clients
-from fedhm.server.evaluation.client_metrics import ClientMetrics
-from fedhm.server.evaluation.gather import gather_statistics
-from fedhm.server.flatten import check_state
-from fedhm.server.guard import Defence
-from fedhm.server.intake import Guard, Intake, TooFewUpdatesError
-from fedhm.server.optimizer import Moments, ServerOptimizer
-from fedhm.server.participants.fleet import Fleet
-from fedhm.server.participants.sampling import drawings, evaluators, with_a_network
-from fedhm.server.privacy.mechanism import Mechanism
-from fedhm.server.record import Record
-from fedhm.server.stopping import Stopping
-from fedhm.server.watcher import About, Watcher, run_watchers
+from fedhm.server.callbacks import About, Stopping, Watcher, run_watchers
+from fedhm.server.collect import Guard, Intake, TooFewUpdatesError
+from fedhm.server.evaluation import evaluate_at_clients, gather_statistics
+from fedhm.server.filters.defence import Defence
+from fedhm.server.filters.fleet import Fleet
+from fedhm.server.filters.optimizer import Moments, ServerOptimizer
+from fedhm.server.filters.privacy import Mechanism
+from fedhm.server.record import ClientMetrics, Record
+from fedhm.server.sampling import drawings, evaluators, with_a_network
+from fedhm.server.state import check_state
 from fedhm.work.evaluate import evaluate_tiers
 from fedhm.work.messages import Participant, Task, Update
 

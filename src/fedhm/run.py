@@ -8,28 +8,24 @@ from typing import Any, Literal
 from torch import nn
 
 from fedhm.assembly import assemble, dtype_of, read_federation
-from fedhm.config.plugins import Group, UnknownNameError, find, provide
-from fedhm.config.reading import parse
-from fedhm.config.sections.method_config import MethodConfig
-from fedhm.config.sections.objective import Objective
-from fedhm.config.settings import Config, EngineConfig
-from fedhm.data.federation import gathered
-from fedhm.data.held_out.client_tests import default_share
-from fedhm.data.own import DataLike, PublicLike
-from fedhm.data.raw_text import TextReader, how_many
-from fedhm.data.text_limits import check_tokenizer, limits_of, with_padding
-from fedhm.data.tokenizing import TokenizingBar
+from fedhm.config.loading import parse
+from fedhm.config.method import MethodConfig
+from fedhm.config.objective import Objective
+from fedhm.config.registry import Group, UnknownNameError, find, provide
+from fedhm.config.schema import Config, EngineConfig
+from fedhm.data.convert import DataLike, PublicLike
+from fedhm.data.federation import default_share, gathered
+from fedhm.data.text import TextReader, TokenizingBar, check_tokenizer, how_many, limits_of, with_padding
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.models.build import build_model
 from fedhm.report.progress import shown_rounds
 from fedhm.report.save import save_report
-from fedhm.runs.begun import read_begun
-from fedhm.runs.folder import RunFolder, read_config
+from fedhm.runs.folder import RunFolder, read_begun, read_config
 from fedhm.runs.history import read_runs
 from fedhm.runs.result import Result
-from fedhm.server.watcher import Watcher
+from fedhm.server.callbacks import Watcher
 
 
 def run(

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import fedhm
-from fedhm.config.reading import parse
+from fedhm.config.loading import parse
 from fedhm.data.federation import gathered
 from fedhm.networks.exchange import exchanged
 from tiny_transformers import needs_peft

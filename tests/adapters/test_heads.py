@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fedhm
-from fedhm.adapters.heads import find_head
+from fedhm.adapters.adapted import find_head
 from fedhm.methods.adapting import check_travelling
 from fedhm.networks.exchange import exchanged, load
 from made_adapters import DATA, TEST, TRAIN, answers, output, settings, started

@@ -3,10 +3,10 @@
 import pytest
 
 from fedhm.assembly import assemble
-from fedhm.config.reading import parse
+from fedhm.config.loading import parse
 from fedhm.data.federation import gathered
 from fedhm.runs.result import Result
-from fedhm.server.intake import TooFewUpdatesError
+from fedhm.server.collect import TooFewUpdatesError
 from hostile import Hostile
 from tiny_transformers import sentences, tiny_bert
 

@@ -11,7 +11,7 @@ import torch
 
 import fedhm
 from fedhm.adapters.adapted import Adapting, Base
-from fedhm.config.sections.training import TrainConfig
+from fedhm.config.schema import TrainConfig
 from fedhm.networks.exchange import exchanged, load
 from fedhm.networks.inputs import scores
 from fedhm.networks.structure import copied

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fedhm
 from fedhm.adapters.wire import FOLDED
-from fedhm.config.reading import parse
+from fedhm.config.loading import parse
 from fedhm.data.federation import gathered
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.work.messages import Participant, Update

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedhm
 from fedhm.adapters.adapted import base_digest, save_adapter
-from fedhm.config.reading import parse
+from fedhm.config.loading import parse
 from fedhm.data.federation import gathered
 from fedhm.work.messages import Failure, Participant, Update
 from made_adapters import DATA, RANKS, TEST, TRAIN, answers, settings, started
@@ -112,9 +112,8 @@ def test_an_adapter_for_another_base_or_other_layers_is_refused(tmp_path: Path) 
 
 def test_a_node_with_another_base_is_refused() -> None:
     pytest.importorskip("flwr")
-    from fedhm.data.batches import Preprocessing
-    from fedhm.flower.clients import _networks
-    from fedhm.flower.models import OwnModel
+    from fedhm.data.samples import Preprocessing
+    from fedhm.flower.clients import OwnModel, _networks
     from fedhm.flower.wire import Terms, greeting
 
     config = parse(settings(), "test").resolved()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedhm
-from fedhm.config.reading import load_config
+from fedhm.config.loading import load_config
 from made_adapters import DATA, TEST, TRAIN, answers, output, settings, started
 from tiny_transformers import needs_peft, tiny_bert, tiny_distilbert, tiny_gpt2
 

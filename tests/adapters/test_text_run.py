@@ -13,8 +13,8 @@ import torch
 import fedhm
 import forked
 from fedhm.cli import main
-from fedhm.config.reading import load_config
-from fedhm.data.sources.text import read_text
+from fedhm.config.loading import load_config
+from fedhm.data.sources import read_text
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.machine.pretrained import find_pretrained

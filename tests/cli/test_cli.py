@@ -18,7 +18,7 @@ from rich.console import Console
 import fedhm
 from conftest import no_figures, small_model
 from fedhm.cli import main
-from fedhm.config.sections.objective import Metric, Metrics
+from fedhm.config.objective import Metric, Metrics
 from fedhm.data.federation import Federation
 from fedhm.report.progress import LiveBar
 from fedhm.server.record import Record

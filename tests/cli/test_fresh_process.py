@@ -10,7 +10,7 @@ import pytest
 import fedhm
 from fedhm.cli.devices.fresh_process import mode_of, ran_out_of_memory, step_in_fresh_process, with_mode
 from fedhm.errors import FedhmError
-from fedhm.measure.versions import Mode
+from fedhm.measure.fit import Mode
 
 CONFIG = fedhm.load_config("digits", ["train.batch=8", "engine.threads=1"]).resolved()
 

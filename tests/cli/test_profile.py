@@ -7,9 +7,8 @@ import pytest
 import fedhm
 from fedhm.cli import main
 from fedhm.cli.devices.profile import modes_to_measure
-from fedhm.config.sections.devices import read_profile
-from fedhm.config.sections.training import TrainConfig
-from fedhm.measure.versions import Mode
+from fedhm.config.schema import TrainConfig, read_profile
+from fedhm.measure.fit import Mode
 
 SMALL = ["--set", "method.tiers=[1/8]", "train.batch=8", "engine.threads=1"]
 

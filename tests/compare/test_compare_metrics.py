@@ -9,13 +9,11 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 
-from fedhm.compare.arrange import arrange
 from fedhm.compare.command import _show
-from fedhm.compare.compared import Compared
+from fedhm.compare.compared import Compared, common_target, costs_to_reach
 from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.pages.tabulate import as_csv, outcomes, spent
-from fedhm.compare.targets import common_target, costs_to_reach
-from fedhm.config.sections.objective import Metric
+from fedhm.compare.pages.tables import arrange, as_csv, outcomes, spent
+from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.objectives.regression import Regression
 from made_runs import made_run

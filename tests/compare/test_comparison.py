@@ -10,11 +10,9 @@ from markupsafe import escape
 from PIL import Image
 from rich.console import Console
 
-from fedhm.compare.arrange import arrange
-from fedhm.compare.compared import Compared
+from fedhm.compare.compared import Compared, common_target, costs_to_reach, full_model
 from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.pages.tabulate import as_csv, differences, outcomes, readable_work, spent
-from fedhm.compare.targets import common_target, costs_to_reach, full_model
+from fedhm.compare.pages.tables import arrange, as_csv, differences, outcomes, readable_work, spent
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
 from fedhm.report.sheets import Sheet, markdown_table, rich_table

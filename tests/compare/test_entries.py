@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from fedhm.compare.cells import cells
-from fedhm.compare.entries import Entry, default_names, entries, known, without_twins
-from fedhm.compare.reference import Reference
-from fedhm.config.reading import load_config
-from fedhm.config.settings import Config
+from fedhm.compare.select import Entry, Reference, default_names, entries, known, without_twins
+from fedhm.config.loading import load_config
+from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 
 

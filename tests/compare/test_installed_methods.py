@@ -6,16 +6,15 @@ import pytest
 
 from fedhm.cli import main
 from fedhm.compare.cells import cells
-from fedhm.compare.entries import entries, known
-from fedhm.compare.reference import Reference
-from fedhm.config.reading import load_config
+from fedhm.compare.select import Reference, entries, known
+from fedhm.config.loading import load_config
 from fedhm.errors import FedhmError
 
 MODULE = """
 from typing import Literal
 
 from fedhm import MethodConfig
-from fedhm.config.sections.method_config import Family, NamedEntry
+from fedhm.config.method import Family, NamedEntry
 
 
 class Mine(MethodConfig):

@@ -1,8 +1,7 @@
 """Tiers of other methods are matched to FedHM's by their parameters."""
 
-from fedhm.compare.entries import entries
-from fedhm.compare.reference import RATIOS, WIDTHS, Reference
-from fedhm.config.reading import load_config
+from fedhm.compare.select import RATIOS, WIDTHS, Reference, entries
+from fedhm.config.loading import load_config
 from fedhm.config.section import tier_name
 
 

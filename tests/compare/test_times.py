@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedhm.compare.compared import Compared
+from fedhm.compare.compared import Compared, times_to_reach
 from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.targets import times_to_reach
 from fedhm.server.record import Simulated
 from made_runs import made_run
 

@@ -6,15 +6,13 @@ import pytest
 
 from fedhm.cli import main
 from fedhm.compare.cells import cells, config_of
-from fedhm.compare.chosen import Tried, Tuned, tuned_alike
 from fedhm.compare.compared import Compared
-from fedhm.compare.entries import Entry, entries, known
 from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.reference import Reference
-from fedhm.compare.tuning import read_tuning
-from fedhm.config.reading import load_config
-from fedhm.config.sections.objective import Metric
-from fedhm.config.settings import Config
+from fedhm.compare.select import Entry, Reference, entries, known
+from fedhm.compare.tuning import Tried, Tuned, read_tuning, tuned_alike
+from fedhm.config.loading import load_config
+from fedhm.config.objective import Metric
+from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 from made_runs import made_run
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fedhm.config.arguments import number, one_of, whole_number, whole_number_or_auto
+from fedhm.cli.options import number, one_of, whole_number, whole_number_or_auto
 from fedhm.errors import FedhmError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedhm.config.budget import Kind, read_budget, read_size, size_text
+from fedhm.config.units import Kind, read_budget, read_size, size_text
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from fedhm.config.reading import load_config, parse, presets
+from fedhm.config.loading import load_config, parse, presets
+from fedhm.config.schema import Config, DataConfig, ModelConfig
 from fedhm.config.section import tier_name
-from fedhm.config.settings import Config, DataConfig, ModelConfig
 from fedhm.errors import FedhmError
-from fedhm.machine.cores import usable_cores
+from fedhm.machine.process import usable_cores
 from fedhm.methods.fedavg import FedAvgConfig
 from fedhm.methods.fedhm import FedHMConfig
 
@@ -160,7 +160,7 @@ def test_a_file_without_data_and_model_takes_the_defaults(tmp_path: Path) -> Non
 def test_threads_are_chosen_by_cores_and_participants_whatever_the_workers(
     given: tuple[int, int], resolved: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedhm.config.settings.usable_cores", lambda: 32)  # and 10 participants
+    monkeypatch.setattr("fedhm.config.schema.usable_cores", lambda: 32)  # and 10 participants
     for workers in ("auto", 1, 4):
         engine = {"threads": given[0], "server_threads": given[1], "workers": workers}
         found = parse({"engine": engine}, "test").resolved().engine

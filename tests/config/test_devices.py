@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fedhm.config.reading import parse
-from fedhm.config.sections.devices import read_profile
+from fedhm.config.loading import parse
+from fedhm.config.schema import read_profile
 from fedhm.errors import FedhmError
 
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.samples import Samples, channel_statistics
+from fedhm.data.samples import Feed, Preprocessing, Samples, channel_statistics
 
 
 def images(count: int, channels: int = 3, height: int = 5, width: int = 7) -> Samples:

@@ -5,10 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhm.config.settings import DataConfig
-from fedhm.data.dealt import partitioned
-from fedhm.data.federation import gathered
-from fedhm.data.held_out.client_tests import ClientTests, check_share, held_out, split_off
+from fedhm.config.schema import DataConfig
+from fedhm.data.federation import ClientTests, check_share, gathered, held_out, partitioned, split_off
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 

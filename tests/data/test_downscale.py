@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedhm.assembly import named_design, read_federation
-from fedhm.config.reading import load_config
-from fedhm.config.settings import DataConfig
-from fedhm.data.dealt import partitioned
-from fedhm.data.downscale import downscaled, downscaled_source
+from fedhm.config.loading import load_config
+from fedhm.config.schema import DataConfig
+from fedhm.data.federation import partitioned
+from fedhm.data.images import downscaled, downscaled_source
 from fedhm.data.samples import Samples, channel_statistics
-from fedhm.data.sources.catalogue import SOURCES, read_source
+from fedhm.data.sources import SOURCES, read_source
 from fedhm.errors import FedhmError
 
 

@@ -8,10 +8,9 @@ import torch
 from PIL import Image
 from torch.utils.data import TensorDataset
 
-from fedhm.config.settings import Config, DataConfig
-from fedhm.data.batches import Preprocessing
-from fedhm.data.dealt import partitioned
-from fedhm.data.federation import Federation, gathered, remote_federation
+from fedhm.config.schema import Config, DataConfig
+from fedhm.data.federation import Federation, gathered, partitioned, remote_federation
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.runs.fingerprint import data_facts, fingerprint
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.config.sections.objective import Objective
-from fedhm.data.batches import Preprocessing
-from fedhm.data.form import InputForm, made_up, most_say
-from fedhm.data.samples import Samples
+from fedhm.config.objective import Objective
+from fedhm.data.input_spec import InputForm, made_up, most_say
+from fedhm.data.samples import Preprocessing, Samples
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.objectives.classification import Classification

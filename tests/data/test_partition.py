@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.config.settings import DataConfig
+from fedhm.config.schema import DataConfig
 from fedhm.data.partition import PARTITIONS, Partition, by_tier, dirichlet_equal
 from fedhm.errors import FedhmError
 

@@ -10,11 +10,10 @@ import torch
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.config.settings import DataConfig
-from fedhm.data.dealt import partitioned
-from fedhm.data.federation import Federation, gathered
+from fedhm.config.schema import DataConfig
+from fedhm.data.federation import Federation, gathered, partitioned
 from fedhm.data.samples import Samples
-from fedhm.data.sources.catalogue import SOURCES, read_source
+from fedhm.data.sources import SOURCES, read_source
 from fedhm.errors import FedhmError
 from fedhm.runs.fingerprint import fingerprint
 
@@ -68,8 +67,8 @@ def test_a_folder_of_parquet_files_is_that_of_the_source(monkeypatch: pytest.Mon
         asked.append((name, folder))
         return read_source("digits", None)
 
-    monkeypatch.setattr("fedhm.data.held_out.public.read_source", read)
-    monkeypatch.setattr("fedhm.data.dealt.read_source", read)
+    monkeypatch.setattr("fedhm.data.federation.read_source", read)
+    monkeypatch.setattr("fedhm.data.federation.read_source", read)
     for public in ("hf:other", "hf:mine", "cifar100"):
         partitioned(DataConfig(source="hf:mine", public=public, folder=Path("here")), 5, 0)
     assert asked[1::2] == [("hf:other", None), ("hf:mine", Path("here")), ("cifar100", None)]

@@ -8,11 +8,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import fedhm
-from fedhm.config.plugins import make
-from fedhm.data.own import own_samples
-from fedhm.data.raw_text import TextReader
+from fedhm.config.registry import make
+from fedhm.data.convert import own_samples
 from fedhm.data.samples import Samples
-from fedhm.data.text_limits import check_tokenizer
+from fedhm.data.text import TextReader, check_tokenizer
 from fedhm.errors import FedhmWarning
 from made_adapters import TRAIN, settings
 from tiny_transformers import needs_peft, tiny_bert, tiny_gpt2_classifier

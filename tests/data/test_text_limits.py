@@ -7,13 +7,12 @@ import pytest
 import torch
 
 import fedhm
-from fedhm.config.plugins import make
-from fedhm.config.reading import parse
-from fedhm.data.batches import Feed, Preprocessing
+from fedhm.config.loading import parse
+from fedhm.config.registry import make
+from fedhm.data.convert import own_samples
 from fedhm.data.federation import gathered
-from fedhm.data.own import own_samples
-from fedhm.data.text import as_text
-from fedhm.data.text_limits import limits_of
+from fedhm.data.samples import Feed, Preprocessing
+from fedhm.data.text import as_text, limits_of
 from fedhm.networks.inputs import scores
 from fedhm.work.messages import Failure, Participant
 from made_adapters import DATA, TEST, settings, started

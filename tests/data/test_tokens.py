@@ -5,13 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.config.plugins import make
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.own import own_samples
-from fedhm.data.samples import Samples, concatenate
+from fedhm.config.registry import make
+from fedhm.data.convert import own_samples
+from fedhm.data.samples import Feed, Preprocessing, Samples, concatenate
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
-from fedhm.networks.less_memory.parts import backward
+from fedhm.networks.saving import backward
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import fedhm
-from fedhm.config.settings import DataConfig
-from fedhm.data.dealt import partitioned
-from fedhm.data.held_out.validation import hold_out
+from fedhm.config.schema import DataConfig
+from fedhm.data.federation import hold_out, partitioned
 from fedhm.data.samples import Samples
-from fedhm.data.sources.catalogue import read_source
+from fedhm.data.sources import read_source
 from fedhm.errors import FedhmError
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhm.engines.arena import ALIGNMENT, Arena
+from fedhm.engines.workers import ALIGNMENT, Arena
 
 TYPES = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,

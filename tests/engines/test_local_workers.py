@@ -22,14 +22,14 @@ from torch import Tensor, nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.config.settings import EngineConfig
+from fedhm.config.schema import EngineConfig
 from fedhm.data.federation import Federation
 from fedhm.engines.local import LocalEngine, workers_for
-from fedhm.engines.pool import WINDOW
+from fedhm.engines.workers import WINDOW
 from fedhm.errors import FedhmError
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.result import Result
-from fedhm.server.intake import in_task_order
+from fedhm.server.collect import in_task_order
 from fedhm.server.record import Record
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 
@@ -328,7 +328,7 @@ class Helpful(io.StringIO):
 def test_a_worker_that_is_stopped_is_told_of_and_goes_on(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedhm.engines.pool.LOOK", 0.02)
+    monkeypatch.setattr("fedhm.engines.workers.LOOK", 0.02)
     monkeypatch.setattr("sys.stderr", said := Helpful())
 
     def stop() -> None:
@@ -344,7 +344,7 @@ def test_a_worker_that_is_stopped_is_told_of_and_goes_on(
 
 
 def test_a_worker_that_is_slow_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedhm.engines.pool.LOOK", 0.001)
+    monkeypatch.setattr("fedhm.engines.workers.LOOK", 0.001)
     monkeypatch.setattr("sys.stderr", said := io.StringIO())
     engine = echoes(2, slow=3)
     assert len(list(engine.run(echo_tasks(5)))) == 5

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import forked
 from fedhm import Config, Federation, Samples, assemble
 from fedhm.config.section import tier_name
-from fedhm.data.batches import Feed, Preprocessing
+from fedhm.data.images import read_digits
 from fedhm.data.partition import dirichlet_equal
-from fedhm.data.sources.digits import read_digits
+from fedhm.data.samples import Feed, Preprocessing
 from fedhm.seeds import numpy_generator, torch_generator
-from fedhm.server.participants.sampling import participants
+from fedhm.server.sampling import participants
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedhm_plain.py"
 CLIENTS, SEED, TIERS = 8, 3, (1.0, 1 / 2, 1 / 4, 1 / 8)

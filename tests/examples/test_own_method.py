@@ -15,10 +15,10 @@ from torch import nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.compare.entries import known as known_entries
-from fedhm.config import plugins
-from fedhm.config.plugins import known
-from fedhm.config.reading import load_config, parse
+from fedhm.compare.select import known as known_entries
+from fedhm.config import registry as plugins
+from fedhm.config.loading import load_config, parse
+from fedhm.config.registry import known
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors

@@ -16,7 +16,7 @@ from torch import nn
 import fedhm
 import forked
 from fedhm.cli import main
-from fedhm.data.sources.digits import read_digits
+from fedhm.data.images import read_digits
 from fedhm.export.formats import onnx_format
 from fedhm.runs.records import read_records
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedhm
-from fedhm.export.fold import fold_batchnorm
-from fedhm.export.program import as_program
+from fedhm.export.program import as_program, fold_batchnorm
 from fedhm.export.subject import Subject
 from fedhm.lowrank.hybrid import to_hadamard
 

@@ -9,8 +9,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from fedhm.flower.processes import certificates
-from fedhm.flower.processes.certificates import ensure_certificates, ensure_client_key
+from fedhm.flower.processes import secrets as certificates
+from fedhm.flower.processes.secrets import ensure_certificates, ensure_client_key
 
 
 def shake_hands(server_folder: Path, trusted: Path, name: str) -> None:

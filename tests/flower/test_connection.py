@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.connection import Connection, ask, flwr, write_connection
-from fedhm.flower.processes.fleet_folder import FleetFolder, connection_of
+from fedhm.flower.processes.fleet import FleetFolder, connection_of
 from fedhm.flower.processes.process import Process, check_port, environment, free_ports, own_commands
+from fedhm.flower.processes.superlink import Connection, ask, flwr, write_connection
 
 
 def test_importing_the_library_imports_no_flower() -> None:

@@ -18,19 +18,19 @@ from faulty import task
 import forked
 from fedhm.assembly import assemble
 from fedhm.cli import main
-from fedhm.config.reading import load_config, parse, parse_flat
+from fedhm.config.loading import load_config, parse, parse_flat
 from fedhm.data.federation import gathered
 from fedhm.engines.engine import Engine
-from fedhm.flower.models import OwnModel
+from fedhm.flower.clients import OwnModel
 from fedhm.flower.nodes import fingerprint
-from fedhm.flower.processes.connection import ask, status, submit
-from fedhm.flower.processes.fleet_folder import FleetFolder, connection_of
+from fedhm.flower.processes.fleet import FleetFolder, connection_of
+from fedhm.flower.processes.superlink import ask, status, submit
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.models import load_tier
 from fedhm.runs.records import read_records
-from fedhm.runs.tier_files import load_tier
-from fedhm.server.participants.sampling import drawings
 from fedhm.server.record import Record
+from fedhm.server.sampling import drawings
 from fedhm.work.messages import Failure, Reply, Task
 from flower_up import Up, wait_until
 

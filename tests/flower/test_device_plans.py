@@ -9,13 +9,12 @@ from torch import nn
 
 import fedhm
 from fedhm.assembly import design
-from fedhm.config.reading import parse
-from fedhm.config.sections.devices import DeviceProfile, Measurement
-from fedhm.config.settings import Config
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse
+from fedhm.config.schema import Config, DeviceProfile, Measurement
 from fedhm.data.federation import Federation, remote_federation
+from fedhm.data.samples import Preprocessing
 from fedhm.flower import client_app
-from fedhm.flower.models import OwnModel
+from fedhm.flower.clients import OwnModel
 from fedhm.flower.server import run_on
 from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import digest_of

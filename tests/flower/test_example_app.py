@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import fedhm
-from fedhm.flower.models import OwnModel
-from fedhm.flower.processes.connection import status, submit
-from fedhm.flower.processes.superlink import simulation_superlink
+from fedhm.flower.clients import OwnModel
+from fedhm.flower.processes.superlink import simulation_superlink, status, submit
 from fedhm.runs.records import read_records
 from flower_up import wait_until
 

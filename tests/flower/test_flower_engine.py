@@ -10,11 +10,11 @@ from flwr.app import Error, Message
 from flwr.clientapp import ClientApp
 from torch import nn
 
-from fedhm.config.reading import parse
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app
-from fedhm.flower.grid_engine import FlowerEngine
+from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import Node, Roster
 from fedhm.flower.wire import Terms, greeting
 from fedhm.work.messages import Failure, Task, Update
@@ -222,7 +222,7 @@ class Garbled:
 def test_replies_far_behind_one_that_is_missing_stay_where_they_are(
     grid: Loopback, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedhm.flower.grid_engine.AHEAD", 2)
+    monkeypatch.setattr("fedhm.flower.engine.AHEAD", 2)
     running = engine(grid, said, deadline=3)
     grid.nodes[10].silent = True
     replies = running.run([task(0), task(1), task(2)])

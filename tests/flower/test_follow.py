@@ -11,14 +11,14 @@ import pytest
 from flwr.app import Context, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 
-from fedhm.config.reading import load_config
+from fedhm.config.loading import load_config
 from fedhm.errors import FedhmError
+from fedhm.flower import follow
 from fedhm.flower.clients import named_client_app
-from fedhm.flower.commands import follow
-from fedhm.flower.commands.status import StatusFile, read_status
-from fedhm.flower.processes.connection import Connection
-from fedhm.flower.processes.private import current_umask
+from fedhm.flower.follow import StatusFile, read_status
 from fedhm.flower.processes.process import Process
+from fedhm.flower.processes.secrets import current_umask
+from fedhm.flower.processes.superlink import Connection
 from fedhm.flower.server import named_server_app
 from flower_loopback import Loopback, LoopbackNode
 from flower_up import wait_until

@@ -12,12 +12,11 @@ import httpx
 import pytest
 
 from fedhm.errors import FedhmError
-from fedhm.flower.commands.follow import _follow
-from fedhm.flower.processes.connection import Connection, ask
-from fedhm.flower.processes.fleet_folder import FleetFolder
+from fedhm.flower.follow import _follow
+from fedhm.flower.processes.fleet import FleetFolder
 from fedhm.flower.processes.guarded_superlink import Bearer
-from fedhm.flower.processes.private import Secrets, current_umask, private_files
-from fedhm.flower.processes.superlink import simulation_superlink
+from fedhm.flower.processes.secrets import Secrets, current_umask, private_files
+from fedhm.flower.processes.superlink import Connection, ask, simulation_superlink
 from fedhm.flower.processes.supervisor import descendants
 from flower_up import Up, is_run_by, wait_until
 

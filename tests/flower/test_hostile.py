@@ -13,12 +13,12 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedhm.assembly import assemble
-from fedhm.config.reading import parse
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse
 from fedhm.data.federation import remote_federation
+from fedhm.data.samples import Preprocessing
 from fedhm.flower import client_app
-from fedhm.flower.grid_engine import FlowerEngine
-from fedhm.flower.models import OwnModel
+from fedhm.flower.clients import OwnModel
+from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import Roster
 from fedhm.flower.wire import NOTE, Terms, greeting, read_replies, read_tasks, reply_parcel
 from fedhm.runs.result import Result

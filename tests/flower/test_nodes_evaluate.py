@@ -11,12 +11,12 @@ from flwr.clientapp import ClientApp
 from torch import nn
 
 import fedhm
-from fedhm.config.reading import parse_flat
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse_flat
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.flower import client_app, server_app
-from fedhm.flower.grid_engine import FlowerEngine
-from fedhm.flower.models import OwnModel
+from fedhm.flower.clients import OwnModel
+from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import Node, Roster
 from fedhm.flower.wire import Terms, greeting
 from fedhm.runs.records import read_records

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 import fedhm
-from fedhm.config.reading import parse_flat
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse_flat
 from fedhm.data.federation import Federation, remote_federation
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app
-from fedhm.flower.models import OwnModel
+from fedhm.flower.clients import OwnModel
 from fedhm.flower.server import run_on
-from fedhm.runs import secret
+from fedhm.runs.privacy import LENGTH
 from fedhm.runs.records import read_records
 from flower_loopback import Loopback, LoopbackNode
 
@@ -70,7 +70,7 @@ def grid(privacy: dict[str, float] | None = None) -> Loopback:
 
 @pytest.fixture(autouse=True)
 def _known_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret, "new_secret", lambda: b"k" * secret.LENGTH)
+    monkeypatch.setattr("fedhm.runs.privacy.new_secret", lambda: b"k" * LENGTH)
 
 
 def test_the_servers_noise_is_that_of_the_local_engine(tmp_path: Path) -> None:

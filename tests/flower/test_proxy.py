@@ -13,11 +13,16 @@ import pytest
 from asking_app import an_app, answered
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 
-from fedhm.flower.processes.certificates import ensure_certificates, ensure_client_key
-from fedhm.flower.processes.connection import Connection, ask, submit, write_connection
-from fedhm.flower.processes.private import private_files
 from fedhm.flower.processes.process import Process, ended_afterwards, free_ports
-from fedhm.flower.processes.superlink import superlink_command, supernode_command
+from fedhm.flower.processes.secrets import ensure_certificates, ensure_client_key, private_files
+from fedhm.flower.processes.superlink import (
+    Connection,
+    ask,
+    submit,
+    superlink_command,
+    supernode_command,
+    write_connection,
+)
 from flower_up import wait_until
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,13 +10,13 @@ from torch import nn
 
 import fedhm
 from fedhm.assembly import design
-from fedhm.config.reading import parse_flat
-from fedhm.config.settings import Config
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse_flat
+from fedhm.config.schema import Config
 from fedhm.data.federation import Federation, remote_federation
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app, server_app
-from fedhm.flower.models import OwnModel
+from fedhm.flower.clients import OwnModel
 from fedhm.flower.server import run_on
 from fedhm.methods.tier_work import TierWork
 from fedhm.runs.folder import read_config

@@ -12,12 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import forked
 from fedhm.cli import main
-from fedhm.config.reading import load_config
-from fedhm.config.settings import Config
-from fedhm.flower.commands.status import is_gone, read_status
-from fedhm.flower.processes.connection import status as status_of
-from fedhm.flower.processes.connection import submit
-from fedhm.flower.processes.superlink import simulation_superlink
+from fedhm.config.loading import load_config
+from fedhm.config.schema import Config
+from fedhm.flower.follow import is_gone, read_status
+from fedhm.flower.processes.superlink import simulation_superlink, submit
+from fedhm.flower.processes.superlink import status as status_of
 from fedhm.flower.processes.supervisor import descendants
 from fedhm.report.page.serve import Watched
 from fedhm.run import prepare

@@ -14,11 +14,10 @@ import pytest
 from asking_app import an_app, answered
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.certificates import ensure_client_key
-from fedhm.flower.processes.connection import ask, status, stop, submit
-from fedhm.flower.processes.fleet_folder import FleetFolder, connection_of
+from fedhm.flower.processes.fleet import FleetFolder, connection_of
 from fedhm.flower.processes.process import Process, ended_afterwards, free_ports
-from fedhm.flower.processes.superlink import supernode_command
+from fedhm.flower.processes.secrets import ensure_client_key
+from fedhm.flower.processes.superlink import ask, status, stop, submit, supernode_command
 from fedhm.flower.processes.supervisor import descendants
 from flower_up import Up, command, wait_until
 

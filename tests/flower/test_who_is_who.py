@@ -11,17 +11,16 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from torch import nn
 
 from fedhm.assembly import design
-from fedhm.config.reading import parse_flat
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse_flat
 from fedhm.data.federation import Federation, remote_federation
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app
-from fedhm.flower.models import OwnModel
+from fedhm.flower.clients import OwnModel
 from fedhm.flower.nodes import Node, fingerprint
-from fedhm.flower.processes.certificates import ensure_client_key
-from fedhm.flower.processes.connection import Connection, write_connection
-from fedhm.flower.server import run_on
-from fedhm.flower.tiers import too_much
+from fedhm.flower.processes.secrets import ensure_client_key
+from fedhm.flower.processes.superlink import Connection, write_connection
+from fedhm.flower.server import run_on, too_much
 from fedhm.runs.identities import Identities
 from fedhm.runs.records import read_records
 from flower_loopback import Loopback, LoopbackNode

@@ -11,15 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedhm.config.reading import parse
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse
+from fedhm.data.samples import Preprocessing
 from fedhm.flower import client_app
-from fedhm.flower.grid_engine import FlowerEngine
+from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import Roster
 from fedhm.flower.wire import NOTE, Terms, greeting, reply_parcel
-from fedhm.server.admission import objection
-from fedhm.work.bounds import Expected
+from fedhm.server.filters.admission import objection
 from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.work import Expected
 from flower_loopback import Loopback, LoopbackNode
 
 Loopback()  # says who this process is, which a message has to know

@@ -9,8 +9,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, RecordDict
 
-from fedhm.config.reading import parse
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower.wire import Outbox, Terms, read_replies, read_tasks, reply_parcel, travelled
 from fedhm.work.messages import Failure, Task, Update

@@ -7,8 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedhm.lowrank.allocate import Layer, at_cost, layers_of, levels_after, levels_of_plan, order_of, random_share
-from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.lowrank.plan import (
+    Layer,
+    RankPlan,
+    at_cost,
+    layers_of,
+    levels_after,
+    levels_of_plan,
+    order_of,
+    plan_ranks,
+    random_share,
+)
 from fedhm.models import resnet10
 
 TELLING = [100.0, 1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01]

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.changes.average import LENGTH, Added, Aggregate, fresh, merged
-from fedhm.lowrank.changes.bands import Level, mean_change
-from fedhm.lowrank.decompositions.svd import Factors
+from fedhm.lowrank.average import LENGTH, Added, Aggregate, Level, fresh, mean_change, merged
+from fedhm.lowrank.svd import Factors
 
 RANKS = (6, 3, 1)
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.changes.bands import Directions, Level, directions, mean_change
-from fedhm.lowrank.decompositions.svd import factorize
+from fedhm.lowrank.average import Directions, Level, directions, mean_change
+from fedhm.lowrank.svd import factorize
 
 M, N = 9, 7
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.changes.change import change, inner
-from fedhm.lowrank.decompositions.unroll import join
+from fedhm.lowrank.delta import change, inner
+from fedhm.lowrank.svd import join
 
 
 def tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.lowrank.decompositions.svd import factorize, squared_norm, truncation_error
 from fedhm.lowrank.diagnostics import energy_beyond
+from fedhm.lowrank.svd import factorize, squared_norm, truncation_error
 
 sizes = st.integers(1, 8)
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedhm.lowrank.decay import add_frobenius_decay
-from fedhm.lowrank.decompositions.svd import truncation_error
 from fedhm.lowrank.hadamard import HadamardConv1d
 from fedhm.lowrank.hybrid import to_full, to_hadamard, to_hybrid
 from fedhm.lowrank.layers import LowRankConv1d, LowRankConv2d, PufferfishConv2d, largest_rank
 from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.lowrank.svd import truncation_error
 from fedhm.measure.cost import measure, training_memory
 
 TIGHT = {"rtol": 0.0, "atol": 1e-12}

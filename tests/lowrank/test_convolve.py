@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedhm.lowrank import convolve as module
-from fedhm.lowrank.convolve import convolve, weight_gradient
-from fedhm.lowrank.layers import LowRankConv2d
+from fedhm.lowrank import layers as module
+from fedhm.lowrank.layers import LowRankConv2d, convolve, weight_gradient
 
 
 def by_product(y: Tensor) -> bool:

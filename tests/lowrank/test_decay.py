@@ -8,7 +8,7 @@ from fedhm.lowrank.decay import add_frobenius_decay
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import LowRank
 from fedhm.lowrank.plan import RankPlan
-from fedhm.networks.memory_format import channels_last
+from fedhm.networks.structure import channels_last
 
 STRENGTH = 0.3
 

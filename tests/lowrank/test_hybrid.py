@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.hybrid import plan_of, to_full, to_hybrid
 from fedhm.lowrank.layers import LowRank, LowRankConv2d, LowRankLinear, PufferfishConv2d, largest_rank
 from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.lowrank.svd import Form
 from fedhm.models import cnn, resnet18
 
 TIGHT = {"rtol": 0.0, "atol": 1e-10}

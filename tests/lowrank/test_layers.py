@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedhm.lowrank.decompositions.svd import truncation_error
-from fedhm.lowrank.decompositions.unroll import Form, unroll
 from fedhm.lowrank.layers import (
     LowRank,
     LowRankConv2d,
@@ -17,6 +15,7 @@ from fedhm.lowrank.layers import (
     PufferfishConv2d,
     largest_rank,
 )
+from fedhm.lowrank.svd import Form, truncation_error, unroll
 
 TIGHT = {"rtol": 0.0, "atol": 1e-12}
 FORMS = [LowRankConv2d, PufferfishConv2d]

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.decompositions.svd import factorize, truncation_error
+from fedhm.lowrank.svd import factorize, truncation_error
 
 sizes = st.integers(1, 12)
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import fedhm
 from fedhm.errors import FedhmError
 from fedhm.lowrank.decay import add_frobenius_decay
-from fedhm.lowrank.decompositions.svd import truncation_error
 from fedhm.lowrank.hadamard import HadamardTransposed
 from fedhm.lowrank.hybrid import to_full, to_hadamard, to_hybrid
 from fedhm.lowrank.layers import LowRankTransposed, largest_rank
 from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.lowrank.svd import truncation_error
 from fedhm.measure.cost import measure
 from fedhm.networks.inputs import Inputs, scores
 from tiny_transformers import tiny_bert, tiny_gpt2, tiny_llama, tiny_masked_bert, tiny_vit

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.lowrank.decompositions.unroll import Form, join, roll, split, unroll, unrolled_shape
+from fedhm.lowrank.svd import Form, join, roll, split, unroll, unrolled_shape
 
 forms = st.sampled_from(["spatial", "pufferfish"])
 sizes = st.integers(1, 5)

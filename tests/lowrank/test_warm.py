@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.decompositions import warm
-from fedhm.lowrank.decompositions.bound import TOLERANCE, worst_ratio
-from fedhm.lowrank.decompositions.svd import Factors, factorize
-from fedhm.lowrank.decompositions.warm import decompose, refactorize, spare
+from fedhm.lowrank import svd as warm
+from fedhm.lowrank.svd import TOLERANCE, Factors, decompose, factorize, refactorize, spare, worst_ratio
 
 SPECTRA = {
     "flat": lambda n: torch.linspace(1, 0.2, n),

@@ -10,7 +10,7 @@ RESIDENT = """
 from pathlib import Path
 import sys
 import torch
-from fedhm.machine.allocator import give_back_at_once
+from fedhm.machine.process import give_back_at_once
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

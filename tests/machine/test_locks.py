@@ -10,7 +10,7 @@ import pytest
 
 from conftest import small_config
 from fedhm.errors import FedhmError
-from fedhm.machine.locks import is_locked, take_lock
+from fedhm.machine.files import is_locked, take_lock
 from fedhm.runs.folder import RunFolder
 
 HOLDER = """

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedhm.cli import main
 from fedhm.errors import FedhmError
-from fedhm.machine.places import check_file, check_file_names, check_folder, file_name, in_words, make_folder
+from fedhm.machine.files import check_file, check_file_names, check_folder, file_name, in_words, make_folder
 
 
 @pytest.mark.parametrize(

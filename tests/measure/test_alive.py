@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedhm.measure.alive import FORWARD, OF_INPUTS, OF_WEIGHTS, AliveBytes
+from fedhm.measure.cost import FORWARD, OF_INPUTS, OF_WEIGHTS, AliveBytes
 
 ROOT = Path(__file__).parent.parent.parent
 LARGE, SMALL = 2**18, 2**10  # floats: 1 MiB, which goes back to the system, and 4 KiB, which do not

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.compare.entries import entries
-from fedhm.compare.reference import Reference
-from fedhm.config.reading import load_config, parse
+from fedhm.compare.select import Reference, entries
+from fedhm.config.loading import load_config, parse
 from fedhm.lowrank.plan import find_classifier
 from fedhm.methods.method import Setup
 from fedhm.models.build import build_model

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from fedhm.errors import FedhmError
-from fedhm.measure.fit import Fit, fit_versions
-from fedhm.measure.seconds import timed
-from fedhm.measure.versions import Training, Versions
+from fedhm.measure.fit import Fit, Training, Versions, fit_versions
+from fedhm.measure.time import timed
 
 
 def versions() -> Versions:

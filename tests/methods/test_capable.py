@@ -10,11 +10,10 @@ from rich.console import Console
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.compare.arrange import arrange
 from fedhm.compare.compared import Compared
-from fedhm.compare.entries import entries
-from fedhm.compare.reference import Reference
-from fedhm.config.reading import load_config
+from fedhm.compare.pages.tables import arrange
+from fedhm.compare.select import Reference, entries
+from fedhm.config.loading import load_config
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.methods.capable import Capable, CapableConfig

@@ -12,8 +12,8 @@ from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.methods.coordinate import CoordinateMean, Rule, robust_mean
 from fedhm.methods.fedhm import FedHM, FedHMConfig
+from fedhm.methods.means import CoordinateMean, Rule, robust_mean
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import exchanged
 from fedhm.work.messages import Participant

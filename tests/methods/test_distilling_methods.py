@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.data.batches import Feed, Preprocessing
 from fedhm.data.federation import Federation
-from fedhm.data.samples import Samples, concatenate
+from fedhm.data.samples import Feed, Preprocessing, Samples, concatenate
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.methods.feddf import FedDF, FedDFConfig, FedDFState

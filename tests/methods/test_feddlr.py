@@ -11,9 +11,9 @@ from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.lowrank.decompositions.unroll import unroll
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.svd import unroll
 from fedhm.measure.cost import measure
 from fedhm.methods.feddlr import Factored, FedDLR, FedDLRConfig
 from fedhm.methods.method import Setup, State

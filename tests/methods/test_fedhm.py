@@ -17,13 +17,11 @@ from fedhm.assembly import assemble
 from fedhm.config.section import tier_name
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.lowrank.decompositions.svd import truncation_error
-from fedhm.lowrank.decompositions.unroll import Form, unroll
 from fedhm.lowrank.hybrid import plan_of, to_full
 from fedhm.lowrank.layers import PufferfishConv2d
+from fedhm.lowrank.svd import Form, truncation_error, unroll
 from fedhm.methods.fedavg import FedAvg, FedAvgConfig
-from fedhm.methods.fedhm import FedHM, FedHMConfig
-from fedhm.methods.fedhm_state import weight_of
+from fedhm.methods.fedhm import FedHM, FedHMConfig, weight_of
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.work.messages import Participant, Task, Update

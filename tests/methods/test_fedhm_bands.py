@@ -13,7 +13,7 @@ import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
-from fedhm.lowrank.decompositions.unroll import Form, unroll
+from fedhm.lowrank.svd import Form, unroll
 from fedhm.methods.fedavg import FedAvg, FedAvgConfig
 from fedhm.methods.fedhm import FedHM, FedHMConfig, FedHMState
 from fedhm.methods.method import Setup
@@ -181,7 +181,7 @@ def test_a_whole_run(federation: Federation, tiers: list[object], form: str, whi
 
 def test_what_a_full_client_trains_inside_is_the_smaller_tier_itself() -> None:
     """Before any step, the network inside gives the logits that the smaller tier's own network gives."""
-    from fedhm.lowrank.nested import inside_of
+    from fedhm.lowrank.hybrid import inside_of
     from fedhm.work.nested import BASIS, Nested
 
     method = method_of(nested=(0.5, 0.5), start="whole")

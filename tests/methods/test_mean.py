@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedhm.lowrank.decompositions.unroll import roll
-from fedhm.methods.mean import WeightedMean, trained_rows
+from fedhm.lowrank.svd import roll
+from fedhm.methods.means import WeightedMean, trained_rows
 from fedhm.work.messages import Update
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from conftest import small_config
 from fedhm.assembly import assemble
-from fedhm.config.sections.method_config import MethodConfig
+from fedhm.config.method import MethodConfig
 from fedhm.data.federation import Federation
-from fedhm.methods.mean import WeightedMean
+from fedhm.methods.means import WeightedMean
 from fedhm.methods.method import Method, ModelState
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.work.messages import Participant, Task, Update

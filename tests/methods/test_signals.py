@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fedhm
-from fedhm.config.plugins import find
+from fedhm.config.registry import find
 from fedhm.lowrank.layers import LowRankConv1d
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import exchanged

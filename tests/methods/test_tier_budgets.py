@@ -8,8 +8,7 @@ import torch
 
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.config.sections.training import StopConfig
-from fedhm.config.settings import Config
+from fedhm.config.schema import Config, StopConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment

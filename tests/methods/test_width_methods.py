@@ -11,8 +11,8 @@ from torch import nn
 
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
+from fedhm.config.schema import Config
 from fedhm.config.section import width_name
-from fedhm.config.settings import Config
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
 from fedhm.measure.cost import measure, training_memory
@@ -23,8 +23,8 @@ from fedhm.methods.method import Setup
 from fedhm.methods.slimmed import Slimmed, SlimmedConfig
 from fedhm.methods.splitmix import SplitMix, SplitMixConfig
 from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.runs.models import load_tier, save_tier
 from fedhm.runs.result import Result
-from fedhm.runs.tier_files import load_tier, save_tier
 from fedhm.work.messages import Participant, Reply, Task, Update
 
 SETUP = Setup("9", torch.zeros(1, 1, 6, 6), seed=3)

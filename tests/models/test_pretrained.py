@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.data.text_limits import limits_of
-from fedhm.models.pooled import MeanPooled
-from fedhm.models.pretrained import read_pretrained
+from fedhm.data.text import limits_of
+from fedhm.models.pretrained import MeanPooled, read_pretrained
 from tiny_transformers import tiny_bert, tiny_gpt2_classifier
 
 pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ import fedhm
 from fedhm.errors import FedhmError
 from fedhm.lowrank.plan import plan_ranks
 from fedhm.models import vit
-from fedhm.networks.initial import initialise
-from fedhm.networks.less_memory.checkpointing import find_blocks
+from fedhm.networks.saving import find_blocks
+from fedhm.networks.structure import initialise
 
 SMALL: dict[str, Any] = {"width": 0.25, "depth": 2, "patch": 2, "image": (8, 8)}
 CHANGES = [

@@ -13,8 +13,14 @@ import fedhm
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import training_memory
 from fedhm.models import resnet18
-from fedhm.networks.less_memory.checkpointing import check_blocks, checkpoint_blocks, find_blocks
-from fedhm.networks.less_memory.repeatable import can_checkpoint, check_repeats, unrepeatable
+from fedhm.networks.saving import (
+    can_checkpoint,
+    check_blocks,
+    check_repeats,
+    checkpoint_blocks,
+    find_blocks,
+    unrepeatable,
+)
 
 DATA = [(torch.randn(12, 6, generator=torch.Generator().manual_seed(n)), torch.arange(12) % 3) for n in range(2)]
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.config.sections.training import TrainConfig
-from fedhm.data.batches import Preprocessing
-from fedhm.data.samples import Samples
+from fedhm.config.schema import TrainConfig
+from fedhm.data.samples import Preprocessing, Samples
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import measure
 from fedhm.networks.exchange import Tensors, exchanged, load, travels_as

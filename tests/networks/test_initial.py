@@ -7,7 +7,7 @@ from torch import nn
 from conftest import small_model
 from fedhm.models import cnn, mlp, resnet18
 from fedhm.networks.exchange import exchanged
-from fedhm.networks.initial import initialise
+from fedhm.networks.structure import initialise
 
 
 def fan_in(layer: nn.Module) -> int:

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 import forked
-from fedhm.networks.memory_format import channels_last
-from fedhm.widths.ordered import OrderedDropout
+from fedhm.networks.structure import channels_last
+from fedhm.widths.wrappers import OrderedDropout
 
 TRAIN = """
 import torch
 from torch import nn
-from fedhm.networks.memory_format import channels_last
+from fedhm.networks.structure import channels_last
 torch.manual_seed(0)
 network = channels_last(nn.Conv2d({inputs}, 11, 1, 2, bias=False))
 twin = nn.Conv2d({inputs}, 11, 1, 2, bias=False)

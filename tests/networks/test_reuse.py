@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fedhm.assembly as assembly
 from conftest import adapters, small_config
 from fedhm.assembly import assemble
-from fedhm.config.plugins import known
+from fedhm.config.registry import known
 from fedhm.data.federation import Federation
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.networks.reuse import Networks

@@ -14,9 +14,8 @@ from torch import nn
 
 import fedhm
 from fedhm.cli import main
-from fedhm.config.sections.objective import Metrics, Objective
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.samples import Samples
+from fedhm.config.objective import Metrics, Objective
+from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.errors import FedhmError
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression

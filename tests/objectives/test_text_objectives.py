@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from fedhm.config.plugins import make
+from fedhm.config.registry import make
 
 
 def test_macro_f1_is_scikit_learns_also_in_batches() -> None:

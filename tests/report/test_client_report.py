@@ -10,8 +10,7 @@ from rich.console import Console
 from fedhm.report.save import save_report
 from fedhm.report.tables import markdown, rich_tables
 from fedhm.runs.history import Run
-from fedhm.server.evaluation.client_metrics import ClientMetrics, Tally
-from fedhm.server.record import Traffic
+from fedhm.server.record import ClientMetrics, Tally, Traffic
 from made_runs import made_run
 
 SIZES = {"full": 1000, "1/4": 300}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedhm.config.sections.objective import Metric, Metrics
+from fedhm.config.objective import Metric, Metrics
 from fedhm.report.comparable import difference
 from fedhm.report.progress import Lines, LiveBar
 from fedhm.report.save import save_report

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageServer]:
-    monkeypatch.setattr("fedhm.report.page.html.picture", lambda _: "<svg></svg>")
+    monkeypatch.setattr("fedhm.report.page.write.picture", lambda _: "<svg></svg>")
     with PageServer(Watched([folder])) as serving:
         thread = Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

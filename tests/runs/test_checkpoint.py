@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.machine.files import write_tensors
+from fedhm.machine.tensors import write_tensors
 from fedhm.methods.method import ModelState, State
 from fedhm.networks.exchange import Tensors
 from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint

@@ -12,17 +12,17 @@ from torch import nn
 
 import fedhm
 from fedhm.errors import FedhmError
-from fedhm.machine.files import read_tensors, write_tensors
+from fedhm.machine.tensors import read_tensors, write_tensors
 from fedhm.methods.method import ModelState
-from fedhm.report.page.sections import run_sections
+from fedhm.report.sections import run_sections
 from fedhm.report.tables import as_csv, markdown
 from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from fedhm.runs.folder import RunFolder, read_costs, read_data_facts
 from fedhm.runs.history import read_runs
+from fedhm.runs.models import load_tier, save_tier
 from fedhm.runs.records import read_records
-from fedhm.runs.tier_files import load_tier, save_tier
 from fedhm.server.record import Record, Traffic
-from fedhm.widths.ensemble import Ensemble
+from fedhm.widths.wrappers import Ensemble
 from fedhm.work.messages import Participant
 from made_runs import eventful_run
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from conftest import small_model
-from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.hybrid import plan_of, to_hybrid
 from fedhm.lowrank.plan import plan_ranks
-from fedhm.machine.files import read_tensors, write_tensors
+from fedhm.lowrank.svd import Form
+from fedhm.machine.tensors import read_tensors, write_tensors
 from fedhm.networks.exchange import exchanged
-from fedhm.runs.tier_files import load_tier, save_tier
+from fedhm.runs.models import load_tier, save_tier
 
 
 @pytest.mark.parametrize("form", ["spatial", "pufferfish"])

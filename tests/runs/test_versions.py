@@ -13,10 +13,9 @@ from fedhm.assembly import assemble
 from fedhm.cli import main
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.runs import begun as begun_module
-from fedhm.runs.begun import read_begun
+from fedhm.runs import folder as begun_module
 from fedhm.runs.fingerprint import fingerprint
-from fedhm.runs.folder import RunFolder, read_config
+from fedhm.runs.folder import RunFolder, read_begun, read_config
 from fedhm.runs.records import read_records
 
 # settings of which an earlier version knew nothing

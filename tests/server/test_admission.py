@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from conftest import example
-from fedhm.server.admission import objection
-from fedhm.work.bounds import Expected
+from fedhm.server.filters.admission import objection
 from fedhm.work.messages import Task, Update
 from fedhm.work.statistics import Statistics, gather
+from fedhm.work.work import Expected
 
 OWN = {"own": torch.zeros(3)}
 TASK = Task("train", 3, 5, "1/2", "1/2", {"a": torch.ones(2, 3), "b": torch.ones(2)}, OWN)

@@ -13,8 +13,8 @@ from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.experiment import Experiment
-from fedhm.server.admission import objection
-from fedhm.server.intake import in_task_order
+from fedhm.server.collect import in_task_order
+from fedhm.server.filters.admission import objection
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 
 Damage = Callable[[Update, random.Random], dict[str, Any]]

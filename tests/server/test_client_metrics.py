@@ -9,14 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhm.config.sections.objective import Objective
+from fedhm.config.objective import Objective
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
-from fedhm.server.admission import objection
-from fedhm.server.evaluation.client_metrics import ClientMetrics, Group, Tally
-from fedhm.server.record import Record
-from fedhm.work.bounds import Expected
+from fedhm.server.filters.admission import objection
+from fedhm.server.record import ClientMetrics, Group, Record, Tally
 from fedhm.work.messages import Task, Update
+from fedhm.work.work import Expected
 
 
 def sums(objective: Objective, output: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:

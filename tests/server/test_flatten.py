@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.server.flatten import flatten, mapped, unflatten
+from fedhm.server.state import flatten, mapped, unflatten
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,7 @@ from conftest import small_config
 from fedhm.data.federation import gathered
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import exchanged
-from fedhm.server.intake import Intake
+from fedhm.server.collect import Intake
 from fedhm.server.record import Record
 from fedhm.work.messages import Reply, Task, Update
 

@@ -9,17 +9,17 @@ import torch
 
 from conftest import adapters, small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.config.plugins import known
-from fedhm.config.sections.training import ServerConfig
+from fedhm.config.registry import known
+from fedhm.config.schema import ServerConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
+from fedhm.methods.means import factorized
 from fedhm.methods.method import ModelState
-from fedhm.methods.recovered import factorized
 from fedhm.networks.batchnorm import running_names
 from fedhm.runs.checkpoint import newest_checkpoint
 from fedhm.runs.folder import RunFolder
-from fedhm.server.flatten import flatten
-from fedhm.server.optimizer import Moments, ServerOptimizer
+from fedhm.server.filters.optimizer import Moments, ServerOptimizer
+from fedhm.server.state import flatten
 
 WITHOUT_A_MEAN = ["fedmd", "flora", "lora"]  # models that clients keep; factors that are made anew in every round
 

@@ -4,10 +4,10 @@ import pytest
 
 import fedhm
 from fedhm.assembly import read_federation
-from fedhm.config.reading import load_config
-from fedhm.config.sections.federation import FederationConfig
+from fedhm.config.loading import load_config
+from fedhm.config.schema import FederationConfig
 from fedhm.errors import FedhmError
-from fedhm.server.participants.sampling import participants, with_a_network
+from fedhm.server.sampling import participants, with_a_network
 from fedhm.work.messages import Participant
 
 BY_TIER = ["data.partition=by-tier", "federation.clients=8", "train.rounds=1"]

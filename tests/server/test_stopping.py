@@ -4,12 +4,11 @@ import math
 
 import pytest
 
-from fedhm.config.sections.objective import Metric, Metrics
-from fedhm.config.sections.training import StopConfig
+from fedhm.config.objective import Metric, Metrics
+from fedhm.config.schema import StopConfig
 from fedhm.errors import FedhmError
-from fedhm.server.evaluation.client_metrics import ClientMetrics, Group
-from fedhm.server.record import Record
-from fedhm.server.stopping import Stopping
+from fedhm.server.callbacks import Stopping
+from fedhm.server.record import ClientMetrics, Group, Record
 
 ACCURACY, LOSS = Metric("accuracy", percent=True), Metric("loss", more_is_better=False)
 

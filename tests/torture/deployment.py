@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedhm.flower.processes.fleet_folder import FleetFolder
+from fedhm.flower.processes.fleet import FleetFolder
 from fedhm.flower.processes.process import Process, free_ports
 from fedhm.flower.processes.superlink import supernode_command
 from fedhm.flower.processes.supervisor import descendants

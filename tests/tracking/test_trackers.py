@@ -12,8 +12,7 @@ from torch import nn
 import fedhm
 from fedhm.errors import FedhmWarning
 from fedhm.runs.records import read_records
-from fedhm.tracking.tracker import Tracker
-from fedhm.tracking.values import values
+from fedhm.tracking.tracker import Tracker, values
 from made_runs import eventful_run, timed_run
 
 ROUNDS = 3

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from conftest import small_model
 from fedhm.errors import FedhmError
 from fedhm.models import MODELS
-from fedhm.networks.probe import probe
+from fedhm.networks.inputs import probe
 from fedhm.widths.narrow import check_alignment, narrowed, spots, take, where
-from fedhm.widths.width_plan import Axis, plan_widths
+from fedhm.widths.plan import Axis, plan_widths
 
 
 def parameters(network: nn.Module) -> int:

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhm.config.plugins import make
+from fedhm.config.registry import make
 from fedhm.widths.narrow import narrowed
-from fedhm.widths.ordered import OrderedDropout
-from fedhm.widths.width_plan import plan_widths
+from fedhm.widths.plan import plan_widths
+from fedhm.widths.wrappers import OrderedDropout
 
 OBJECTIVE = make("objectives", "classification")
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(8) % 3

@@ -8,8 +8,8 @@ from torch import nn
 
 from fedhm.networks.exchange import exchanged, load
 from fedhm.widths.narrow import narrowed
-from fedhm.widths.scaler import divided, scaled_layers, with_scaler
-from fedhm.widths.width_plan import plan_widths
+from fedhm.widths.plan import plan_widths
+from fedhm.widths.wrappers import divided, scaled_layers, with_scaler
 
 SHARE = 0.5
 

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedhm.config.sections.training import TrainConfig
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.samples import Samples
+from fedhm.config.schema import TrainConfig
+from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.networks.exchange import Tensors, exchanged

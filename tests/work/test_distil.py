@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from conftest import example, small_model
-from fedhm.config.plugins import known
-from fedhm.config.sections.training import TrainConfig
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.samples import Samples
+from fedhm.config.registry import known
+from fedhm.config.schema import TrainConfig
+from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.networks.batchnorm import by_batch
 from fedhm.networks.exchange import Tensors, exchanged
 from fedhm.networks.reuse import Networks

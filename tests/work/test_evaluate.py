@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.cli import main
-from fedhm.config.sections.objective import Metric
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.samples import Samples
+from fedhm.config.objective import Metric
+from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.errors import FedhmWarning
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
 from fedhm.report.figures.client_plot import save_client_plots
-from fedhm.report.page.sections import run_sections
+from fedhm.report.sections import run_sections
 from fedhm.report.tables import markdown
 from fedhm.runs.history import read_runs
 from fedhm.work.evaluate import evaluate

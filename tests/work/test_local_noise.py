@@ -8,16 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from conftest import small_model
-from fedhm.config.sections.privacy import PrivacyConfig
-from fedhm.config.sections.training import TrainConfig
-from fedhm.data.batches import Preprocessing
-from fedhm.data.samples import Samples
+from fedhm.config.schema import PrivacyConfig, TrainConfig
+from fedhm.data.samples import Preprocessing, Samples
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.networks.exchange import exchanged
 from fedhm.networks.reuse import Networks
 from fedhm.seeds import Secret
-from fedhm.work.client import Client
-from fedhm.work.local_noise import LocalNoise
+from fedhm.work.client import Client, LocalNoise
 from fedhm.work.messages import Failure, Task
 
 CLIP = 0.2

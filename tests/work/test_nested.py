@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhm.config.sections.training import TrainConfig
-from fedhm.data.batches import Preprocessing
-from fedhm.data.samples import Samples
+from fedhm.config.schema import TrainConfig
+from fedhm.data.samples import Preprocessing, Samples
 from fedhm.methods.fedhm import FedHM, FedHMConfig
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import exchanged

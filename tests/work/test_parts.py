@@ -9,13 +9,13 @@ from torch import Tensor, nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.config.sections.training import TrainConfig
+from fedhm.config.schema import TrainConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.measure.cost import training_memory
 from fedhm.networks.exchange import exchanged
-from fedhm.networks.less_memory.parts import backward
 from fedhm.networks.reuse import Networks
+from fedhm.networks.saving import backward
 from fedhm.networks.structure import copied
 from fedhm.work.client import Client
 from fedhm.work.messages import Task

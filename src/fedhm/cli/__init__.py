@@ -14,9 +14,9 @@ from typing import NoReturn
 from fedhm.cli.interrupts import STOPPED, ended_at_once
 from fedhm.cli.parser import make_parser
 from fedhm.errors import FedhmError, show_warnings
-from fedhm.machine.ending import run_to_the_end
-from fedhm.machine.places import in_words
+from fedhm.machine.files import in_words
 from fedhm.machine.printable import printable_lines
+from fedhm.machine.process import run_to_the_end
 
 __all__ = ["command", "main"]
 

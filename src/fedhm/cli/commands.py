@@ -12,15 +12,14 @@ from rich.console import Console
 from fedhm.assembly import named_design
 from fedhm.cli.interrupts import ended_at_once
 from fedhm.compare import is_comparison
-from fedhm.config.reading import load_config
-from fedhm.config.settings import Config
+from fedhm.config.loading import load_config
+from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
-from fedhm.machine.places import check_folder, make_folder
+from fedhm.machine.files import check_folder, make_folder
 from fedhm.report.comparable import difference
 from fedhm.report.progress import progress
 from fedhm.report.save import save_report
-from fedhm.report.sizes import size_table
-from fedhm.report.tables import rich_tables
+from fedhm.report.tables import rich_tables, size_table
 from fedhm.run import finish, prepare
 from fedhm.runs.folder import RunFolder, how_to_resume, read_config
 from fedhm.runs.history import read_runs
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
 
 def resume(options: argparse.Namespace) -> None:
     if is_comparison(options.folder):
-        from fedhm.compare.again import read_stated
+        from fedhm.compare.command import read_stated
 
         raise FedhmError(
             f"{options.folder} is the folder of a comparison, which the same command resumes: "
@@ -81,7 +80,7 @@ def resume(options: argparse.Namespace) -> None:
 
 def _on_flower(options: argparse.Namespace, config: Config, path: Path, from_round: int | None = None) -> None:
     """Have Flower's processes do the work and write the folder."""
-    from fedhm.flower.commands.follow import run_on_flower
+    from fedhm.flower.follow import run_on_flower
 
     console = _reading(config)
     prepare(config)  # refuses what is wrong with settings and data, before any round is moved aside
@@ -125,7 +124,7 @@ def report(options: argparse.Namespace) -> None:
 
 def watch(options: argparse.Namespace) -> None:
     """Serve the page of runs until Ctrl-C, which is how it is meant to end."""
-    from fedhm.report.page.serve import PageServer, Watched  # matplotlib takes a second to import
+    from fedhm.report.page.serve import PageServer, Watched
 
     for folder in options.folders:
         read_config(folder)  # says what is wrong with it; all else may still be to come
@@ -187,7 +186,7 @@ def export(options: argparse.Namespace) -> None:
 
 
 def flower_up(options: argparse.Namespace) -> None:
-    from fedhm.flower.commands.up import up
+    from fedhm.flower.up import up
 
     up(options, Terminal())
 

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
+from fedhm.cli.options import number, one_of, whole_number
 from fedhm.compare import METHODS, TUNE_SHARE
-from fedhm.config.arguments import number, one_of, whole_number
 
 DESCRIPTION = """\
 Runs several methods on the same data with the same seeds and prints the paper's table: a row for each capability

@@ -4,8 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
-from fedhm.config.arguments import number
-from fedhm.config.budget import KINDS
+from fedhm.cli.options import number
+from fedhm.config.units import KINDS
 
 FIT = (
     "Find the largest version of a model that meets all budgets: ranks by layer, and how to train it. The spectrum is "

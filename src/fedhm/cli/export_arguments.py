@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fedhm.config.arguments import one_of
+from fedhm.cli.options import one_of
 
 DESCRIPTION = """\
 Writes the models of a finished run's tiers as files that devices run: ONNX, torch.export's .pt2 or ExecuTorch's .pte.

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fedhm.config.arguments import whole_number
+from fedhm.cli.options import whole_number
 
 DESCRIPTION = """\
 Starts a Flower SuperLink and SuperNodes on this machine and keeps them up until Ctrl-C. Certificates and the clients'

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fedhm.cli import compare_arguments, device_arguments, export_arguments, flower_arguments
-from fedhm.config.arguments import whole_number, whole_number_or_auto
-from fedhm.machine.cores import MOST_PROCESSES
+from fedhm.cli.options import whole_number, whole_number_or_auto
+from fedhm.machine.process import MOST_PROCESSES
 
 
 def make_parser() -> argparse.ArgumentParser:

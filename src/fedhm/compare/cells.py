@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from fedhm.assembly import assemble, read_federation
-from fedhm.compare.entries import Entry
-from fedhm.config.reading import parse
-from fedhm.config.sections.method_config import Settings
-from fedhm.config.settings import Config, EngineConfig, ResolvedConfig
+from fedhm.compare.select import Entry
+from fedhm.config.loading import parse
+from fedhm.config.method import Settings
+from fedhm.config.schema import Config, EngineConfig, ResolvedConfig
 from fedhm.errors import FedhmError
-from fedhm.machine.cores import usable_cores
-from fedhm.machine.places import file_name
+from fedhm.machine.files import file_name
+from fedhm.machine.process import usable_cores
 from fedhm.models.build import build_model
 from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 

@@ -1,32 +1,83 @@
-"""`fedhm compare`: several methods on one setting, or runs that exist, in one table."""
+"""A comparison that lies on disk, reported once more: `comparison.json` in its folder says what it is made of."""
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from rich.console import Console
 
-from fedhm.compare.again import Stated, from_there, reported_again
+from fedhm.cli.options import number
+from fedhm.compare import STATED
 from fedhm.compare.cells import Cell, cells, check, point_name
-from fedhm.compare.chosen import Tuned, diverged_before, note_diverged, tuned_alike, tuned_by
 from fedhm.compare.compared import Compared, existing, run_folders
-from fedhm.compare.entries import default_names, without_twins
-from fedhm.compare.entries import entries as entries_of
 from fedhm.compare.execute import Failed, execute
 from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.reference import Reference, layers_of
-from fedhm.compare.tuning import Tuning, read_tuning
-from fedhm.config.arguments import number
-from fedhm.config.reading import load_config
-from fedhm.config.sections.objective import Metric
-from fedhm.config.settings import Config
+from fedhm.compare.select import Reference, default_names, layers_of, without_twins
+from fedhm.compare.select import entries as entries_of
+from fedhm.compare.tuning import Tuned, Tuning, diverged_before, note_diverged, read_tuning, tuned_alike, tuned_by
+from fedhm.config.loading import load_config
+from fedhm.config.objective import Metric
+from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
-from fedhm.machine.cores import usable_cores
-from fedhm.machine.places import check_folder, make_folder
+from fedhm.machine.files import check_folder, make_folder, write_atomically
+from fedhm.machine.process import usable_cores
 from fedhm.report.sheets import rich_table
+from fedhm.runs.folder import is_complete, read_config
 from fedhm.runs.history import read_runs
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What was compared. Folders are named as seen from that of the comparison."""
+
+    command: str
+    target: float | None = None
+    entries: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the runs of each
+    runs: Sequence[str] = ()  # in place of entries: runs that existed before
+
+    def save(self, out: Path) -> None:
+        write_atomically(out / STATED, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def from_there(paths: Sequence[Path], out: Path) -> list[str]:
+    """Return paths as they are seen from a comparison's folder."""
+    return [os.path.relpath(path, out) for path in paths]
+
+
+def read_stated(folder: Path) -> Stated:
+    """Read what a comparison was made of; one from before that was written is made of all runs in its folder."""
+    file = folder / STATED
+    if not file.exists():
+        return Stated(f"fedhm compare --runs {folder}", runs=["."])
+    try:
+        return TypeAdapter(Stated).validate_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FedhmError(f"cannot read {file}: {error}; the comparison's own command writes it again") from None
+
+
+def reported_again(folder: Path) -> ComparisonReport:
+    """Return the report on what a comparison's folder holds: on all entries whose runs are complete."""
+    stated = read_stated(folder)
+    folders = {label: [folder / name for name in names] for label, names in stated.entries.items()}
+    found = [Compared(label, read_runs(own)) for label, own in folders.items() if all(map(_complete, own))]
+    paths = [path for own in folders.values() for path in own] or run_folders([folder / name for name in stated.runs])
+    if stated.runs:
+        found = existing(paths)
+    if not found:
+        raise FedhmError(f"none of the comparison in {folder} is complete: {stated.command} resumes it")
+    tuned = tuned_alike(paths, found)
+    return ComparisonReport(found, stated.command, layers_of(found), stated.target, tuned)
+
+
+def _complete(folder: Path) -> bool:
+    return (folder / "config.toml").exists() and is_complete(folder, read_config(folder))
+
+
+# `fedhm compare`: several methods on one setting, or runs that exist, in one table.
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:
@@ -73,7 +124,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     make_folder(out)
     Stated(options.command, target, {e.label: [c.name for c in planned if c.entry is e] for e in entries}).save(out)
     failures = _execute(planned, "runs", out, jobs, console)
-    if complete := _complete(planned):
+    if complete := _complete_entries(planned):
         _show(ComparisonReport(complete, options.command, reference.layers(), target, tuned), out, console)
     if failures:
         raise FedhmError("\n".join(failed.sentence for failed in failures))
@@ -165,7 +216,7 @@ def _default_folder(name: str, config: Config) -> Path:
     return Path("runs") / f"compare-{Path(name).stem}-{config.federation.heterogeneity}-{config.data.partition}"
 
 
-def _complete(planned: Sequence[Cell]) -> list[Compared]:
+def _complete_entries(planned: Sequence[Cell]) -> list[Compared]:
     """Return the entries whose runs are all there."""
     compared: list[Compared] = []
     for label in dict.fromkeys(cell.entry.label for cell in planned):

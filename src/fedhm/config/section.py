@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from fedhm.config.budget import read_budget
+from fedhm.config.units import read_budget
 
 
 class Section(BaseModel):

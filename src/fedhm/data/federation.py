@@ -1,19 +1,159 @@
-"""A federation's data: one set of samples per client, perhaps a test set at the server, and public samples."""
+"""Test samples of the clients' own: held out of what each trains on, or brought along."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 
-from fedhm.config.plugins import make
-from fedhm.config.sections.objective import Objective
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.held_out.client_tests import ClientTests, brought
-from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
-from fedhm.data.raw_text import TextReader
-from fedhm.data.samples import Samples, channel_statistics, concatenate
+from fedhm.config.objective import Objective
+from fedhm.config.registry import make
+from fedhm.config.schema import CLIENT_TEST, DataConfig
+from fedhm.data.convert import DataLike, PublicLike, own_public, own_samples
+from fedhm.data.images import downscaled, downscaled_source
+from fedhm.data.partition import PARTITIONS
+from fedhm.data.samples import Feed, Preprocessing, Samples, channel_statistics, concatenate
+from fedhm.data.sources import TEXT, lies_in, read_source, read_text
+from fedhm.data.text import TextReader
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
+from fedhm.seeds import numpy_generator
+
+
+@dataclass(frozen=True)
+class ClientTests:
+    """What clients test on: samples that are here, or what is known of those that lie elsewhere."""
+
+    samples: Sequence[Samples] = ()  # one for each client, perhaps of length 0; empty: no client tests
+    remote: tuple[int, ...] = ()  # in their place: how many each remote client says it has
+    share: float = 0.0  # remote clients that bring no test samples hold out this share of their others
+
+    def count(self, client: int) -> int:
+        """Return how many a client has; 0 if it has none, or has not said yet."""
+        if self.remote:
+            return self.remote[client]
+        return len(self.samples[client]) if self.samples else 0
+
+    def of(self, client: int) -> Samples | None:
+        """Return a client's test samples, if they are here."""
+        return self.samples[client] if self.samples else None
+
+    def named(self) -> list[tuple[str, Samples]]:
+        """Return those that are here, without the empty ones, each with what a sentence calls it."""
+        return [(f"the test set of client {n}", samples) for n, samples in enumerate(self.samples) if len(samples)]
+
+    def holders(self, sizes: Sequence[int]) -> list[int]:
+        """Return the clients that have test samples, or may have some since they have not said anything yet.
+
+        sizes  how many other samples each client has; 0: it has not said yet
+        """
+        if not self.share and not any(self.count(client) for client in range(len(sizes))):
+            return []
+        return [client for client, size in enumerate(sizes) if self.count(client) or not size]
+
+
+def held_out(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], ClientTests]:
+    """Return what clients train on, and what they test on."""
+    if not share:
+        return list(clients), ClientTests()
+    pairs = [split_off(samples, share, seed, client) for client, samples in enumerate(clients)]
+    return [left for left, _ in pairs], ClientTests([tests for _, tests in pairs])
+
+
+def split_off(samples: Samples, share: float, seed: int, client: int) -> tuple[Samples, Samples]:
+    """Return what a client trains on, and what it tests on, chosen at random.
+
+    Who has two samples or more gives at least one, and keeps at least one.
+    """
+    count = max(0, min(max(1, round(share * len(samples))), len(samples) - 1))
+    order = torch.from_numpy(numpy_generator(seed, "client test", client).permutation(len(samples)))
+    return samples.subset(order[count:].sort().values), samples.subset(order[:count].sort().values)
+
+
+def brought(
+    clients: Sequence[Samples], given: float | Sequence[Any], seed: int, read: Callable[[Any, str], Samples]
+) -> tuple[list[Samples], ClientTests]:
+    """Return what clients train on, and what they test on, from a share or from a user's own test set for each.
+
+    read  makes samples of what a user hands in for the client that a sentence is about
+    """
+    if isinstance(given, float | int):
+        return held_out(clients, check_share(given), seed)
+    if len(given) != len(clients):
+        raise FedhmError(f"client_test has {len(given)} test sets for {len(clients)} clients: each needs one, or None")
+    nothing = torch.arange(0)
+    tests = [
+        samples.subset(nothing) if data is None else read(data, f"the test set of client {client}")
+        for client, (samples, data) in enumerate(zip(clients, given, strict=True))
+    ]
+    return list(clients), ClientTests(tests if any(len(samples) for samples in tests) else ())
+
+
+def default_share(test: bool) -> float:
+    """Return the share that clients hold out if nothing is said of it; `test`: the server has a test set."""
+    return 0.0 if test else CLIENT_TEST
+
+
+def check_share(given: Any) -> float:
+    """Return the share that a user gave to be held out, or refuse it."""
+    if isinstance(given, bool) or not isinstance(given, float | int) or not 0 <= given < 1:
+        raise FedhmError(f"client_test must be a share of every client's samples, from 0 to below 1, not {given!r}")
+    return float(given)
+
+
+# Validation data: samples held out of what the clients train on, to choose settings by without the test set.
+
+
+def hold_out(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], Samples]:
+    """Return what is left to each client, and the samples that are held out of all of them, chosen at random.
+
+    Shares are rounded over the clients together, so that many small ones do not all round to nothing; each keeps at
+    least one sample.
+    """
+    left: list[Samples] = []
+    held: list[Samples] = []
+    seen = taken = 0
+    for number, samples in enumerate(clients):
+        seen += len(samples)
+        count = max(0, min(round(share * seen) - taken, len(samples) - 1))
+        taken += count
+        order = torch.from_numpy(numpy_generator(seed, "validation", number).permutation(len(samples)))
+        held.append(samples.subset(order[:count].sort().values))
+        left.append(samples.subset(order[count:].sort().values))
+    if not taken:
+        raise FedhmError(f"data.validation = {share:g} holds nothing out of {seen} samples: choose a larger share")
+    return left, concatenate(held)
+
+
+# Public data: unlabelled inputs that the server and every client have, for methods that distil.
+
+HELD_OUT = "held-out"
+
+
+def set_aside(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, Samples | None]:
+    """Return what the clients may share of `train`, and the public samples that `config` asks for, in random order."""
+    if not config.public:
+        return train, None
+    held_out = config.public == HELD_OUT
+    supply = train if held_out else _read(config)
+    wanted = config.public_samples
+    if wanted > len(supply):
+        name = config.source if held_out else config.public
+        raise FedhmError(f"data.public_samples is {wanted}, but {name} has {len(supply)} samples for training")
+    order = torch.from_numpy(numpy_generator(seed, "public").permutation(len(supply)))
+    left = train.subset(order[wanted:].sort().values) if held_out else train
+    return left, supply.subset(order[:wanted])
+
+
+def _read(config: DataConfig) -> Samples:
+    """Read the public data set from the source's folder, if its files are in there too, or from its default places."""
+    there = config.public == config.source or lies_in(config.public, config.folder)
+    train = read_source(config.public, config.folder if there else None).train
+    return downscaled(train, config.downscale)
+
+
+# A federation's data: one set of samples per client, perhaps a test set at the server, and public samples.
 
 
 @dataclass(frozen=True)
@@ -189,3 +329,49 @@ def remote_federation(
         preprocessing.check(example)
     everybodys = None if public is None else own_public(public, dtype)
     return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes), form=form)
+
+
+# The data set that a config names, dealt out to clients.
+
+
+def partitioned(config: DataConfig, clients: int, seed: int, base: str = "", per_token: bool = False) -> Federation:
+    """Read the data set that `config` names and deal it out to clients.
+
+    base       of text: the pretrained model whose tokenizer reads it
+    per_token  of text: every token is to be predicted
+    """
+    if config.source.startswith(TEXT):
+        read = read_text(config.source.removeprefix(TEXT), config.folder, base, config.max_length, per_token)
+    else:
+        read = read_source(config.source, config.folder)
+    source = downscaled_source(read, config.downscale)
+    left, public = set_aside(source.train, config, seed)
+    train = _chosen(left, config.train_samples, config.source, seed)
+    if clients > len(train):
+        raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
+    if train.labels.is_floating_point() and config.partition != "iid":
+        raise FedhmError(f"data.partition = '{config.partition}' deals out labels, of which {config.source} has none")
+    labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
+    rng = numpy_generator(seed, "partition")
+    parts = PARTITIONS[config.partition](labels, clients, config, rng)
+    dealt, test = [train.subset(torch.from_numpy(part)) for part in parts], source.test if config.test else None
+    own, tests = held_out(dealt, config.client_test, seed)
+    if config.validation:
+        own, test = hold_out(own, config.validation, seed)
+    return Federation(
+        own,
+        test,
+        source.classes,
+        Preprocessing(source.mean, source.std, config.crop, config.flip),
+        public,
+        tests=tests,
+    )
+
+
+def _chosen(samples: Samples, count: int, source: str, seed: int) -> Samples:
+    if count > len(samples):
+        raise FedhmError(f"data.train_samples = {count}, but {source} has {len(samples)} to train on")
+    if not count:
+        return samples
+    chosen = numpy_generator(seed, "train samples").choice(len(samples), count, replace=False)
+    return samples.subset(torch.from_numpy(np.sort(chosen)))

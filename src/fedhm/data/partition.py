@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from fedhm.config.sections.federation import fixed_level
-from fedhm.config.settings import DataConfig
+from fedhm.config.schema import DataConfig, fixed_level
 from fedhm.errors import FedhmError
 
 Indices = NDArray[np.int64]

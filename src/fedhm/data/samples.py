@@ -1,13 +1,19 @@
 """Samples with what is to be learned of them, held whole in memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fedhm.data.tokens import Tokens, joined
+from fedhm.data.tokens import TARGETS, Tokens, joined
 from fedhm.errors import FedhmError
+from fedhm.machine.device import CPU
+from fedhm.networks.inputs import Inputs
+from fedhm.networks.saving import split
 
 
 @dataclass(frozen=True)
@@ -90,3 +96,112 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
     labels = torch.cat([p.labels for p in parts])
     tokens = [p.inputs for p in parts if isinstance(p.inputs, Tokens)]
     return Samples(joined(tokens) if tokens else torch.cat([p.tensor for p in parts]), labels)
+
+
+# Batches of samples in memory: gathered, augmented and normalised as tensors, with no process in between.
+
+Batch = tuple[Inputs, Tensor]
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """How images become network input: normalised, and in training shifted and mirrored at random."""
+
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    crop: int = 0  # a random window after padding by so many black pixels
+    flip: bool = False  # mirrored left to right, every second time
+
+    def check(self, samples: Samples) -> None:
+        """Refuse images without a mean and deviation of each channel."""
+        channels = samples.inputs.shape[1] if samples.are_images else 0
+        if channels and not len(self.mean) == len(self.std) == channels:
+            raise FedhmError(f"uint8 images are normalised: give mean and std of each channel, {channels} of both")
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Normalise pixels: uint8 (B, H, W, C) → float (B, C, H, W) in channels-last memory."""
+        width, device = pixels.shape[2], pixels.device
+        values = pixels.float()
+        # a whole line of pixels at a time, since the loop over three channels would be a short one
+        lines = values.view(-1, width * pixels.shape[3])
+        lines.sub_(_line(self.mean, width, device)).div_(_line(self.std, width, device))
+        return values.permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=16)
+def _line(channels: tuple[float, ...], width: int, device: torch.device) -> Tensor:
+    return (torch.tensor(channels) * 255).repeat(width).to(device)
+
+
+class Feed:
+    """One client's samples, ready to be drawn in batches on a device."""
+
+    def __init__(self, samples: Samples, preprocessing: Preprocessing, device: torch.device = CPU) -> None:
+        self.samples, self.preprocessing, self.device = samples, preprocessing, device
+
+    def on(self, device: torch.device) -> "Feed":
+        feed = copy(self)
+        feed.device = device
+        return feed
+
+    def shuffled(self, size: int, generator: torch.Generator) -> Iterator[Batch]:
+        """Yield the batches of one epoch, in random order and augmented."""
+        if isinstance(self.samples.inputs, Tokens):
+            yield from map(self._padded, self.samples.inputs.buckets(size, generator))
+            return
+        order = torch.randperm(len(self.samples), generator=generator)
+        for indices in split(order, size):
+            yield self._augmented(indices, generator), self._labels(indices)
+
+    def ordered(self, size: int) -> Iterator[Batch]:
+        """Yield every sample once in batches, in order and not augmented; sequences in the order of their lengths."""
+        if isinstance(self.samples.inputs, Tokens):
+            yield from map(self._padded, self.samples.inputs.by_length(size))
+            return
+        for indices in split(torch.arange(len(self.samples)), size):
+            yield self._plain(indices), self._labels(indices)
+
+    def one(self) -> Batch:
+        """Return a batch of one sample that is like most: the first, or a sequence of median length."""
+        if isinstance(self.samples.inputs, Tokens):
+            return self._padded(self.samples.inputs.typical())
+        return next(self.ordered(1))
+
+    def _padded(self, indices: Tensor) -> Batch:
+        assert isinstance(self.samples.inputs, Tokens)
+        batch = {name: tensor.to(self.device) for name, tensor in self.samples.inputs.padded(indices).items()}
+        targets = batch.pop(TARGETS, None)  # of each token, where there are such
+        return batch, self._labels(indices) if targets is None else targets
+
+    def _labels(self, indices: Tensor) -> Tensor:
+        return self.samples.labels.index_select(0, indices).to(self.device)
+
+    def _plain(self, indices: Tensor) -> Tensor:
+        if not self.samples.are_images:
+            return self.samples.tensor.index_select(0, indices).to(self.device)
+        return self.preprocessing.normalise(self._pixels(indices).to(self.device))
+
+    def _pixels(self, indices: Tensor) -> Tensor:
+        """Return pixels as (B, H, W, C); the batch alone is permuted if the samples do not lie in memory like that."""
+        whole = self.samples.tensor.permute(0, 2, 3, 1)
+        if whole.is_contiguous():
+            return whole.index_select(0, indices)
+        return self.samples.tensor.index_select(0, indices).permute(0, 2, 3, 1).contiguous()
+
+    def _augmented(self, indices: Tensor, generator: torch.Generator) -> Tensor:
+        pad, flip = self.preprocessing.crop, self.preprocessing.flip
+        if not self.samples.are_images or not (pad or flip):
+            return self._plain(indices)
+        pixels = F.pad(self._pixels(indices), (0, 0, pad, pad, pad, pad))
+        count, padded_height, padded_width, channels = pixels.shape
+        height, width = padded_height - 2 * pad, padded_width - 2 * pad
+        # Window and mirror image together are one gather: which row and which column each output pixel comes from.
+        top, left = torch.randint(0, 2 * pad + 1, (2, count, 1), generator=generator)
+        columns = torch.arange(width).expand(count, width)
+        if flip:
+            mirrored = torch.randint(0, 2, (count, 1), generator=generator).bool()
+            columns = torch.where(mirrored, columns.flip(1), columns)
+        rows = torch.arange(0, count * padded_height, padded_height)[:, None] + top + torch.arange(height)
+        places = (rows * padded_width)[:, :, None] + (left + columns)[:, None]
+        window = pixels.view(-1, channels).index_select(0, places.flatten()).view(count, height, width, channels)
+        return self.preprocessing.normalise(window.to(self.device))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.networks.less_memory.parts import split
+from fedhm.networks.saving import split
 
 IDS, MASK, TYPES, TARGETS = "input_ids", "attention_mask", "token_type_ids", "labels"
 PADDING = {MASK: 0, TYPES: 0, TARGETS: -100}  # of all else, the number that the token ids are padded with

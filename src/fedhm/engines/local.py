@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from fedhm.config.settings import EngineConfig
-from fedhm.engines.pool import Pool
+from fedhm.config.schema import EngineConfig
+from fedhm.engines.workers import Pool
 from fedhm.errors import FedhmError
-from fedhm.machine.cores import usable_cores
+from fedhm.machine.process import usable_cores
 from fedhm.networks.exchange import Tensors
 from fedhm.work.client import Client
 from fedhm.work.messages import Reply, Task

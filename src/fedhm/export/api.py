@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.assembly import dtype_of
-from fedhm.config.plugins import make
-from fedhm.config.sections.objective import Objective
-from fedhm.data.batches import Preprocessing
-from fedhm.data.own import own_samples
+from fedhm.config.objective import Objective
+from fedhm.config.registry import make
+from fedhm.data.convert import own_samples
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
-from fedhm.export.of_run import COMPARED, subjects_of_run
-from fedhm.export.subject import Subject
+from fedhm.export.subject import COMPARED, Subject, subjects_of_run
 from fedhm.export.write import Exported, write
 from fedhm.networks.inputs import one_tensor
 

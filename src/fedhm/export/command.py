@@ -4,12 +4,12 @@ import argparse
 
 from rich.console import Console
 
-from fedhm.config.sections.objective import Metric
+from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.export.formats import find_format
-from fedhm.export.of_run import subjects_of_run
+from fedhm.export.subject import subjects_of_run
 from fedhm.export.write import Exported, write
-from fedhm.machine.places import check_folder
+from fedhm.machine.files import check_folder
 from fedhm.report.sheets import readable_bytes, rich_table
 
 
@@ -33,7 +33,7 @@ def export(options: argparse.Namespace, console: Console) -> None:
             assert subject.objective is not None
             console.print(sentence(done, subject.objective.headline), highlight=False, markup=False, soft_wrap=True)
     if options.card:
-        from fedhm.export.cards.card import write_cards
+        from fedhm.export.cards import write_cards
 
         table, written = write_cards(subjects, exported, out)
         for part in table.split(console.width):

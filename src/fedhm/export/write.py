@@ -12,10 +12,10 @@ import torch
 
 from fedhm.errors import FedhmError
 from fedhm.export.formats import Format, Outputs, find_format
-from fedhm.export.formats.quantize import quantize
+from fedhm.export.formats.onnx_format import quantize
 from fedhm.export.program import as_program
 from fedhm.export.subject import Subject
-from fedhm.machine.places import file_name, make_folder
+from fedhm.machine.files import file_name, make_folder
 from fedhm.machine.printable import printable
 from fedhm.networks.inputs import one_tensor
 

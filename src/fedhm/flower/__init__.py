@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fedhm.flower.processes.process import check_installed
 
 if TYPE_CHECKING:
-    from fedhm.flower.clients import client_app as client_app
-    from fedhm.flower.server import server_app as server_app
+    from fedhm.flower.clients import client_app
+    from fedhm.flower.server import server_app
 
 __all__ = ["client_app", "server_app"]
 

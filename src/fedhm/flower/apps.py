@@ -8,14 +8,14 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedhm.config.sections.devices import read_profile
+from fedhm.config.schema import read_profile
 from fedhm.config.units import size
-from fedhm.data.form import InputForm
+from fedhm.data.input_spec import InputForm
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.flower.wire import Terms, read_tasks, reply_parcel
-from fedhm.machine.allocator import give_back_at_once
+from fedhm.machine.process import give_back_at_once
 from fedhm.work.client import Client
 from fedhm.work.messages import Failure, Reply, Task
 

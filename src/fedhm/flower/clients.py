@@ -1,6 +1,7 @@
-"""The client side of an app: from a node's model and data to a client that does tasks."""
+"""The model of a run, made the same in every process that needs it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -8,23 +9,59 @@ import torch
 from torch import nn
 
 from fedhm.adapters.adapted import base_digest
-from fedhm.assembly import Design, design, make_client, read_federation
-from fedhm.config.reading import parse
-from fedhm.config.sections.privacy import PrivacyConfig
-from fedhm.config.settings import ResolvedConfig
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.federation import Federation, public_feed
-from fedhm.data.held_out.client_tests import split_off
-from fedhm.data.own import DataLike, PublicLike, own_public, own_samples
-from fedhm.data.samples import Samples
-from fedhm.data.text_limits import limits_of
+from fedhm.assembly import Design, design, dtype_of, make_client, read_federation
+from fedhm.config.loading import parse
+from fedhm.config.schema import PrivacyConfig, ResolvedConfig
+from fedhm.data.convert import DataLike, PublicLike, own_public, own_samples
+from fedhm.data.federation import Federation, public_feed, split_off
+from fedhm.data.samples import Feed, Preprocessing, Samples
+from fedhm.data.text import TextLimits, limits_of
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import ClientApp, Context, client_number, make_client_app
-from fedhm.flower.models import Model, NamedModel, OwnModel, demands
 from fedhm.flower.wire import Terms
 from fedhm.machine.device import find_device
+from fedhm.models.build import build_model
 from fedhm.networks.reuse import Networks
+from fedhm.seeds import derive
 from fedhm.work.client import Client
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A user's own model. Two that are equal make the same model."""
+
+    make: Callable[[], nn.Module]
+    seed: int
+
+    def build(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(self.seed, "model"))
+            return self.make()
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """The model that a config names."""
+
+    config: ResolvedConfig
+    input_shape: tuple[int, ...]
+    outputs: int
+
+    def build(self) -> nn.Module:
+        return build_model(self.config, self.input_shape, self.outputs)
+
+
+Model = OwnModel | NamedModel
+
+
+@lru_cache(maxsize=4)
+def demands(model: Model) -> tuple[torch.dtype, TextLimits]:
+    """Return the type of a model's weights, and what it can read, without building the model with every message."""
+    built = model.build()
+    return dtype_of(built), limits_of(built)
+
+
+# The client side of an app: from a node's model and data to a client that does tasks.
 
 Format = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 

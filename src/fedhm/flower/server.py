@@ -1,10 +1,10 @@
-"""The server side of an app: finds out which clients there are, and runs the loop on them."""
+"""Ask the clients what their inputs are like, for a server that has no samples and was not told."""
 
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,26 @@ from torch import nn
 
 from fedhm.adapters.adapted import base_digest
 from fedhm.assembly import assemble, design, read_federation
-from fedhm.config.reading import parse_flat, parse_resolved
-from fedhm.config.sections.federation import NO_TIER
-from fedhm.config.settings import Config, ResolvedConfig
-from fedhm.data.batches import Feed, Preprocessing
-from fedhm.data.federation import Federation, remote_federation
-from fedhm.data.form import InputForm, made_up
-from fedhm.data.held_out.client_tests import ClientTests, check_share, default_share
-from fedhm.data.own import DataLike, PublicLike, own_samples
+from fedhm.config.loading import parse_flat, parse_resolved
+from fedhm.config.schema import (
+    NO_TIER,
+    Config,
+    DeviceConfig,
+    FederationConfig,
+    ResolvedConfig,
+    fixed_level,
+    parse_profile,
+)
+from fedhm.data.convert import DataLike, PublicLike, own_samples
+from fedhm.data.federation import ClientTests, Federation, check_share, default_share, remote_federation
+from fedhm.data.input_spec import InputForm, made_up, most_say
+from fedhm.data.samples import Feed, Preprocessing
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
-from fedhm.flower.asking import inputs_of_most, unknown_inputs
-from fedhm.flower.commands.status import StatusFile
-from fedhm.flower.grid_engine import FlowerEngine
-from fedhm.flower.models import Model, NamedModel, OwnModel, demands
+from fedhm.flower.clients import Model, NamedModel, OwnModel, demands
+from fedhm.flower.engine import FlowerEngine
+from fedhm.flower.follow import StatusFile
 from fedhm.flower.nodes import Node, Roster
-from fedhm.flower.tiers import chosen_tiers, too_much, with_devices
 from fedhm.flower.wire import Terms, greeting
 from fedhm.machine.printable import printable
 from fedhm.measure.cost import form_of
@@ -42,10 +46,136 @@ from fedhm.report.progress import progress
 from fedhm.run import as_begun, report_on
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.identities import Identities
-from fedhm.server.intake import Intake
-from fedhm.server.participants.fleet import Planned, with_plan
-from fedhm.server.participants.sampling import check_assignment
-from fedhm.server.watcher import Watcher
+from fedhm.server.callbacks import Watcher
+from fedhm.server.collect import Intake
+from fedhm.server.filters.fleet import Planned, foreign, largest_in, modes, with_plan
+from fedhm.server.sampling import check_assignment
+
+
+def unknown_inputs(config: ResolvedConfig) -> Terms:
+    """Return the terms of a server that cannot say yet how many classes there are: nodes then tell of their inputs."""
+    return Terms(config, 0, Preprocessing())
+
+
+def inputs_of_most(roster: Roster, config: ResolvedConfig, all_of_them: bool, say: Callable[[str], None]) -> str:
+    """Wait for clients, return what most of them say of their inputs, and say who says otherwise.
+
+    These are not left out: a network may take their inputs as well, and if not, that costs their own updates.
+    """
+    if config.privacy.active:
+        raise FedhmError(
+            "[privacy]: clients would say without noise what their inputs are like: tell the server by inputs="
+        )
+    roster.gather(config.engine.patience, all_of_them)
+    said = {client: InputForm.read(node.inputs) for client, node in roster.introduced().items() if node.inputs}
+    found, others = most_say(said)
+    for client in others:
+        say(f"client {client} says that its inputs are {said[client]}; those of most are {found}")
+    return str(found)
+
+
+# Which tier each client gets: the one that its node config names, or the largest that fits its memory.
+
+
+@dataclass(frozen=True)
+class Tiers:
+    federation: FederationConfig  # with the tiers that clients have
+    refused: dict[int, str]  # clients that can have none, and why
+
+
+def with_devices(config: Config, nodes: Mapping[int, Node], digest: str) -> Tiers:
+    """Make the nodes' device files the devices of the run, if there are such; who has a foreign one is left out."""
+    federation = config.federation
+    if federation.devices or not any(node.device for node in nodes.values()):
+        return Tiers(federation, {})
+    refused: dict[int, str] = {}
+    described: dict[str, tuple[dict[str, Any], list[int]]] = {}  # by what nodes say of themselves
+    for client in range(federation.clients):
+        node = nodes.get(client, Node(client, 0))
+        if node.tier or federation.assignment or federation.heterogeneity == "dynamic":
+            raise FedhmError("a client names its device file, but others have tiers that are given or drawn: do either")
+        known: dict[str, Any] = {"memory": node.memory} if node.memory else {}
+        try:
+            profile = parse_profile(node.device, "what it sent") if node.device else None
+            reason = foreign(profile, digest, config.train) if profile else ""
+        except FedhmError as error:
+            profile, reason = None, str(error)
+        if reason:
+            refused[client] = f"its device file is of no use here: {printable(reason)}"
+        elif profile:
+            known["profile"] = profile
+        described.setdefault(f"{reason and client} {node.memory} {node.device}", (known, []))[1].append(client)
+    devices = [
+        DeviceConfig(name=f"{_called(known)} {number}", clients=tuple(clients), **known)
+        for number, (known, clients) in enumerate(described.values(), start=1)
+    ]
+    unfit = "leave-out" if federation.unfit == "refuse" else federation.unfit  # others need not stop for one of them
+    return Tiers(federation.model_copy(update={"devices": tuple(devices), "unfit": unfit}), refused)
+
+
+def _called(known: Mapping[str, Any]) -> str:
+    return printable(known["profile"].name)[:40] if "profile" in known else "device"
+
+
+def chosen_tiers(config: Config, work: TierWork, nodes: Mapping[int, Node]) -> Tiers:
+    """Choose tiers: a client that asks for none gets that of its number; one that cannot get its own is left out."""
+    asking = {client: node for client, node in nodes.items() if node.tier or node.memory}
+    federation = config.federation
+    if not asking or federation.given_tiers or federation.devices or federation.heterogeneity == "dynamic":
+        return Tiers(federation, {})
+    assignment: list[str] = []
+    checkpointed: list[int] = []
+    refused: dict[int, str] = {}
+    for client in range(federation.clients):
+        node = asking.get(client)
+        if node is None:
+            assignment.append(work.levels[fixed_level(client, len(work.levels))])
+        elif node.tier and node.tier in (*work.tiers, *work.levels):
+            assignment.append(node.tier)
+        elif not node.tier and (found := largest_in(node.memory, work, bool(config.train.checkpointing))):
+            assignment.append(found[0])
+            checkpointed += [client] if found[1] and not config.train.checkpointing else []
+        else:
+            assignment.append(work.tiers[-1])
+            refused[client] = _why(node, work, config)
+    found_for_all = {"assignment": tuple(assignment), "checkpointed": tuple(checkpointed)}
+    return Tiers(federation.model_copy(update=found_for_all), refused)
+
+
+def too_much(config: Config, method: AnyMethod, node: Node) -> str:
+    """Return why a client may not have the tier that it names: it was given a smaller one. Empty if it may.
+
+    Given by the server's settings, by what it said when the run began, or by its number. What it can spare names no
+    tier: it was measured when the run began.
+    """
+    if not node.tier or config.federation.heterogeneity == "dynamic":
+        return ""
+    order = tuple(dict.fromkeys([*method.levels, *method.tiers]))  # largest first
+    if node.tier not in order:
+        return _unknown(node, method.tiers)
+    by_number = method.levels[fixed_level(node.client, len(method.levels))]
+    given = config.federation.given_tiers[node.client] if config.federation.given_tiers else by_number
+    if order.index(node.tier) >= order.index(given):
+        return ""
+    return f"it asks for tier {node.tier}, but was given {given}, which is smaller"
+
+
+def _unknown(node: Node, tiers: Sequence[str]) -> str:
+    return f"it asks for tier '{printable(node.tier)}', known are {', '.join(tiers)}"
+
+
+def _why(node: Node, work: TierWork, config: Config) -> str:
+    if node.tier:
+        return _unknown(node, work.tiers)
+    ways = [(tier, again) for tier in work.tiers for again in modes(work, bool(config.train.checkpointing))]
+    size, tier = min((work.memory(tier, again), tier) for tier, again in ways)
+    return (
+        f"it can spare {node.memory >> 20} MiB, but training even tier {tier} takes {-(-size >> 20)} MiB "
+        f"with train.batch = {config.train.batch}"
+    )
+
+
+# The server side of an app: finds out which clients there are, and runs the loop on them.
 
 # Makes the federation from the number of samples at each client, and what most of them say of their inputs
 MakeFederation = Callable[[tuple[int, ...], str], Federation]

@@ -15,9 +15,9 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedhm.config.reading import parse_resolved
-from fedhm.config.settings import ResolvedConfig
-from fedhm.data.batches import Preprocessing
+from fedhm.config.loading import parse_resolved
+from fedhm.config.schema import ResolvedConfig
+from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
 from fedhm.networks.exchange import Tensors

@@ -20,9 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.decompositions.svd import Factors, squared_norm
-from fedhm.lowrank.decompositions.unroll import Form
 from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.svd import Factors, Form, squared_norm
 
 
 class Tail(NamedTuple):

@@ -1,7 +1,9 @@
-"""Where networks run: the device that a run asks for, and randomness on it for one purpose alone."""
+"""Where networks run, and with how many threads: the only module that changes torch's number of threads."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -38,3 +40,33 @@ def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
         elif device.type == "mps":
             torch.mps.manual_seed(seed)
         yield
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Let torch use this number of threads for a while, and restore the number afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return the results of `work` in the order of the items, computed on as many cores as torch has threads.
+
+    The small decompositions of a server's round gain little from threads that share one decomposition, and nearly
+    everything from threads that have one each. One thread computes each item, so results do not depend on the number
+    of threads.
+    """
+    available = torch.get_num_threads()
+    with threads(1):
+        if min(available, len(items)) < 2:
+            return [work(item) for item in items]
+        with ThreadPoolExecutor(available, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(work, items))

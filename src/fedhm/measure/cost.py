@@ -1,23 +1,163 @@
-"""What a network costs: parameters, multiply-accumulates, bytes on the wire, memory in training."""
+"""Look at every operation of torch, without torch's compiler.
+
+Torch keeps its compiler away from whatever watches operations, and imports it to do so, which takes about as long as a
+small run. Where nothing has imported it, nothing is compiled.
+"""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
+from fedhm.config.schema import TrainConfig
 from fedhm.errors import FedhmError
-from fedhm.measure.alive import AliveBytes
-from fedhm.measure.watching import flop_counter
+from fedhm.machine.process import SMALLEST
 from fedhm.networks.exchange import exchanged, size_in_bytes
 from fedhm.networks.inputs import Inputs, repeated, rows_of, scores, shape_of
-from fedhm.networks.less_memory.checkpointing import checkpoint_blocks
+from fedhm.networks.saving import checkpoint_blocks
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import heaviest_in_training, run_in_training
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operation inside its context, by `__torch_dispatch__`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def flop_counter(formulas: dict[Any, Callable[..., int]], by_module: bool = True) -> FlopCounterMode:
+    """Return torch's counter of flops, with formulas for operations that it does not know.
+
+    Not `by_module`, it counts those of the whole alone: following the modules takes longer than a small network does.
+    """
+    kind = FlopCounterMode if "torch._dynamo" in sys.modules else _FlopCounter
+    counter = kind(display=False, custom_mapping=formulas)
+    if not by_module:
+        counter.mod_tracker = _OneModule()  # type: ignore[assignment]
+    return counter
+
+
+class _OneModule:
+    """Follows no modules: all operations are the whole's, as the counter calls it."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _FlopWatch(_FlopCounterMode):
+    __torch_dispatch__ = getattr(_FlopCounterMode.__torch_dispatch__, "__wrapped__", None) or (
+        _FlopCounterMode.__torch_dispatch__  # of a torch that does not wrap it
+    )
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _FlopCounter(FlopCounterMode):
+    def __enter__(self) -> Self:
+        self.flop_counts.clear()
+        self.mod_tracker.__enter__()
+        self.mode = _FlopWatch(self)
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+
+# The bytes of all living tensors, followed from the operation that makes each to its end.
+
+# oneDNN convolves copies of the weights in an order of its own, and sums their gradients in such a copy too.
+COPIES = {torch.ops.aten.convolution.default: (1, 1), torch.ops.aten.convolution_backward.default: (2, 2)}
+
+# It generates code for every different convolution, and keeps that: about so many bytes, whatever the sizes of the
+# tensors (`benchmarks/convolution_code.py` measures them).
+FORWARD, OF_INPUTS, OF_WEIGHTS = 90_000, 120_000, 50_000
+
+
+class AliveBytes(Watch):
+    """Knows how many bytes are alive, and how many were at most, with what convolutions take while they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._small = self._heap = 0  # bytes in small blocks: now, and at most
+        self._known: set[int] = set()
+        self._convolutions: dict[tuple[Any, ...], int] = {}  # different ones, and the bytes of their code
+
+    @property
+    def kept(self) -> int:
+        """Return the bytes that convolutions keep, whether they run or not."""
+        return sum(self._convolutions.values())
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(storage._cdata)
+        self._count(size)
+        weakref.finalize(storage, self._gone, storage._cdata, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._count(-size)
+
+    def _count(self, size: int) -> None:
+        self.alive += size
+        if abs(size) < SMALLEST:
+            self._small += size
+            self._heap = max(self._heap, self._small)
+        self.peak = max(self.peak, self.resident)
+
+    @property
+    def resident(self) -> int:
+        """Return the bytes that the living take, and those in small blocks that were freed: they stay in the heap."""
+        return self.alive - self._small + self._heap
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.see(leaf)
+        if func in COPIES:
+            position, copies = COPIES[func]
+            self.peak = max(self.peak, self.resident + copies * args[position].nbytes)
+            self._convolutions[_kind(func, args)] = _code(func, args)
+        return result
+
+
+def _kind(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return all that decides which code a convolution runs."""
+    return func, *(tuple(a.shape) if isinstance(a, Tensor) else str(a) for a in args)
+
+
+def _code(func: Any, args: Sequence[Any]) -> int:
+    if func is torch.ops.aten.convolution.default:
+        return FORWARD
+    of_inputs, of_weights, _ = args[-1]
+    return int(of_inputs * OF_INPUTS + of_weights * OF_WEIGHTS)
+
+
+# What a network costs: parameters, multiply-accumulates, bytes on the wire, memory in training.
 
 
 @dataclass(frozen=True)
@@ -98,7 +238,7 @@ def training_memory(
     `optimizer` is "sgd", with momentum, or "adamw"; `micro_batch` and `checkpointing` are those of `[train]`. Weights,
     gradients, the optimizer's averages, activations and whatever the step makes on its way count; the model that was
     handed in is changed by the step. A process takes as much above its size before if what is freed is given back to
-    the system at once (`machine/allocator.py`).
+    the system at once (`machine/process.py`).
     """
     model = heaviest_in_training(model)
     watch = AliveBytes()
@@ -188,3 +328,21 @@ def sample_of(model: nn.Module, batch: int, shape: Form, dtype: torch.dtype | No
         return repeated(shape, batch)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     return torch.zeros(batch, *shape, dtype=dtype or like.dtype, device=like.device)
+
+
+# What training takes by a run's settings.
+
+
+def memory_of_training(
+    network: nn.Module, input_shape: Form, train: TrainConfig, dtype: torch.dtype | None = None
+) -> int:
+    """Measure the most bytes of tensors alive at once in a step of training as `[train]` has it."""
+    return training_memory(
+        network,
+        input_shape,
+        train.batch,
+        dtype,
+        optimizer=train.optimizer,
+        micro_batch=train.micro_batch,
+        checkpointing=train.checkpointing,
+    )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fedhm.machine.device import seeded
-from fedhm.measure.watching import Watch
+from fedhm.measure.cost import Watch
 from fedhm.networks.inputs import Inputs, repeated, scores
 from fedhm.networks.structure import copied
 

@@ -6,15 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
-from fedhm.adapters.adapted import Adapting, Base
-from fedhm.adapters.heads import find_head
+from fedhm.adapters.adapted import Adapting, Base, find_head
 from fedhm.adapters.wire import FOLDED
+from fedhm.config.method import MethodConfig, Settings
 from fedhm.config.section import Positive, tier_name
-from fedhm.config.sections.method_config import MethodConfig, Settings
 from fedhm.errors import FedhmError
-from fedhm.lowrank.changes.average import fresh
-from fedhm.lowrank.decompositions.svd import Factors
-from fedhm.lowrank.decompositions.unroll import split
+from fedhm.lowrank.average import fresh
+from fedhm.lowrank.svd import Factors, split
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import torch_generator

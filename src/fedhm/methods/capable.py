@@ -10,12 +10,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator
 from torch import nn
 
+from fedhm.config.method import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.config.section import Ratios, tier_name
-from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.methods.homogeneous import Homogeneous
-from fedhm.methods.mean import average
-from fedhm.methods.method import ModelState, Setup
+from fedhm.methods.means import average
+from fedhm.methods.method import Homogeneous, ModelState, Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
 

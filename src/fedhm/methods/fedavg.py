@@ -9,13 +9,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
+from fedhm.config.method import MethodConfig, only_uniform
 from fedhm.config.section import Ratio, tier_name
-from fedhm.config.sections.method_config import MethodConfig, only_uniform
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.methods.homogeneous import Homogeneous
-from fedhm.methods.mean import average
-from fedhm.methods.method import ModelState, Setup
-from fedhm.methods.tier_plan import tier_plan
+from fedhm.methods.budgets import tier_plan
+from fedhm.methods.means import average
+from fedhm.methods.method import Homogeneous, ModelState, Setup
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.work.messages import Update
 

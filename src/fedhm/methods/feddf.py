@@ -17,13 +17,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Positive, Ratios
-from fedhm.config.sections.method_config import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
-from fedhm.methods.mean import WeightedMean, influence
+from fedhm.methods.means import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors, exchanged, load
-from fedhm.networks.memory_format import channels_last
+from fedhm.networks.structure import channels_last
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.distil import follow, logits
 from fedhm.work.messages import Participant, Task, Update

@@ -15,15 +15,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from fedhm.config.method import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Ratio, tier_name
-from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry
 from fedhm.errors import FedhmError
-from fedhm.lowrank.decompositions.svd import factorize
-from fedhm.lowrank.decompositions.unroll import join, roll, split, unroll
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.methods.mean import average
+from fedhm.lowrank.svd import factorize, join, roll, split, unroll
+from fedhm.methods.budgets import tier_plan
+from fedhm.methods.means import average
 from fedhm.methods.method import Method, Setup, State
-from fedhm.methods.tier_plan import tier_plan
 from fedhm.networks.exchange import Tensors, travels_as
 from fedhm.work.messages import Participant, Task, Update
 

@@ -1,50 +1,129 @@
-"""FedHM: every tier trains a hybrid network at its own rank; the server recovers, averages, factorizes again.
+"""What FedHM's server carries from round to round, and how much each update counts."""
 
-Round t, with the full model W and one decomposition L R of every factorized layer at the largest rank, found from the
-one of the round before:
-
-    tasks    tier γ gets the dense layers of W and the first r_γ directions of L R
-    merge    W ← Σ αₚ recoveredₚ / Σ αₚ,  recoveredₚ = Uₚ Vₚᵀ or the dense weight of a full client     (models)
-             W ← W + Σ αₚ (recoveredₚ − sentₚ) / Σ αₚ                                                (updates)
-             the same, each band of a change averaged over those whose rank reaches it               (bands)
-
-The paper averages models. Directions beyond a tier's rank then shrink every round by the share of the clients that
-could not carry them. Averaging updates leaves them alone, but trains them at that share of the speed; by bands they
-can move as fast as if those who can carry them, few and so noisy, were alone; the default is half-way (`band_speed`).
-There, clients of larger tiers also train smaller ones inside theirs (`train.nested`), so that a smaller tier's network
-is one that was trained, and not what truncation leaves.
-
-In warm-up rounds every tier trains the full network, with the weight of γ = 1: the best directions are found before
-anything is cut off.
-"""
-
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 from torch import nn
 
-from fedhm.config.budget import read_budget
+from fedhm.config.method import Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Positive, Tiers, tier_name
-from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry, Settings
+from fedhm.config.units import read_budget
 from fedhm.errors import FedhmError
-from fedhm.lowrank.changes.bands import directions
-from fedhm.lowrank.decompositions.svd import Factors
-from fedhm.lowrank.decompositions.unroll import roll
+from fedhm.lowrank.average import directions
 from fedhm.lowrank.diagnostics import layer_constants, tier_energies
-from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.lowrank.nested import Inside, contain
+from fedhm.lowrank.hybrid import Inside, contain, to_hybrid
 from fedhm.lowrank.plan import RankPlan
-from fedhm.methods.fedhm_entries import ENTRIES
-from fedhm.methods.fedhm_state import FedHMState, PlannedState, tensors_at, weight_of
-from fedhm.methods.method import Method, Setup
-from fedhm.methods.recovered import Aggregate, RecoveredMean, factorized, unbounded
-from fedhm.methods.tier_budgets import TierBudgets, budgets_of
-from fedhm.methods.tier_plan import tier_plan
+from fedhm.lowrank.svd import Factors, roll, split
+from fedhm.methods.budgets import Planned, TierBudgets, budgets_of, tier_plan
+from fedhm.methods.means import Aggregate, RecoveredMean, factorized, unbounded
+from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
 from fedhm.work.nested import BASIS
+
+
+@dataclass(frozen=True)
+class FedHMState(State):
+    weights: Tensors  # the full model
+    factors: dict[str, Factors]  # by layer, its decomposition at the largest rank that any tier asks for
+
+
+@dataclass(frozen=True)
+class PlannedState(FedHMState):
+    """The state of a run with tiers that are budgets."""
+
+    planned: dict[str, Planned]  # by tier
+    round: int = 0
+
+
+def tensors_at(state: FedHMState, plan: RankPlan) -> Tensors:
+    """Return the tensors of a hybrid network: the leading directions of a plan's layers, all else as it is.
+
+    A state from before such layers were factorized is refused.
+    """
+    tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
+    for layer, rank in plan.items():
+        if layer not in state.factors:
+            raise FedhmError(
+                f"layer '{layer}' was not factorized by the version of fedhm that began this run, and is by this one: "
+                "resume it with that version, or start it again in another folder"
+            )
+        shape = state.weights[f"{layer}.weight"].shape
+        tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
+    return tensors
+
+
+class Weighting(Protocol):
+    """The settings that decide on weights."""
+
+    @property
+    def weighting(self) -> str: ...
+    @property
+    def temperature(self) -> float: ...
+
+
+def weight_of(config: Weighting, ratio: float, samples: int) -> float:
+    """Return αₚ up to a factor, which the mean divides out; the exponents are at most 0, so nothing overflows."""
+    if config.weighting == "softmax":  # the paper: softmax(γ / τ)
+        return math.exp((ratio - 1) / config.temperature)
+    if config.weighting == "softmax-inverse":  # published code: softmax(−(1 / γ) / τ)
+        return math.exp((1 - 1 / ratio) / config.temperature)
+    return float(samples) if config.weighting == "samples" else 1.0
+
+
+# The names of FedHM in comparisons: as it is by default, as in the paper, and with one size for all clients.
+
+PAPER: Settings = {"aggregate": "models", "start": "whole"}
+
+
+def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
+    given = sizes.fedhm
+    levels = given["tiers"] if budgets_of(given["tiers"]) else sizes.ratios
+    tiers = replace_largest(levels, count, f"fedhm-v{count + 1}")
+    return {**given, "tiers": tiers, "replan": given["replan"] if budgets_of(tiers) else []}
+
+
+def _low_rank(sizes: Sizes, ratio: float | str) -> Settings:
+    """Return the settings with which FedHM trains one tier on all clients."""
+    return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep, **PAPER}
+
+
+def _pufferfish(sizes: Sizes) -> Settings:
+    return {**_low_rank(sizes, min(sizes.ratios)), "form": "pufferfish", "warmup": max(1, sizes.rounds // 10)}
+
+
+ENTRIES: Sequence[NamedEntry | Family] = [
+    NamedEntry("fedhm", lambda sizes: sizes.fedhm),
+    NamedEntry("fedhm-paper", lambda sizes: {**sizes.fedhm, **PAPER}),
+    NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, **PAPER, "aggregate": "updates"}),
+    *(NamedEntry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
+    NamedEntry("pufferfish", _pufferfish),
+    Family("lowrank", lambda sizes: sorted(set(sizes.ratios), reverse=True), _low_rank, tier_name),
+]
+
+
+# FedHM: every tier trains a hybrid network at its own rank; the server recovers, averages, factorizes again.
+#
+# Round t, with the full model W and one decomposition L R of every factorized layer at the largest rank, found from
+# the one of the round before:
+#
+#     tasks    tier γ gets the dense layers of W and the first r_γ directions of L R
+#     merge    W ← Σ αₚ recoveredₚ / Σ αₚ,  recoveredₚ = Uₚ Vₚᵀ or the dense weight of a full client     (models)
+#              W ← W + Σ αₚ (recoveredₚ − sentₚ) / Σ αₚ                                                (updates)
+#              the same, each band of a change averaged over those whose rank reaches it               (bands)
+#
+# The paper averages models. Directions beyond a tier's rank then shrink every round by the share of the clients that
+# could not carry them. Averaging updates leaves them alone, but trains them at that share of the speed; by bands they
+# can move as fast as if those who can carry them, few and so noisy, were alone; the default is half-way
+# (`band_speed`). There, clients of larger tiers also train smaller ones inside theirs (`train.nested`), so that a
+# smaller tier's network is one that was trained, and not what truncation leaves.
+#
+# In warm-up rounds every tier trains the full network, with the weight of γ = 1: the best directions are found before
+# anything is cut off.
 
 FULL = tier_name(1)
 INSIDE = "|"  # between the names of a network and those inside it

@@ -19,8 +19,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Positive, Ratios
-from fedhm.config.sections.method_config import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.errors import FedhmError
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices

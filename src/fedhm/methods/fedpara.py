@@ -11,14 +11,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from torch import nn
 
+from fedhm.config.method import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.config.section import as_ratio
-from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import plan_hadamard
 from fedhm.lowrank.hybrid import to_hadamard, to_hybrid
-from fedhm.methods.homogeneous import Homogeneous
-from fedhm.methods.mean import average
-from fedhm.methods.method import ModelState, Setup
+from fedhm.methods.means import average
+from fedhm.methods.method import Homogeneous, ModelState, Setup
 from fedhm.networks.exchange import Tensors, exchanged, load
 from fedhm.seeds import torch_generator
 from fedhm.work.messages import Update

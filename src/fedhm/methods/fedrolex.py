@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
+from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Ratios
-from fedhm.config.sections.method_config import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors

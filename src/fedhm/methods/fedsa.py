@@ -11,9 +11,9 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.sections.method_config import Family, NamedEntry
+from fedhm.config.method import Family, NamedEntry
 from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_smallest
-from fedhm.methods.mean import WeightedMean, influence
+from fedhm.methods.means import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update

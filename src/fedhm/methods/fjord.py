@@ -2,7 +2,7 @@
 
 The first channels thus learn to do without the later ones, and every tier's network is inside the larger ones.
 Numbers are averaged over those who hold them, as in HeteroFL. With `distil`, the client's own width runs in every batch
-too, and the drawn one learns from its outputs in place of the labels (`widths/ordered.py`; the paper's α = T = 1).
+too, and the drawn one learns from its outputs in place of the labels (`widths/wrappers.py`; the paper's α = T = 1).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +11,12 @@ from typing import Literal
 
 from torch import nn
 
+from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Ratios
-from fedhm.config.sections.method_config import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
-from fedhm.widths.ordered import OrderedDropout
+from fedhm.widths.wrappers import OrderedDropout
 from fedhm.work.messages import Participant, Task, Update
 
 ORDERED = "ordered "  # before a tier: its network as it is trained

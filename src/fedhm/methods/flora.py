@@ -5,7 +5,7 @@
 
 The published protocol sends each round's stack to clients that have merged all before. Clients here keep nothing, so
 that what was added so far is sent whole, and counted: stacked, until its sum has fewer numbers
-(`lowrank/changes/stack.py`).
+(`lowrank/average.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +15,10 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from fedhm.adapters.wire import FOLDED
-from fedhm.config.sections.method_config import Family, NamedEntry
-from fedhm.lowrank.changes.stack import Stack, Stacked, both
+from fedhm.config.method import Family, NamedEntry
+from fedhm.lowrank.average import Stack, Stacked, both
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
-from fedhm.methods.mean import WeightedMean, influence, trained_rows
+from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update

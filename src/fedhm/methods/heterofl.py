@@ -11,8 +11,7 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.section import Ratios
-from fedhm.config.sections.method_config import (
+from fedhm.config.method import (
     PAPER_WIDTHS,
     Family,
     MethodConfig,
@@ -22,6 +21,7 @@ from fedhm.config.sections.method_config import (
     matched_widths,
     replace_largest,
 )
+from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors

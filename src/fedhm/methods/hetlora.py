@@ -16,11 +16,11 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedhm.config.sections.method_config import Family, NamedEntry
-from fedhm.lowrank.changes.change import inner
-from fedhm.lowrank.decompositions.unroll import join
+from fedhm.config.method import Family, NamedEntry
+from fedhm.lowrank.delta import inner
+from fedhm.lowrank.svd import join
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
-from fedhm.methods.mean import WeightedMean, influence, trained_rows
+from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update

@@ -8,11 +8,10 @@ from typing import Literal
 
 from torch import nn
 
-from fedhm.config.sections.method_config import Family, NamedEntry
+from fedhm.config.method import Family, NamedEntry
 from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_rank, of_smallest
-from fedhm.methods.homogeneous import Homogeneous
-from fedhm.methods.mean import average
-from fedhm.methods.method import ModelState, Setup
+from fedhm.methods.means import average
+from fedhm.methods.method import Homogeneous, ModelState, Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Update
 

@@ -4,7 +4,7 @@ The base is frozen and with everybody; the server has what the federation has ad
 of the largest rank, and the head, which is trained whole.
 
     tasks    tier of rank r gets the first r directions, as A and B, and the head
-    merge    by models, by updates, or by bands, as FedHM, or by partitions (`lowrank/changes/average.py`); models is
+    merge    by models, by updates, or by bands, as FedHM, or by partitions (`lowrank/average.py`); models is
              the rule of FlexLoRA, partitions that of raFLoRA
 
 With `fold`, nothing is truncated: a client folds all that the federation has learnt, at rank `fold_rank`, into its
@@ -19,14 +19,13 @@ from pydantic import Field
 from torch import nn
 
 from fedhm.adapters.wire import FOLDED
+from fedhm.config.method import Family, NamedEntry
 from fedhm.config.section import Positive
-from fedhm.config.sections.method_config import Family, NamedEntry
-from fedhm.lowrank.changes.average import Added, Aggregate, merged
-from fedhm.lowrank.decompositions.svd import Factors
-from fedhm.lowrank.decompositions.unroll import join
-from fedhm.machine.side_by_side import side_by_side
+from fedhm.lowrank.average import Added, Aggregate, merged
+from fedhm.lowrank.svd import Factors, join
+from fedhm.machine.device import parallel_map
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
-from fedhm.methods.mean import WeightedMean, influence, trained_rows
+from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Participant, Task, Update
@@ -117,7 +116,7 @@ class LoRA(Method[LoRAState]):
             return Factors(*(tensor.contiguous() for tensor in found))
 
         layers = list(self.base.shapes)
-        factors = dict(zip(layers, side_by_side(factors_of, layers), strict=True))
+        factors = dict(zip(layers, parallel_map(factors_of, layers), strict=True))
         return LoRAState(head.result(), factors, round_number, diagnostics=self._diagnostics(factors))
 
     def _parts(self, rank: int) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ whole one. The shortest keeps the last model that comes back:
         def weights(self, state, tier): return state.weights
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +28,12 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import nn
 
-from fedhm.config.plugins import make
-from fedhm.config.sections.objective import Objective
-from fedhm.config.sections.training import TrainConfig
-from fedhm.data.batches import Feed
-from fedhm.methods.mean import MakeMean, WeightedMean
+from fedhm.config.objective import Objective
+from fedhm.config.registry import make
+from fedhm.config.schema import TrainConfig
+from fedhm.data.samples import Feed
+from fedhm.errors import FedhmError
+from fedhm.methods.means import MakeMean, WeightedMean
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs
 from fedhm.work.messages import Participant, Task, Update
@@ -42,7 +44,7 @@ class State:
     """All that the server carries from round to round. A method's own is a frozen dataclass below this one.
 
     Its fields are tensors and plain values, or dicts, tuples and dataclasses of these, so that it is written to disk
-    and read back by its types (`server/flatten.py`).
+    and read back by its types (`server/state.py`).
     """
 
     diagnostics: dict[str, float] = field(default_factory=dict, kw_only=True)  # of the last merge, for the record
@@ -131,3 +133,33 @@ class Method(Protocol[S]):
 
 
 AnyMethod = Method[Any]
+
+
+# What methods have in common in which all clients train the same network.
+
+
+class Homogeneous(Method[ModelState], ABC):
+    """A method with one tier; its state's weights are those of that tier's network, as they travel."""
+
+    tiers: tuple[str, ...]
+    levels: tuple[str, ...]
+
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
+        self.tiers = self.levels = (tier,)
+
+    def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
+        for p in participants:
+            yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
+
+    def network(self, name: str) -> nn.Module:
+        if name != self.tier:
+            raise FedhmError(f"{type(self).__name__} has one network, '{self.tier}', not '{name}'")
+        return self.build()
+
+    def weights(self, state: ModelState, tier: str) -> Tensors:
+        return state.weights
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Return a new network, whose weights are to be loaded."""

@@ -6,12 +6,12 @@ from torch import Tensor, nn
 
 from fedhm.config.section import width_name
 from fedhm.errors import FedhmError
-from fedhm.methods.mean import WeightedMean, influence, trained_rows
+from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.widths.narrow import check_alignment, narrowed, take, where
-from fedhm.widths.scaler import divided, scaled_layers, with_scaler
-from fedhm.widths.width_plan import WidthPlan, plan_widths
+from fedhm.widths.plan import WidthPlan, plan_widths
+from fedhm.widths.wrappers import divided, scaled_layers, with_scaler
 from fedhm.work.messages import Participant, Task, Update
 
 SCALED = "scaled "  # before a tier: its network as it is trained, where that is another one
@@ -20,7 +20,7 @@ SCALED = "scaled "  # before a tier: its network as it is trained, where that is
 class Slices:
     """The networks of every width, and where their numbers lie in the full model.
 
-    With a scaler (`widths/scaler.py`), a width's share is that of the width `scaled_to`, the network that counts as
+    With a scaler (`widths/wrappers.py`), a width's share is that of the width `scaled_to`, the network that counts as
     the whole one.
     """
 

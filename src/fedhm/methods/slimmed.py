@@ -5,11 +5,10 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from fedhm.config.method import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.config.section import Ratio, width_name
-from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry, only_uniform
-from fedhm.methods.homogeneous import Homogeneous
-from fedhm.methods.mean import average
-from fedhm.methods.method import ModelState, Setup
+from fedhm.methods.means import average
+from fedhm.methods.method import Homogeneous, ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Update

@@ -5,7 +5,7 @@ tasks    a participant of tier j gets j bases: the next one of a cyclic shuffle,
 merge    every base is averaged over those who trained it
 tier j   the mean of the logits of the first j bases
 
-A base's weights start as those of the full width, and its activations are divided by its width (`widths/scaler.py`).
+A base's weights start as those of the full width, and its activations are divided by its width (`widths/wrappers.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,16 +16,15 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from fedhm.config.method import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Positive, Ratio
-from fedhm.config.sections.method_config import Family, MethodConfig, NamedEntry
-from fedhm.methods.mean import WeightedMean, influence
+from fedhm.methods.means import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.networks.initial import initialise
-from fedhm.networks.structure import copied
+from fedhm.networks.structure import copied, initialise
 from fedhm.seeds import derive, numpy_generator
-from fedhm.widths.ensemble import Ensemble
+from fedhm.widths.wrappers import Ensemble
 from fedhm.work.messages import Participant, Task, Update
 
 BASE = "base"

@@ -6,15 +6,14 @@ from functools import cache
 import torch
 from torch import nn
 
-from fedhm.config.settings import Config
-from fedhm.measure.cost import Form, form_of, sample_of
-from fedhm.measure.training import memory_of_training
+from fedhm.config.schema import Config
+from fedhm.measure.cost import Form, form_of, memory_of_training, sample_of
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import digest_of, exchanged
 from fedhm.networks.inputs import Inputs, shape_of
-from fedhm.networks.less_memory.repeatable import can_checkpoint
-from fedhm.server.intake import Intake
-from fedhm.server.participants.fleet import Fleet, Planned, check_profiles
+from fedhm.networks.saving import can_checkpoint
+from fedhm.server.collect import Intake
+from fedhm.server.filters.fleet import Fleet, Planned, check_profiles
 from fedhm.work.messages import Participant, Task
 from fedhm.work.train import trained_as
 

@@ -4,11 +4,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from fedhm.models.cnn import cnn
-from fedhm.models.mlp import mlp
-from fedhm.models.pooled import MeanPooled
-from fedhm.models.resnet import resnet10, resnet18, resnet34
-from fedhm.models.vit import vit
+from fedhm.models.images import cnn, mlp, resnet10, resnet18, resnet34, vit
+from fedhm.models.pretrained import MeanPooled
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn": cnn,

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from fedhm.config.settings import Config
+from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
-from fedhm.machine.cores import memory
+from fedhm.machine.process import memory
 from fedhm.models import MODELS
 from fedhm.models.pretrained import read_pretrained
 from fedhm.networks.exchange import exchanged, size_in_bytes

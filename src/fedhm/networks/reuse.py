@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU
 from fedhm.networks.exchange import Tensors, exchanged, fill, unpacked
-from fedhm.networks.memory_format import channels_last
-from fedhm.networks.structure import copied
+from fedhm.networks.structure import channels_last, copied
 
 MOST = 16  # networks at a time; methods name fewer
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedhm.config.sections.objective import Metric, Metrics, Objective
+from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
-from fedhm.networks.precision import precise
+from fedhm.networks.exchange import precise
 
 NOT_COUNTED = -100
 MOST = 700.0  # of a loss: the exponential of more is no number

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedhm.config.sections.objective import Metric, Metrics, Objective
+from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
-from fedhm.networks.precision import precise
+from fedhm.networks.exchange import precise
 
 
 class Classification(Objective):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedhm.config.sections.objective import Metric, Metrics, Objective
+from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
 
 # parts of a number are multiples of these: 2**26 samples of up to 1e10, squared, have exact sums of them

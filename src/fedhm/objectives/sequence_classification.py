@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedhm.config.sections.objective import Metric, Metrics
+from fedhm.config.objective import Metric, Metrics
 from fedhm.objectives.classification import Classification
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from fedhm.config.schema import DataConfig, ModelConfig, StopConfig
 from fedhm.config.section import Section
-from fedhm.config.sections.training import StopConfig
-from fedhm.config.settings import DataConfig, ModelConfig
 from fedhm.runs.history import Run
 
 MUST_AGREE = {

@@ -12,7 +12,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedhm.config.sections.objective import Metric
+from fedhm.config.objective import Metric
 from fedhm.server.record import Record
 from fedhm.work.work import work_of
 

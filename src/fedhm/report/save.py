@@ -10,7 +10,7 @@ from fedhm.runs.history import Run
 
 def save_report(runs: Sequence[Run], folder: Path) -> list[Path]:
     """Write page, tables and plots, and return their paths."""
-    from fedhm.report.figures.client_plot import save_client_plots  # matplotlib takes a second to import
+    from fedhm.report.figures.client_plot import save_client_plots
     from fedhm.report.figures.energy import save_collapse_plot
     from fedhm.report.figures.epsilon import save_epsilon_plot
     from fedhm.report.figures.plots import save_plots

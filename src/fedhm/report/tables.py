@@ -1,16 +1,229 @@
-"""A row for each run and tier: what it costs and how well it does."""
+"""How every tier's model does at the clients, on test samples of their own."""
 
 import csv
 import io
+import statistics
 from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
 
 from rich.table import Table
+from torch import nn
 
-from fedhm.report.client_table import client_sheet
+from fedhm.adapters.adapted import described
+from fedhm.config.schema import NO_TIER, Config
+from fedhm.config.units import shown
+from fedhm.measure.cost import form_of, measure
+from fedhm.methods.method import AnyMethod
+from fedhm.methods.tier_work import TierWork
+from fedhm.networks.batchnorm import running_names
+from fedhm.networks.exchange import Tensors, base_of, size_in_bytes
+from fedhm.networks.inputs import Inputs, shape_of
 from fedhm.report.comparable import difference
-from fedhm.report.fleet_table import time_sheet
 from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs, rich_table
 from fedhm.runs.history import Run
+from fedhm.server.filters.fleet import LATE, Planned
+from fedhm.server.record import Group, Record
+from fedhm.work.messages import Task
+from fedhm.work.work import work_of
+
+EVERYBODY = "all"
+
+
+def client_sheet(run: Run) -> Sheet | None:
+    """Return a row for each tier's model and for the clients of each tier; None if no client evaluated.
+
+    It has the headline metric, after the last evaluated round.
+    """
+    last = next((record for record in reversed(run.evaluated) if record.clients), None)
+    if last is None:
+        return None
+    metric = run.config.objective.headline
+
+    def row(tier: str, whose: str, group: Group) -> list[str]:
+        values = (group.pooled, group.mean, group.median, group.worst_tenth)
+        shown = (metric.shown(each[metric.name]) for each in values)
+        return [tier, whose, f"{group.clients:,}", f"{group.samples:,}", *shown]
+
+    groups = []
+    for tier, found in last.clients.items():
+        # where all clients have one tier, there is nothing to tell apart
+        by_tier = found.by_tier if len(found.by_tier) > 1 else {}
+        apart = {**by_tier, **{f"device {name}": group for name, group in found.by_device.items()}}
+        groups.append(
+            [row(tier, EVERYBODY, found.overall), *(row(tier, whose, group) for whose, group in apart.items())]
+        )
+    columns = ["tier", "at", "clients", "samples", metric.name, "mean", "median", "worst tenth"]
+    return Sheet(
+        columns,
+        groups,
+        left=2,
+        title=f"{run.name}: {metric.name} at the clients, round {last.round}",
+        note=f"at: all clients, or those of one tier{' or device' * bool(run.config.federation.devices)}. "
+        f"{metric.name}: every sample counts alike; mean, median and worst "
+        "tenth, which is the mean over the tenth of the clients at which the model does worst: every client does. "
+        f"{_cost(run)}",
+    )
+
+
+def _cost(run: Run) -> str:
+    records = [record for record in run.evaluated if record.clients]
+    spent = sum(record.evaluation.down + record.evaluation.up for record in records)
+    clients = sum(record.evaluation.clients for record in records) / len(run.tiers)  # each evaluates all tiers
+    return f"An evaluation costs a client {readable_bytes(spent / clients)}."
+
+
+# A fleet of devices in tables: who gets which tier and what a round takes whom, planned and as it went.
+
+NOTHING = "–"
+
+
+def plan_sheet(name: str, config: Config, planned: Sequence[Planned]) -> Sheet:
+    """Return a row for each device and tier that its clients get; of clients with other samples, the slowest's time."""
+    groups = [
+        list(group) for _, group in groupby(planned, key=lambda each: (each.device.name, each.tier, each.checkpointing))
+    ]
+    able = [each for each in planned if each.tier != NO_TIER]
+    slowest = max(able, key=lambda each: each.seconds.total).client if able else None
+    rows: list[list[str]] = []
+    for group in groups:
+        last = max(group, key=lambda each: each.seconds.total)
+        spare = last.device.spare_memory
+        memory = f"{_short(last.memory)} / {'any' if spare is None else _short(spare)}"
+        tier = last.tier + (" *" if last.checkpointing and not config.train.checkpointing else "")
+        costs = [readable_macs(last.macs), readable_bytes(last.down), readable_bytes(last.up)]
+        seconds = [last.seconds.computation, last.seconds.down, last.seconds.up, last.seconds.total]
+        numbers = [NOTHING] * 7 if last.tier == NO_TIER else [*costs, *(f"{each:.3g}" for each in seconds)]
+        mark = " ←" if slowest in [each.client for each in group] else ""
+        rows.append([last.device.name, _clients(group), tier, memory, *numbers[:-1], numbers[-1] + mark])
+    columns = ["device", "clients", "tier", "memory", "MACs", "down", "up", "compute s", "down s", "up s", "total s"]
+    return Sheet(columns, [rows], left=3, title=f"{name}: a round of {config.method.name}", note=_note(config, planned))
+
+
+def _note(config: Config, planned: Sequence[Planned]) -> str:
+    federation = config.federation
+    text = "memory: needed / to spare. Seconds are simulated, of one client in one round; ←: the slowest."
+    if any(each.checkpointing for each in planned) and not config.train.checkpointing:
+        text += " *: trains with checkpointing, for the same weights."
+    if federation.deadline:
+        kept = "later clients are dropped" if federation.late == "drop" else "later clients are waited for"
+        text += f" federation.deadline is {federation.deadline:g} s, {kept}."
+    for problem in dict.fromkeys(each.problem for each in planned if each.problem):
+        text += f" Nothing fits: {problem}."
+    return text
+
+
+def _clients(group: Sequence[Planned]) -> str:
+    numbers = [each.client for each in group]
+    together = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1
+    return f"{numbers[0]}–{numbers[-1]}" if together else ", ".join(map(str, numbers))
+
+
+def _short(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else shown(size)
+
+
+def time_sheet(run: Run) -> Sheet | None:
+    """Return what rounds took the clients of each device; None for a run without devices."""
+    timed = [record for record in run.records if record.simulated]
+    if not timed:
+        return None
+    rows: list[list[str]] = []
+    for device in run.config.federation.devices:
+        clients = [n for n, each in enumerate(run.config.federation.device_of) if each.name == device.name]
+        tiers = ", ".join(dict.fromkeys(run.config.federation.plan[client] for client in clients))
+        found = [own for r in timed if r.simulated for n, own in r.simulated.clients.items() if n in clients]
+        dropped = [entry for record in timed for entry in record.dropped if entry["client"] in clients]
+        late = sum(entry["reason"].startswith(LATE) for entry in dropped)
+        parts = [[own.computation for own in found], [own.down for own in found], [own.up for own in found]]
+        seconds = [f"{statistics.fmean(each):.3g}" if each else NOTHING for each in parts]
+        slowest = sum(_slowest(record) in clients for record in timed)
+        rows.append([device.name, str(len(clients)), tiers, *seconds, str(slowest), str(late)])
+    whole = sum(record.simulated.seconds for record in timed if record.simulated)
+    return Sheet(
+        ["device", "clients", "tier", "compute s", "down s", "up s", "slowest", "late"],
+        [rows],
+        left=1,
+        title=f"{run.name}: simulated time by device",
+        note=f"Seconds of a client in a round of training, in the mean; slowest: in how many of {len(timed)} rounds "
+        f"one of them was; late: updates that a deadline kept out. All rounds together take {whole:,.4g} s.",
+    )
+
+
+def _slowest(record: Record) -> int | None:
+    clients = record.simulated.clients if record.simulated else {}
+    return max(clients, key=lambda client: clients[client].total, default=None)
+
+
+# What a client of each tier pays, told without training: from the very tasks that it would get.
+
+TIER, RANK, PARAMETERS, MACS, TRAINING = "tier", "rank", "parameters", "MACs/sample", "in training"
+BOTH, DOWN, UP, MEMORY = "bytes each way", "bytes down", "up", "training memory"
+
+
+def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, sample: Inputs) -> Table:
+    """Return what each tier costs: a client that trains several networks holds one at a time, and exchanges all."""
+    shape = form_of(sample)[0]
+    work = TierWork(method, model, config, shape)
+    macs = cache(lambda network: measure(method.network(network), shape).macs)
+    rows: list[dict[str, str]] = []
+    for tier in method.tiers:
+        network = method.network(tier)
+        cost, adapter = measure(network, shape), described(network)
+        tasks = work.tasks(tier)
+        down, up = _bytes(method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics)
+        rows.append(
+            {
+                TIER: tier,
+                **({RANK: str(adapter["rank"])} if adapter else {}),
+                PARAMETERS: f"{cost.parameters:,}",
+                MACS: readable_macs(cost.macs),
+                TRAINING: readable_macs(sum(macs(task.network) for task in tasks)),
+                DOWN: readable_bytes(down),
+                UP: readable_bytes(up),
+                MEMORY: readable_bytes(work.memory(tier)),
+            }
+        )
+    title = f"{name}: one sample {'×'.join(map(str, shape_of(sample)))}, batch {config.train.batch}"
+    table = rich_table(_without_twins(rows, title), spacious=True)
+    table.title_justify = "center"
+    if base := base_of(method.network(method.tiers[0])):
+        numbers = sum(tensor.numel() for tensor in base.values())
+        table.caption = f"and a frozen base of {numbers:,} parameters, {readable_bytes(size_in_bytes(base))}, not sent"
+    return table
+
+
+def _without_twins(rows: Sequence[dict[str, str]], title: str) -> Sheet:
+    """Leave out what training computes, and what goes up, where that is what the network computes, and what came."""
+    shown = {column: column for column in rows[0]}
+    if all(row[TRAINING] == row[MACS] for row in rows):
+        del shown[TRAINING]
+    if all(row[UP] == row[DOWN] for row in rows):
+        del shown[UP]
+        shown[DOWN] = BOTH
+    if len(shown) == len(rows[0]):
+        shown[MACS], shown[DOWN], shown[MEMORY] = "MACs", "down", "memory"  # all of them have to fit 80 columns
+    return Sheet(list(shown.values()), [[[row[column] for column in shown] for row in rows]], left=1, title=title)
+
+
+def _bytes(method: AnyMethod, tasks: Sequence[Task], static: bool) -> tuple[int | None, int | None]:
+    """Return the bytes down and up; None where logits travel instead, as many as there are public samples."""
+    if not all(work_of(task.kind).returns_network for task in tasks):
+        return None, None
+    down = up = 0
+    for task in tasks:
+        # under static batch normalisation, running averages never travel
+        left_out = running_names(method.network(task.network)) if static else set()
+        down += _size(task.tensors, left_out)
+        up += _size(work_of(task.kind).loaded(task), left_out)
+    return down, up
+
+
+def _size(tensors: Tensors, left_out: set[str]) -> int:
+    return size_in_bytes({name: tensor for name, tensor in tensors.items() if name not in left_out})
+
+
+# A row for each run and tier: what it costs and how well it does.
 
 WHICH = ("run", "method", "round", "tier")
 COSTS = ("parameters", "MACs/sample", "bytes/round")

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 
 from fedhm.errors import FedhmError
-from fedhm.machine.files import read_tensors, write_tensors
+from fedhm.machine.tensors import read_tensors, write_tensors
 from fedhm.networks.exchange import Tensors
-from fedhm.server.flatten import flatten, unflatten
-from fedhm.server.optimizer import Moments
+from fedhm.server.filters.optimizer import Moments
+from fedhm.server.state import flatten, unflatten
 
 FORMAT = "fedhm-checkpoint-2"
 EARLIER = "fedhm-checkpoint-1"  # its states were keys in two dicts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedhm.config.settings import Config
+from fedhm.config.schema import Config
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
 from fedhm.data.tokens import Tokens

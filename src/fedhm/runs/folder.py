@@ -1,23 +1,28 @@
-"""A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time."""
+"""What a run's folder states of the run: its settings, and which versions of this library began and resumed it.
+
+Settings that came up later are not stated there. They are read as what the library did before it had them, which each
+section knows (`Section.as_before`), and are no part of what identifies the run.
+"""
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from torch import nn
 
-from fedhm.config.settings import Config, ResolvedConfig
+from fedhm.config.loading import parse_begun, read_text
+from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.errors import FedhmError
-from fedhm.machine.files import check_name, write_atomically
-from fedhm.machine.locks import take_lock
-from fedhm.machine.places import check_folder, make_folder
+from fedhm.machine.files import check_folder, check_name, make_folder, take_lock, write_atomically
 from fedhm.machine.printable import pasteable
 from fedhm.measure.cost import Cost
-from fedhm.runs.begun import Begun, note_resumed, read_begun, write_begun
-from fedhm.runs.best_models import best_round_of
 from fedhm.runs.checkpoint import (
     Checkpoint,
     ForeignCheckpointError,
@@ -28,17 +33,129 @@ from fedhm.runs.checkpoint import (
     save_checkpoint,
 )
 from fedhm.runs.fingerprint import DataFacts
+from fedhm.runs.identities import IDENTITIES_FILE
+from fedhm.runs.models import best_round_of, save_tier, tier_file
+from fedhm.runs.privacy import ROUNDS_FILE, SECRET_FILE, check_none_repeats, kept_secret, note_released
 from fedhm.runs.records import append_record, check_whole, in_brief, read_records, write_records
-from fedhm.runs.identities import FILE as IDENTITIES_FILE
-from fedhm.runs.released import FILE as ROUNDS_FILE
-from fedhm.runs.released import check_none_repeats, note_released
-from fedhm.runs.secret import FILE as SECRET_FILE
-from fedhm.runs.secret import kept_secret
-from fedhm.runs.taken_back import set_aside
-from fedhm.runs.tier_files import save_tier, tier_file
 from fedhm.server.record import Record
 
-TRACKING = "tracking.json"  # which tracked runs it has: `tracking/memory.py` writes it
+CONFIG_FILE = "config.toml"
+_SIGNATURE = re.compile(r"^# fedhm (\S+) ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Begun:
+    config: ResolvedConfig
+    stated: Mapping[str, Any]  # the settings that the folder states, by section
+    versions: tuple[str, ...]  # that began and resumed the run; none: one from before they were written
+
+    @property
+    def remark(self) -> str:
+        """Return, for a sentence that refuses the folder, which other version wrote it; nothing if it was this one."""
+        return _remark(self.versions)
+
+    def settled(self, given: Config) -> Config:
+        """Return settings in which all that the folder does not state, and nobody has set, is as it was before."""
+        changes: dict[str, Any] = {}
+        for name in Config.model_fields:
+            old, new = getattr(self.config, name), getattr(given, name)
+            if type(old) is not type(new) or not hasattr(new, "as_before"):
+                continue
+            kept = {
+                key: getattr(old, key)
+                for key, field in type(new).model_fields.items()
+                if key not in self.stated.get(name, ())
+                and getattr(new, key) == field.get_default(call_default_factory=True)
+            }
+            changes[name] = new.model_copy(update=kept)
+        return given.model_copy(update=changes)
+
+    def difference(self, given: Config) -> str:
+        """Return the first setting that makes it another run, as part of a sentence; empty if there is none."""
+        old, new = self.config.without_place().dotted(), given.without_place().dotted()
+        for key in (*new, *old):
+            if old.get(key) != new.get(key):
+                return f"{key} = {old.get(key, 'nothing')}, not {new.get(key, 'nothing')}"
+        return ""
+
+
+def read_begun(path: Path) -> Begun:
+    """Read what the folder of a run states."""
+    check_name(path)
+    file = path / CONFIG_FILE
+    if not file.exists():
+        raise FedhmError(f"{path} is not the folder of a run: {_what_is_there(path)}")
+    text = read_text(file)
+    versions = tuple(_SIGNATURE.findall(text))
+    try:
+        return Begun(*parse_begun(text, str(file)), versions)
+    except FedhmError as error:
+        raise FedhmError(f"{error}{_remark(versions)}") from None
+
+
+def _what_is_there(path: Path) -> str:
+    if not path.exists():
+        return "there is no such folder"
+    if not path.is_dir():
+        return "it is a file"
+    within = min(path.glob(f"*/{CONFIG_FILE}"), default=None)
+    return (
+        f"there is no {CONFIG_FILE} in it" if within is None else f"it holds runs, of which name one: {within.parent}"
+    )
+
+
+def write_begun(path: Path, config: ResolvedConfig) -> None:
+    """Write the settings of a run that this version begins."""
+    write_atomically(path / CONFIG_FILE, f"# fedhm {version('fedhm')} began this run\n{config.to_toml()}")
+
+
+def note_resumed(path: Path, begun: Begun, done: int) -> None:
+    """Note in a run's folder that this version resumes it, if another one wrote the rounds before."""
+    if begun.versions[-1:] != (version("fedhm"),):
+        text = read_text(path / CONFIG_FILE)
+        signatures = [match.end() for match in _SIGNATURE.finditer(text)]
+        end = text.find("\n", signatures[-1]) + 1 if signatures else 0
+        note = f"# fedhm {version('fedhm')} resumed it after round {done}\n"
+        write_atomically(path / CONFIG_FILE, text[:end] + note + text[end:])
+
+
+def _remark(versions: tuple[str, ...]) -> str:
+    own = version("fedhm")
+    if versions[-1:] == (own,):
+        return ""
+    writer = f"fedhm {versions[-1]}" if versions else "an earlier version of fedhm, which did not sign it"
+    return f" (the folder was written by {writer}, this is fedhm {own})"
+
+
+# Rounds that are taken back: what came of them lies beside the run from then on, and is not lost.
+
+
+def set_aside(path: Path, last: int, records: Sequence[Record]) -> None:
+    """Move the records, checkpoints and models of all rounds after `last` to a folder of their own in a run's folder.
+
+    The models of a best round that stays are not moved; if there is nothing to move, nothing is done.
+
+    Checkpoints go before the run's records are cut, the newest first: if that is interrupted, what is left is a run
+    that was interrupted after some later round.
+    """
+    later = [each for each in existing_checkpoints(path / "checkpoints") if round_of(each) > last]
+    if not later and not records[last:]:
+        return
+    place = next(place for number in count(1) if not (place := path / f"taken-back-{number}").exists())
+    write_records(place / "records.jsonl", records[last:])
+    for checkpoint in reversed(later):
+        (place / "checkpoints").mkdir(exist_ok=True)
+        checkpoint.rename(place / "checkpoints" / checkpoint.name)
+    for model in list((path / "models").glob("*")):
+        if not 1 <= best_round_of(model) <= last:
+            (place / "models").mkdir(exist_ok=True)
+            model.rename(place / "models" / model.name)
+    write_records(path / "records.jsonl", records[:last])
+
+
+# A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time.
+
+TRACKING = "tracking.json"  # which tracked runs it has: `tracking/tracker.py` writes it
 LOCK = ".lock"  # stays in the folder, and means nothing unless a process holds it
 
 

@@ -5,15 +5,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
-from fedhm.config.settings import Config
+from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_name
 from fedhm.measure.cost import Cost
-from fedhm.runs.best_models import kept_best
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
+from fedhm.runs.models import Layer, kept_best, read_layers, tier_file
 from fedhm.runs.records import check_whole, read_records
-from fedhm.runs.tier_files import Layer, read_layers, tier_file
 from fedhm.server.record import Record, Traffic
 
 

@@ -10,7 +10,7 @@ from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.runs.records import in_brief
 
-FILE = "nodes.json"
+IDENTITIES_FILE = "nodes.json"
 # no checksum: whoever runs the federation may take a line out, for a client that got another key
 _Table = TypeAdapter(dict[Annotated[int, Field(ge=0)], Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]])
 
@@ -29,7 +29,7 @@ class Identities:
     @classmethod
     def read(cls, folder: Path) -> "Identities":
         """Read those of a run that is resumed; a run from before they were kept has none."""
-        file = folder / FILE
+        file = folder / IDENTITIES_FILE
         try:
             keys = _Table.validate_json(file.read_bytes()) if file.exists() else {}
             if len(set(keys.values())) < len(keys):
@@ -63,4 +63,6 @@ class Identities:
 
     def _write(self) -> None:
         if self._folder is not None and self._keys:
-            write_atomically(self._folder / FILE, json.dumps(dict(sorted(self._keys.items())), indent=2) + "\n")
+            write_atomically(
+                self._folder / IDENTITIES_FILE, json.dumps(dict(sorted(self._keys.items())), indent=2) + "\n"
+            )

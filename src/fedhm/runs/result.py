@@ -6,11 +6,10 @@ from pathlib import Path
 from torch import nn
 
 from fedhm.adapters.adapted import save_adapter
-from fedhm.config.sections.objective import Metrics
+from fedhm.config.objective import Metrics
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import Cost
-from fedhm.server.evaluation.client_metrics import ClientMetrics
-from fedhm.server.record import Record
+from fedhm.server.record import ClientMetrics, Record
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,7 @@
 of your own (`fedhm.Watcher`) may be anything else.
 """
 
-from fedhm.tracking.ml_flow import MLflow
-from fedhm.tracking.tensor_board import TensorBoard
 from fedhm.tracking.tracker import Tracker
-from fedhm.tracking.weights_biases import Wandb
+from fedhm.tracking.trackers import MLflow, TensorBoard, Wandb
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "Wandb"]

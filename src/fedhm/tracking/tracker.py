@@ -1,23 +1,97 @@
-"""What all trackers have in common: a resumed run goes on in the same tracked run, and no failure costs a round."""
+"""What trackers are told of a record: names and numbers."""
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import ClassVar
+from typing import Any, ClassVar
 from warnings import warn
 
+from pydantic import TypeAdapter
 from torch import nn
 
+from fedhm.config.schema import Config
 from fedhm.errors import FedhmError, FedhmWarning
-from fedhm.machine.places import in_words
+from fedhm.machine.files import file_name, in_words, write_atomically
 from fedhm.machine.printable import printable
-from fedhm.runs.tier_files import save_tier, tier_file
+from fedhm.runs.folder import TRACKING
+from fedhm.runs.models import save_tier, tier_file
+from fedhm.server.callbacks import About
 from fedhm.server.record import Record
-from fedhm.server.watcher import About
-from fedhm.tracking.memory import Remembered, recall, remember
-from fedhm.tracking.values import values
+
+_ODD = re.compile(r"[^\w\-. /]")  # what some tracker refuses in names
+
+
+def values(record: Record) -> dict[str, float]:
+    """Return every number of a record that has a name: `accuracy/1-8`, `train_loss/full`, `diagnostics/kappa_uv`."""
+    found: dict[str, float] = {
+        "participants": len(record.participants),
+        "dropped": len(record.dropped),
+        "clipped": len(record.clipped),
+        "attempts": record.attempts,
+    }
+    for tier, metrics in record.metrics.items():
+        found |= {f"{name}/{_one_word(tier)}": value for name, value in metrics.items()}
+    for tier, traffic in record.traffic.items():
+        of_tier = {"train_loss": traffic.loss, "bytes_down": traffic.down, "bytes_up": traffic.up, "macs": traffic.macs}
+        found |= {f"{name}/{_one_word(tier)}": value for name, value in of_tier.items()}
+    for tier, at_clients in record.clients.items():
+        for what in ("mean", "median", "worst_tenth"):
+            of_clients = getattr(at_clients.overall, what)
+            found |= {f"clients_{what}_{name}/{_one_word(tier)}": value for name, value in of_clients.items()}
+    found |= {f"diagnostics/{_one_word(name)}": value for name, value in record.diagnostics.items()}
+    found |= {f"seconds/{phase}": seconds for phase, seconds in record.seconds.items()}
+    if record.epsilon is not None:
+        found["epsilon"] = record.epsilon
+    if record.simulated is not None:
+        found["simulated_seconds"] = record.simulated.seconds
+    return {_ODD.sub("_", name): float(value) for name, value in found.items()}
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """Return the settings by their dotted keys, without those of the tracker itself."""
+    return {key: value for key, value in config.dotted().items() if not key.startswith("tracking.")}
+
+
+def _one_word(name: str) -> str:
+    """Return a tier's name as its files are called: a slash would make a folder of it."""
+    return file_name(name)
+
+
+# Which tracked run belongs to a run, and how many of its rounds that has: `tracking.json` in the run's folder.
+
+
+@dataclass(frozen=True)
+class Remembered:
+    run: str = ""  # how the tool identifies the tracked run; empty: there is none yet
+    rounds: int = 0
+
+
+def recall(folder: Path | None, key: str) -> Remembered:
+    """Return what is known of a tracker; nothing, if the run is not kept on disk."""
+    return _read(folder / TRACKING).get(key, Remembered()) if folder else Remembered()
+
+
+def remember(folder: Path | None, key: str, what: Remembered) -> None:
+    if folder:
+        known = _read(folder / TRACKING) | {key: what}
+        write_atomically(folder / TRACKING, json.dumps({k: asdict(each) for k, each in known.items()}, indent=2))
+
+
+def _read(path: Path) -> dict[str, Remembered]:
+    if not path.exists():
+        return {}
+    try:
+        return TypeAdapter(dict[str, Remembered]).validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FedhmError(f"cannot read {path}: {error}; without it, trackers begin new tracked runs") from None
+
+
+# What all trackers have in common: a resumed run goes on in the same tracked run, and no failure costs a round.
 
 LONGEST = 200  # characters of what a tool says
 

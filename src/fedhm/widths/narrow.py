@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import averages
 from fedhm.networks.structure import copied
-from fedhm.widths.resize import NORMS, resize
-from fedhm.widths.width_plan import WidthPlan, attempt
+from fedhm.widths.plan import NORMS, WidthPlan, attempt, resize
 
 Where = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indices, None for all
 

@@ -13,21 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhm.config.sections.training import TrainConfig
-from fedhm.data.batches import Batch, Feed
+from fedhm.config.schema import TrainConfig
+from fedhm.data.samples import Batch, Feed
 from fedhm.networks.batchnorm import by_batch
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.less_memory.checkpointing import checkpoint_blocks
-from fedhm.networks.less_memory.parts import backward
 from fedhm.networks.reuse import Ready
+from fedhm.networks.saving import backward, checkpoint_blocks
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.seeds import torch_generator
-from fedhm.work.bounds import Expected, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.train import at_once, fit, task_seed
-from fedhm.work.work import Answer, Example
+from fedhm.work.work import Answer, Example, Expected, outside
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CONSENSUS, LOGITS = "consensus", "logits"  # the tensor of a task, if clients agreed on one yet; that of its answer

@@ -12,22 +12,20 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.sections.objective import Metrics, Objective
-from fedhm.config.sections.training import TrainConfig
-from fedhm.config.settings import Config
-from fedhm.data.batches import Feed
+from fedhm.config.objective import Metrics, Objective
+from fedhm.config.schema import Config, TrainConfig
+from fedhm.data.samples import Feed
 from fedhm.errors import FedhmWarning
 from fedhm.machine.device import CPU
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import scores
 from fedhm.networks.reuse import Ready
-from fedhm.work.bounds import LARGEST_MEAN, Expected, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.train import at_once
-from fedhm.work.work import Answer, Example
+from fedhm.work.work import LARGEST_MEAN, Answer, Example, Expected, outside
 
-KIND = "evaluate"
+EVALUATE = "evaluate"
 BATCH = "batch"  # the option of a task that says how many samples run at once
 OF_ONE_SAMPLE = -(LARGEST_MEAN**2), LARGEST_MEAN**2  # what it may add to a sum of which the objective says nothing
 

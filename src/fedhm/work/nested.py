@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fedhm.lowrank.nested import inside_of
+from fedhm.lowrank.hybrid import inside_of
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.less_memory.parts import Loss
 from fedhm.networks.reuse import Ready
+from fedhm.networks.saving import Loss
 from fedhm.networks.structure import normalises
 from fedhm.seeds import numpy_generator
 from fedhm.work.client import Client

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedhm.config.sections.training import TrainConfig
+from fedhm.config.schema import TrainConfig
 from fedhm.networks.batchnorm import tracked_layers
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, repeated, scores
 from fedhm.networks.reuse import Ready
-from fedhm.work.bounds import Expected, moments, outside
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.train import at_once
-from fedhm.work.work import Answer, Example
+from fedhm.work.work import Answer, Example, Expected, moments, outside
 
-KIND = "statistics"
+STATISTICS = "statistics"
 
 
 class Statistics:

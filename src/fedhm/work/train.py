@@ -8,20 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.adapters.wire import head_of
-from fedhm.config.sections.training import TrainConfig
-from fedhm.config.settings import Config
+from fedhm.config.schema import Config, TrainConfig
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.lowrank.decay import add_decay, factorized_layers
 from fedhm.lowrank.layers import LowRank
-from fedhm.machine.allocator import give_back_at_once
 from fedhm.machine.device import seeded
+from fedhm.machine.process import give_back_at_once
 from fedhm.networks.batchnorm import freeze_statistics, running_names
+from fedhm.networks.exchange import precise
 from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.less_memory.checkpointing import check_blocks, checkpoint_blocks
-from fedhm.networks.less_memory.parts import Loss, backward
-from fedhm.networks.less_memory.repeatable import check_repeats
-from fedhm.networks.precision import precise
 from fedhm.networks.reuse import Ready
+from fedhm.networks.saving import Loss, backward, check_blocks, check_repeats, checkpoint_blocks
 from fedhm.networks.sgd import SGD, Group, Steps
 from fedhm.networks.structure import run_in_training
 from fedhm.seeds import derive, torch_generator

@@ -1,24 +1,111 @@
-"""The protocol of a kind of client work: how it runs, what its answer looks like, how that is bounded, what it costs.
+"""Bounds on the numbers of an answer: a single 1e38 leaves nothing of a mean."""
 
-A kind is one file of this package that ends in `ENTRY_POINT = …`, or an object that another package names in the
-entry-point group `fedhm.work`. Tasks carry its name, and nobody else asks for it.
-"""
-
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from fedhm.config.plugins import find
-from fedhm.config.sections.objective import Objective
-from fedhm.config.sections.training import TrainConfig
+from fedhm.config.objective import Objective
+from fedhm.config.registry import find
+from fedhm.config.schema import TrainConfig
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs
 from fedhm.networks.reuse import Ready
-from fedhm.work.bounds import Expected, change
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
+
+LARGEST_LOGIT = 1e6
+LARGEST_LOSS = 1e30  # sums of such are finite
+LARGEST_MEAN = 1e10  # of what a BatchNorm layer sees, perhaps raw inputs; of a variance, the square of it
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the server knows of an answer before it comes."""
+
+    tensors: Tensors  # of the answer's names, shapes and types; of statistics, `values` are those that one sample gives
+    samples: int  # of the client, or its test samples if the work runs on these; 0: it has not said yet
+    classes: int
+    labelled: bool = False  # it says which labels its client holds
+    running: Set[str] = frozenset()  # the names of running averages, and of other buffers that follow the data
+    fixed: Set[str] = frozenset()  # the names of what training leaves alone: other buffers, frozen parameters
+    halved: bool = False  # matrices travelled in half precision
+    largest_output: float = LARGEST_LOGIT  # of a network
+    max_change: float = 0.0  # norm of the change of all that is trained, in units of what was sent; 0 is no limit
+    objective: Objective | None = None
+
+
+def change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
+    """Return why weights are too far from those that were sent, or not finite; None if they are not."""
+    squares = 0.0
+    for name, tensor in tensors.items():
+        if name in expected.running:
+            if reason := outside(name, tensor, *moments(name.endswith("running_var"))):
+                return reason
+        elif name in expected.fixed:
+            if not _same(tensor, sent[name], expected.halved and tensor.ndim > 1):
+                return f"'{name}' is not trained, but did not come back as it was sent"
+        else:
+            distance = _distance(tensor, sent[name])
+            if math.isnan(distance):
+                return f"'{name}' holds NaN or infinite values"
+            squares += distance * distance
+    moved, most = math.sqrt(squares), expected.max_change
+    # The norm of what was sent need not be known of a change that would be small enough for any.
+    untrained = expected.running | expected.fixed
+    if most and moved > most and moved > most * _norm(t for name, t in sent.items() if name not in untrained):
+        return f"its change has norm {moved:.1e}, over {most:g} × that of what was sent"
+    return None
+
+
+def _same(tensor: Tensor, sent: Tensor, halved: bool) -> bool:
+    """Tell whether two tensors are the same to the last bit, as far as they travelled."""
+    tensor, sent = (tensor.half(), sent.half()) if halved and tensor.is_floating_point() else (tensor, sent)
+    return torch.equal(tensor.flatten().view(torch.uint8), sent.flatten().view(torch.uint8))
+
+
+def _distance(tensor: Tensor, sent: Tensor) -> float:
+    """Return ‖tensor − sent‖; NaN if `tensor` is not finite. Where the type's own range is too small, in float64."""
+    tensor, sent = _as_real(tensor), _as_real(sent)
+    if tensor.element_size() > 2 and math.isfinite(distance := torch.dist(tensor, sent).item()):
+        return distance
+    return torch.dist(tensor.double(), sent.double()).item() if bool(tensor.isfinite().all()) else math.nan
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """Return the norm of all tensors together."""
+    return math.hypot(*(torch.linalg.vector_norm(_as_real(each), dtype=torch.float64).item() for each in tensors))
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def moments(variance: bool) -> tuple[float, float]:
+    """Return the lowest and highest value of a mean or variance of what a BatchNorm layer sees."""
+    return (0.0, LARGEST_MEAN**2) if variance else (-LARGEST_MEAN, LARGEST_MEAN)
+
+
+def outside(name: str, tensor: Tensor, lowest: float, highest: float) -> str | None:
+    """Return which value of a tensor is not finite, or not within bounds; None if all are."""
+    if not tensor.numel():
+        return None
+    smallest, largest = (value.item() for value in _as_real(tensor).aminmax())
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        return f"'{name}' holds NaN or infinite values"
+    if lowest <= smallest and largest <= highest:
+        return None
+    return f"'{name}' has the value {smallest if smallest < lowest else largest:.3g}, not in {lowest:g}…{highest:g}"
+
+
+# The protocol of a kind of client work: how it runs, what its answer looks like, how that is bounded, what it costs.
+#
+# A kind is one file of this package that ends in `ENTRY_POINT = …`, or an object that another package names in the
+# entry-point group `fedhm.work`. Tasks carry its name, and nobody else asks for it.
 
 
 @dataclass(frozen=True)

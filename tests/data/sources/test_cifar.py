@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedhm.data.images import CIFAR10, CIFAR100, Layout, holds_cifar10, read_cifar10, read_cifar100
 from fedhm.data.samples import Samples, Source
-from fedhm.data.sources.cifar import CIFAR10, CIFAR100, Layout, holds_cifar10, read_cifar10, read_cifar100
 from fedhm.errors import FedhmError
 
 LAYOUTS = [

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from fedhm.data.sources.digits import read_digits
+from fedhm.data.images import read_digits
 
 
 def test_every_digit_is_there_once_and_scaled_to_bytes() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedhm.data.sources.huggingface import read_huggingface
+from fedhm.data.huggingface import read_huggingface
 from fedhm.errors import FedhmError
 
 pytestmark = pytest.mark.skipif(find_spec("datasets") is None, reason="there is no package datasets here")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedhm.data.sources.idx import holds_idx_files, read_fashion_mnist
+from fedhm.data.images import holds_idx_files, read_fashion_mnist
 from fedhm.errors import FedhmError
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -114,6 +114,6 @@ def test_a_file_that_unpacks_to_more_than_any_of_them_is_refused(
     write_all(tmp_path)
     compress(tmp_path / "train-images-idx3-ubyte")
     read_fashion_mnist(tmp_path)
-    monkeypatch.setattr("fedhm.data.sources.idx.MOST", 30)  # of 40 bytes; the real limit takes seconds to unpack
+    monkeypatch.setattr("fedhm.data.images.LARGEST_IDX_FILE", 30)  # of 40 bytes; the real limit takes seconds to unpack
     with pytest.raises(FedhmError, match="is not one of the official files: it has more than"):
         read_fashion_mnist(tmp_path)

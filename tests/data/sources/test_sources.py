@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedhm.data.sources import catalogue as sources
-from fedhm.data.sources.catalogue import SOURCES, read_source
-from fedhm.data.sources.digits import read_digits
+from fedhm.data import sources
+from fedhm.data.images import read_digits
+from fedhm.data.sources import SOURCES, read_source
 from fedhm.errors import FedhmError
 
 MISSING = {
@@ -121,8 +121,6 @@ def test_huggingface_names_go_to_huggingface(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_importing_the_sources_stays_light() -> None:
-    question = (
-        "import sys, fedhm.data.sources.catalogue; print([m for m in ('sklearn', 'datasets') if m in sys.modules])"
-    )
+    question = "import sys, fedhm.data.sources; print([m for m in ('sklearn', 'datasets') if m in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedhm.data.sources.tinyimagenet import holds_tiny_imagenet, read_tiny_imagenet
+from fedhm.data.images import holds_tiny_imagenet, read_tiny_imagenet
 from fedhm.errors import FedhmError
 
 WNIDS = ["n02", "n01", "n03"]  # the order of the file counts, not that of the names
@@ -63,7 +63,7 @@ def test_images_are_contiguous_bytes_and_a_grey_file_has_three_equal_channels(fo
 
 def test_more_images_than_one_thread_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = read_tiny_imagenet(folder)
-    monkeypatch.setattr("fedhm.data.sources.tinyimagenet.CHUNK", 2)
+    monkeypatch.setattr("fedhm.data.images.CHUNK", 2)
     assert torch.equal(read_tiny_imagenet(folder).train.inputs, whole.train.inputs)
 
 

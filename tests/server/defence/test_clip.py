@@ -8,9 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.server.defence.clip import Findings, clip
-from fedhm.server.defence.moved import AVERAGES, OUTPUTS, WEIGHTS, Layout, Moved, moved
-from fedhm.server.defence.norms import ABOVE_ALL, ENOUGH, GROWTH, MULTIPLE, SETTLED, History
+from fedhm.server.filters.clip import Findings, clip
+from fedhm.server.filters.history import (
+    ABOVE_ALL,
+    AVERAGES,
+    ENOUGH,
+    GROWTH,
+    MULTIPLE,
+    OUTPUTS,
+    SETTLED,
+    WEIGHTS,
+    History,
+    Layout,
+    Moved,
+    moved,
+)
 from fedhm.work.messages import Task, Update
 
 SIZE = 6

@@ -5,13 +5,12 @@ import torch
 from torch import nn
 
 from conftest import small_config
-from fedhm.data.batches import Preprocessing
 from fedhm.data.federation import remote_federation
+from fedhm.data.samples import Preprocessing
 from fedhm.networks.exchange import exchanged
-from fedhm.server.defence.counts import capped, most_samples, typical_loss
-from fedhm.server.evaluation.client_metrics import Tally
-from fedhm.server.intake import Intake
-from fedhm.server.record import Record
+from fedhm.server.collect import Intake
+from fedhm.server.filters.clip import capped, most_samples, typical_loss
+from fedhm.server.record import Record, Tally
 from fedhm.work.messages import Task, Update
 from fedhm.work.statistics import pool
 

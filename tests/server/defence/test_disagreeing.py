@@ -9,12 +9,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedhm.networks.exchange import Tensors
-from fedhm.server.defence.agreement.disagreeing import AGAINST, HELD, drop_disagreeing
-from fedhm.server.defence.agreement.panel import Panel
-from fedhm.server.defence.agreement.standing import LASTING, LEAST_ONCE, ONCE, SHARE, WINDOW, Seen, Standing
-from fedhm.server.defence.clip import Findings
-from fedhm.server.defence.moved import Layout, Moved, moved
-from fedhm.server.defence.norms import History
+from fedhm.server.filters.agreement import AGAINST, HELD, Panel, drop_disagreeing
+from fedhm.server.filters.clip import Findings
+from fedhm.server.filters.history import (
+    AGREEMENT_WINDOW,
+    LASTING,
+    LEAST_ONCE,
+    ONCE,
+    SHARE,
+    History,
+    Layout,
+    Moved,
+    Seen,
+    Standing,
+    moved,
+)
 from fedhm.work.messages import Task, Update
 
 SIZE = 50
@@ -133,7 +142,7 @@ def test_who_disagrees_a_little_for_long_is_left_out() -> None:
     while passed(changes, Findings({}, [], []), standing) == but():
         standing.add(findings.agreement)
         rounds += 1
-    assert rounds < WINDOW
+    assert rounds < AGREEMENT_WINDOW
     assert passed(changes, Findings({}, [], []), standing) == but(4)
 
 
@@ -148,10 +157,10 @@ def test_standing_is_the_formula(rounds: list[tuple[float, float, float]]) -> No
         excess = sum(s.agreement - SHARE * s.median for s in some)
         return len(some) > 1 and excess < -LASTING * sum(s.spread**2 for s in some) ** 0.5
 
-    (agreement, median, spread), last = seen[-1], seen[-WINDOW:]
+    (agreement, median, spread), last = seen[-1], seen[-AGREEMENT_WINDOW:]
     once = agreement - SHARE * median < -ONCE * max(spread, LEAST_ONCE * median)
     assert standing.out(3, seen[-1]) == (once or below(last))
-    assert standing.was_out(3) == below(seen[:-1][-WINDOW + 1 :])
+    assert standing.was_out(3) == below(seen[:-1][-AGREEMENT_WINDOW + 1 :])
 
 
 def test_agreement_is_a_quantile_of_the_mean_cosines_of_the_layers_but_the_last() -> None:
@@ -179,7 +188,7 @@ def test_who_was_out_does_not_tell_the_way_and_stays_out_where_nobody_knows_it()
         changes[number] = {n: 0.1 * changes[number][n] - way[n] for n in LAYERS}
     known = Standing()
     assert set(hostile) & set(passed(changes))
-    for _ in range(WINDOW):
+    for _ in range(AGREEMENT_WINDOW):
         known.add({number: Seen(-0.3, 0.4, 0.1) for number in hostile})
     assert passed(changes, known=known) == but(*hostile)
     findings = Findings({}, [], [])

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.changes.change import change
-from fedhm.lowrank.decompositions.unroll import Form, roll, split, unroll
-from fedhm.server.defence.agreement.gram import gram, recovered
+from fedhm.lowrank.delta import change
+from fedhm.lowrank.svd import Form, roll, split, unroll
+from fedhm.server.filters.agreement import gram, recovered
 
 SHAPES = {"conv": torch.Size((6, 4, 3, 3)), "line": torch.Size((5, 5))}
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhm.networks.exchange import Tensors
-from fedhm.server.defence.outliers import DEVIATIONS, SPREADS, brought_in, intervals
+from fedhm.server.filters.clip import DEVIATIONS, SPREADS, brought_in, intervals
 from fedhm.work.statistics import pool
 
 

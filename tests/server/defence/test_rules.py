@@ -6,14 +6,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.config.sections.training import ServerConfig
+from fedhm.config.schema import ServerConfig
 from fedhm.errors import FedhmError
-from fedhm.server.defence.agreement.rules import ITERATIONS, centered_clip, krum, krum_scores
-from fedhm.server.defence.agreement.together import by_centered_clip, by_krum, judged_together
-from fedhm.server.defence.clip import Findings
-from fedhm.server.defence.moved import WEIGHTS, Layout, Moved, moved
-from fedhm.server.defence.norms import History
-from fedhm.server.guard import check_attackers
+from fedhm.server.filters.agreement import (
+    ITERATIONS,
+    by_centered_clip,
+    by_krum,
+    centered_clip,
+    judged_together,
+    krum,
+    krum_scores,
+)
+from fedhm.server.filters.clip import Findings
+from fedhm.server.filters.defence import check_attackers
+from fedhm.server.filters.history import WEIGHTS, History, Layout, Moved, moved
 from fedhm.work.messages import Task, Update
 
 SIZE = 40

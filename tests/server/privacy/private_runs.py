@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from conftest import small_config
 from fedhm.assembly import assemble
-from fedhm.config.settings import Config
+from fedhm.config.schema import Config
 from fedhm.data.federation import Federation, gathered
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import Tensors

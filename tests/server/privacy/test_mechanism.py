@@ -11,10 +11,10 @@ from torch import Tensor
 
 from conftest import small_model
 from fedhm.assembly import assemble
-from fedhm.lowrank.changes.change import change, within
+from fedhm.lowrank.delta import change, within
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import secret_normals, secret_uniforms
-from fedhm.server.optimizer import Moments
+from fedhm.server.filters.optimizer import Moments
 from fedhm.server.record import Record
 from fedhm.work.messages import Task
 

@@ -11,15 +11,14 @@ import torch
 from private_runs import SERVER, normal_federation, plain_model, private_config, settings
 
 import fedhm
-from fedhm.config.sections.federation import FederationConfig
-from fedhm.config.sections.privacy import PrivacyConfig
+from fedhm.config.schema import FederationConfig, PrivacyConfig
 from fedhm.errors import FedhmError
 from fedhm.machine import files
-from fedhm.runs import secret
+from fedhm.runs.privacy import LENGTH, SECRET_FILE
 from fedhm.runs.result import Result
-from fedhm.server.participants.sampling import expected_to_train, independently
-from fedhm.server.privacy.accountant import ORDERS, epsilon, epsilon_after
+from fedhm.server.filters.privacy import ORDERS, epsilon, epsilon_after
 from fedhm.server.record import Record
+from fedhm.server.sampling import expected_to_train, independently
 from fedhm.work.messages import Participant
 from run_outcome import outcome
 
@@ -36,8 +35,8 @@ def run(out: Path | None = None, **sections: dict[str, Any]) -> Result:
 
 @pytest.fixture
 def known_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secret, "new_secret", lambda: b"k" * secret.LENGTH)
-    monkeypatch.setattr("fedhm.experiment.new_secret", lambda: b"k" * secret.LENGTH)
+    monkeypatch.setattr("fedhm.runs.privacy.new_secret", lambda: b"k" * LENGTH)
+    monkeypatch.setattr("fedhm.experiment.new_secret", lambda: b"k" * LENGTH)
 
 
 def stated(where: str, q: float, z: float, times: int, delta: float) -> float:
@@ -116,7 +115,7 @@ def test_the_divisor_is_the_number_of_clients_to_expect() -> None:
 def test_the_secret_is_the_owners_only(tmp_path: Path) -> None:
     run(tmp_path / "a")
     run(tmp_path / "b")
-    kept = [tmp_path / name / secret.FILE for name in ("a", "b")]
+    kept = [tmp_path / name / SECRET_FILE for name in ("a", "b")]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept)
     assert kept[0].read_bytes() != kept[1].read_bytes()
     assert kept[0].read_bytes().hex() not in (tmp_path / "a" / "config.toml").read_text()
@@ -156,11 +155,11 @@ def test_an_interrupted_run_repeats_its_noise(
         real(path, content)
 
     with monkeypatch.context() as patch:
-        for place in ("fedhm.machine.files", "fedhm.runs.folder", "fedhm.runs.records", "fedhm.runs.begun"):
+        for place in ("fedhm.machine.tensors", "fedhm.runs.folder", "fedhm.runs.records"):
             patch.setattr(f"{place}.write_atomically", dying)
         with pytest.raises(KilledError):
             run(tmp_path / "cut", **sections)
-    monkeypatch.setattr(secret, "new_secret", lambda: b"another secret, of 32 bytes ... ")
+    monkeypatch.setattr("fedhm.runs.privacy.new_secret", lambda: b"another secret, of 32 bytes ... ")
     run(tmp_path / "cut", **sections)
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
 
@@ -168,7 +167,7 @@ def test_an_interrupted_run_repeats_its_noise(
 @no_figures
 def test_without_its_secret_a_run_is_not_resumed(tmp_path: Path) -> None:
     run(tmp_path / "run")
-    file = tmp_path / "run" / secret.FILE
+    file = tmp_path / "run" / SECRET_FILE
     kept = file.read_bytes()
     file.write_bytes(kept[:7])
     with pytest.raises(FedhmError, match="is damaged: it must hold 32 bytes"):

@@ -12,13 +12,11 @@ from private_runs import ByHand, normal_federation, plain_model, private_config
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.config.reading import parse
-from fedhm.config.sections.privacy import LEAST_NOISE, PrivacyConfig
-from fedhm.config.sections.training import ServerConfig
+from fedhm.config.loading import parse
+from fedhm.config.schema import LEAST_NOISE, PrivacyConfig, ServerConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.server.privacy.accountant import epsilon
-from fedhm.server.privacy.check import check_privacy
+from fedhm.server.filters.privacy import check_privacy, epsilon
 
 SERVER_ONLY = {"clip": 1.0, "noise": 1.0, "where": "server"}
 LOCAL = {"clip": 1.0, "noise": 1.0, "where": "client"}

@@ -7,13 +7,12 @@ from rich.console import Console
 
 from fedhm.assembly import named_design
 from fedhm.cli.devices.fresh_process import STEPS, TIMES, step_in_fresh_process, with_mode
-from fedhm.config.budget import KINDS, read_size
-from fedhm.config.reading import load_config
+from fedhm.config.loading import load_config
+from fedhm.config.units import KINDS, read_size
 from fedhm.errors import FedhmError
-from fedhm.lowrank.decompositions.unroll import Form
-from fedhm.measure.fit import Fit, fit_versions
-from fedhm.measure.seconds import timed
-from fedhm.measure.versions import Training, Versions
+from fedhm.lowrank.svd import Form
+from fedhm.measure.fit import Fit, Training, Versions, fit_versions
+from fedhm.measure.time import timed
 from fedhm.networks.inputs import one_tensor
 from fedhm.report.sheets import Sheet, readable_bytes, readable_macs, rich_table
 

@@ -6,10 +6,9 @@ import subprocess
 import sys
 from typing import Any
 
-from fedhm.config.sections.training import TrainConfig
-from fedhm.config.settings import ResolvedConfig
+from fedhm.config.schema import ResolvedConfig, TrainConfig
 from fedhm.errors import FedhmError
-from fedhm.measure.versions import Mode
+from fedhm.measure.fit import Mode
 
 STEPS, TIMES = 4, 3  # so many steps are timed together, so many times
 

@@ -5,15 +5,15 @@ import argparse
 from rich.console import Console
 
 from fedhm.assembly import design, read_federation
-from fedhm.config.reading import load_config
-from fedhm.data.batches import Feed
+from fedhm.config.loading import load_config
+from fedhm.data.samples import Feed
 from fedhm.errors import FedhmError
 from fedhm.methods.tier_work import plan_fleet
 from fedhm.models.build import build_model
-from fedhm.report.fleet_table import plan_sheet
 from fedhm.report.sheets import rich_table
-from fedhm.server.intake import Intake
-from fedhm.server.participants.fleet import with_plan
+from fedhm.report.tables import plan_sheet
+from fedhm.server.collect import Intake
+from fedhm.server.filters.fleet import with_plan
 
 
 def plan(options: argparse.Namespace, console: Console) -> None:

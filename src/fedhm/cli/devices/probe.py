@@ -20,14 +20,13 @@ from torch import nn
 
 from fedhm.assembly import Design, make_client, named_design
 from fedhm.cli.devices.fresh_process import STEPS, TIMES
-from fedhm.config.reading import parse_resolved
-from fedhm.config.settings import ResolvedConfig
-from fedhm.data.batches import Preprocessing
-from fedhm.data.samples import Samples
+from fedhm.config.loading import parse_resolved
+from fedhm.config.schema import ResolvedConfig
+from fedhm.data.samples import Preprocessing, Samples
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan
-from fedhm.machine.allocator import give_back_at_once
 from fedhm.machine.device import find_device
+from fedhm.machine.process import give_back_at_once
 from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import exchanged
 from fedhm.networks.inputs import one_tensor

@@ -11,17 +11,14 @@ from rich.console import Console
 
 from fedhm.assembly import Design, named_design
 from fedhm.cli.devices.fresh_process import mode_of, step_in_fresh_process, with_mode
-from fedhm.config.reading import load_config
-from fedhm.config.sections.devices import DeviceProfile, Measurement
-from fedhm.config.sections.training import TrainConfig
-from fedhm.config.settings import ResolvedConfig
+from fedhm.config.loading import load_config
+from fedhm.config.schema import DeviceProfile, Measurement, ResolvedConfig, TrainConfig
 from fedhm.config.units import rate, size
 from fedhm.errors import FedhmError
-from fedhm.machine.files import write_atomically
+from fedhm.machine.files import check_file, write_atomically
 from fedhm.machine.link import LinkServer, address, measure_link
-from fedhm.machine.places import check_file
 from fedhm.measure.cost import measure
-from fedhm.measure.versions import Mode
+from fedhm.measure.fit import Mode
 from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import digest_of
 from fedhm.networks.inputs import one_tensor

@@ -10,10 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from fedhm.compare.arrange import Comparison, Place
-from fedhm.compare.compared import computed, sent, so_far
-from fedhm.compare.pages.tabulate import readable_count
-from fedhm.compare.targets import Reached
+from fedhm.compare.compared import Reached, computed, sent, so_far
+from fedhm.compare.pages.tables import Comparison, Place, readable_count
 from fedhm.measure.cost import LayerCost
 from fedhm.report.figures.plots import plain
 from fedhm.runs.history import Run

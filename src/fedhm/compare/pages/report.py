@@ -6,18 +6,33 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedhm.compare.arrange import Comparison, arrange
-from fedhm.compare.chosen import TUNE_FILE, Tuned
-from fedhm.compare.compared import Compared, difference_of_entries
-from fedhm.compare.pages.tabulate import as_csv, differences, outcomes, spent, time_to_target, to_target
-from fedhm.compare.targets import Reached, common_target, costs_to_reach, full_model, times_to_reach
+from fedhm.compare.compared import (
+    Compared,
+    Reached,
+    common_target,
+    costs_to_reach,
+    difference_of_entries,
+    full_model,
+    times_to_reach,
+)
+from fedhm.compare.pages.tables import (
+    Comparison,
+    arrange,
+    as_csv,
+    differences,
+    outcomes,
+    spent,
+    time_to_target,
+    to_target,
+)
+from fedhm.compare.tuning import TUNE_FILE, Tuned
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.measure.cost import LayerCost
 from fedhm.report.sheets import Sheet, markdown_table
 
 if TYPE_CHECKING:  # matplotlib takes a second to import
-    from fedhm.report.page.sections import Section
+    from fedhm.report.sections import Section
 
 NOT_SHOWN = ("engine.", "data.folder", "seed", "tracking.", "federation.plan", "federation.checkpointed")
 
@@ -70,10 +85,10 @@ class ComparisonReport:
         return tables
 
     def save(self, folder: Path) -> list[Path]:
-        from fedhm.compare.pages import figures as draw  # matplotlib takes a second to import
+        from fedhm.compare.pages import figures as draw
         from fedhm.report.figures.energy import save_collapse_plot
-        from fedhm.report.page.sections import Switch
         from fedhm.report.page.write import save_sections
+        from fedhm.report.sections import Switch
 
         write_atomically(folder / "comparison.csv", as_csv(self.entries))
         stem = self.comparison.metric.stem
@@ -107,8 +122,7 @@ class ComparisonReport:
     def _sections(self) -> "list[Section]":
         """Return what the comparison's page shows."""
         from fedhm.compare.pages import web
-        from fedhm.report.page.content.by_round import spectrum
-        from fedhm.report.page.sections import Section
+        from fedhm.report.sections import Section, spectrum
 
         paper, *others = self.sheets
         several = [entry.first for entry in self.entries if len(entry.tiers) > 1]

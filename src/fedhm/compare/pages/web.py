@@ -5,11 +5,9 @@ from functools import partial
 
 from matplotlib.colors import to_hex
 
-from fedhm.compare.arrange import Comparison, Place
-from fedhm.compare.compared import computed, sent, so_far
+from fedhm.compare.compared import Reached, computed, sent, so_far
 from fedhm.compare.pages.figures import COLOURS, STYLES, TIER_COLOURS
-from fedhm.compare.pages.tabulate import readable_count
-from fedhm.compare.targets import Reached
+from fedhm.compare.pages.tables import Comparison, Place, readable_count
 from fedhm.measure.cost import LayerCost
 from fedhm.report.page.plot import Line, Plot, ends
 from fedhm.runs.history import Run

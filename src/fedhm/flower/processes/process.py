@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import which
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.private import OWNERS_ONLY, private_files
+from fedhm.flower.processes.secrets import OWNERS_ONLY, private_files
 from fedhm.machine.printable import printable
 
 HOST = "127.0.0.1"

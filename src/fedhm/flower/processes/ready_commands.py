@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from fedhm.machine.ending import run_to_the_end
+from fedhm.machine.process import run_to_the_end
 
 IDLE = 20.0  # seconds without a question after which the process ends
 LOOK = 0.02  # seconds between two looks at a command

@@ -24,7 +24,7 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from fedhm.machine.ending import run_to_the_end
+from fedhm.machine.process import run_to_the_end
 
 # What the processes of each command import: the apps of this library, for a user's app too. A missing one is no harm.
 NEEDED = {

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.typing import ColorType
 
-from fedhm.config.sections.objective import Metric
+from fedhm.config.objective import Metric
 from fedhm.report.figures.plots import plain, tier_colours
 from fedhm.runs.history import Run
-from fedhm.server.evaluation.client_metrics import ClientMetrics, Group
+from fedhm.server.record import ClientMetrics, Group
 
 ROOM = 0.8  # of the distance between two models, in which the clients of all tiers stand side by side
 

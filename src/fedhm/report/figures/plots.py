@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 from matplotlib.typing import ColorType, LineStyleType
 
-from fedhm.config.sections.objective import Metric
+from fedhm.config.objective import Metric
 from fedhm.runs.history import Run
 
 STYLES: tuple[LineStyleType, ...] = ("-", "--", ":", "-.")  # a style for each run, a colour for each tier

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from flwr.app import Message, RecordDict
 
-from fedhm.config.reading import parse_resolved
+from fedhm.config.loading import parse_resolved
 from fedhm.flower.apps import Context, Grid, make_server_app
-from fedhm.flower.commands.status import StatusFile
+from fedhm.flower.follow import StatusFile
 from fedhm.flower.server import run_named
 from fedhm.machine.files import write_atomically
 

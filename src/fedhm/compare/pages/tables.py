@@ -1,0 +1,262 @@
+"""The paper's table: a row for each capability level, a column for each method or family of one-tier methods."""
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fedhm.compare.compared import Compared, Reached, Spread, Timed, computed, sent, so_far, spread
+from fedhm.config.objective import Metric
+from fedhm.report.sheets import Sheet, readable_bytes, readable_macs
+from fedhm.runs.history import Run
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one entry has in one row."""
+
+    entry: Compared
+    tier: str
+    shares: int  # how many capability levels train this tier
+
+    @property
+    def parameters(self) -> int:
+        return self.entry.first.costs[self.tier].parameters
+
+    @property
+    def final(self) -> Spread:
+        return self.entry.final(self.tier)
+
+    def spent_so_far(self, spent: Callable[[Run], Sequence[float]]) -> list[float]:
+        """Return what was spent up to each evaluated round, mean over the seeds."""
+        sums = [spent(run) for run in self.entry.runs]
+        return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in self.entry.curve(self.tier)]
+
+    def minus(self, other: "Place") -> Spread:
+        """Return by how much the metric differs from another's, seed by seed: what a seed does to both cancels."""
+        own, others = self.entry.finals(self.tier), other.entry.finals(other.tier)
+        return spread([own[seed] - others[seed] for seed in own])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
+    columns: dict[str, dict[int, Place]]  # column → row number → what is there
+    reference: Compared  # whose tiers are the rows
+
+    @property
+    def metric(self) -> Metric:
+        return self.reference.metric
+
+    @property
+    def evaluated_on(self) -> str:
+        return self.reference.first.config.evaluated_on
+
+    def column(self, entry: Compared) -> str:
+        return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
+
+    def best(self, row: int) -> Place | None:
+        """Return what is better than each other in its row by more than the difference varies over the seeds."""
+        places = [places[row] for places in self.columns.values() if row in places]
+        for place in places:
+            others = [other for other in places if other is not place]
+            if others and all(self._better(place.minus(other)) for other in others):
+                return place
+        return None
+
+    def _better(self, difference: Spread) -> bool:
+        gain = difference.mean if self.metric.more_is_better else -difference.mean
+        # with one seed nobody knows how much it varies
+        return difference.deviation is not None and gain > difference.deviation
+
+
+def arrange(entries: Sequence[Compared]) -> Comparison:
+    """Put entries into a table: the one with the most tiers gives the rows, the others stand beside their rivals."""
+    reference = max(entries, key=lambda entry: len(entry.tiers))
+    sizes = [reference.first.costs[tier].parameters for tier in reference.tiers]
+    columns: dict[str, dict[int, Place]] = {}
+    for entry in entries:
+        places = _places(entry, sizes)
+        column = entry.first.config.method.column or entry.label
+        if places.keys() & columns.get(column, {}).keys():
+            column = entry.label
+        columns.setdefault(column, {}).update(places)
+    return Comparison(reference.tiers, columns, reference)
+
+
+def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:
+    """Find rows by capability level where the entry has as many; otherwise by the nearest size, and a free one."""
+    places: dict[int, Place] = {}
+    for tier in entry.tiers:
+        everybodys = len(entry.tiers) == 1 and len(set(entry.first.config.method.shares)) < 2
+        shares = len(sizes) if everybodys else entry.levels.count(tier)
+        shares = 1 if entry.first.config.federation.devices else shares  # levels have nothing to say then
+        if len(entry.levels) == len(sizes):
+            row = len(sizes) - 1 - entry.levels[::-1].index(tier)
+        else:
+            size = math.log(entry.first.costs[tier].parameters)
+            free = [number for number in range(len(sizes)) if number not in places]
+            row = min(free, key=lambda number: abs(math.log(sizes[number]) - size))
+        places[row] = Place(entry, tier, shares)
+    return places
+
+
+# A comparison as tables: the metric by capability level, what each tier spent, and what a target cost.
+
+CSV = (
+    *("entry", "seed", "round", "tier", "parameters", "macs"),
+    *("federation_bytes_so_far", "federation_macs_so_far"),
+)
+
+
+def outcomes(comparison: Comparison, seeds: int) -> Sheet:
+    """Return the paper's table: the metric by capability level, a column for each method."""
+    rows = [
+        [level, *(_cell(comparison, places.get(number), number) for places in comparison.columns.values())]
+        for number, level in enumerate(comparison.rows)
+    ]
+    over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
+    bold = (
+        "in bold what is ahead of each other in its row by more than the deviation of their difference over the seeds"
+        if seeds > 1
+        else "nothing is bold, since one seed does not tell what is chance"
+    )
+    note = (
+        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}; {bold}. "
+        "×n: n of the capability levels train this model."
+    )
+    return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
+
+
+def differences(comparison: Comparison) -> Sheet:
+    """Return how far each method is from the one whose tiers are the rows, paired by seed."""
+    base = comparison.column(comparison.reference)
+    others = [name for name in comparison.columns if name != base]
+    rows = [
+        [level, *(_difference(comparison, number, name, base) for name in others)]
+        for number, level in enumerate(comparison.rows)
+    ]
+    note = f"The metric is {comparison.metric.quoted}; mean ± deviation over the seeds, each paired with its like."
+    return Sheet(["tier", *others], [rows], left=1, title=f"Difference from {base}", note=note)
+
+
+def _difference(comparison: Comparison, row: int, name: str, base: str) -> str:
+    place, from_this = (comparison.columns[column].get(row) for column in (name, base))
+    if place is None or from_this is None:
+        return ""
+    shown = _shown(place.minus(from_this), comparison.metric)
+    return shown if shown.startswith("-") else f"+{shown}"
+
+
+SPENT = (
+    *("entry", "tier", "parameters", "MACs per sample", "bytes per round"),
+    *("bytes per client", "MACs per client", "bytes in all", "MACs in all"),
+)
+
+
+def spent(entries: Sequence[Compared]) -> Sheet:
+    """Return what training cost, tier by tier: a client in a round and in the whole run, and all clients together."""
+    seeds = len(entries[0].runs)
+    note = (
+        "Bytes per round: one client's training, down and up. Per client: its training in all rounds, if it took part "
+        "as often as clients did in the mean. In all: the tier's clients together"
+        + (f"; mean over {seeds} seeds." if seeds > 1 else ".")
+    )
+    groups = [_spent(entry) for entry in entries]
+    return Sheet([*SPENT, entries[0].metric.name], groups, left=2, title="What each tier spent", note=note)
+
+
+def _spent(entry: Compared) -> list[list[str]]:
+    rows: list[list[str]] = []
+    for tier in entry.tiers:
+        cost, (client_bytes, client_macs) = entry.first.costs[tier], entry.budget(tier)
+        sizes = (f"{cost.parameters:,}", readable_macs(cost.macs), readable_bytes(entry.client_bytes(tier)))
+        of_client = (readable_bytes(client_bytes), readable_work(client_macs))
+        totals = (readable_bytes(entry.bytes(tier)), readable_work(entry.macs(tier)))
+        rows.append([entry.label, tier, *sizes, *of_client, *totals, _shown(entry.final(tier), entry.metric)])
+    if len(entry.tiers) > 1:
+        totals = (readable_bytes(entry.bytes()), readable_work(entry.macs()))
+        rows.append([entry.label, "all", "", "", "", "", "", *totals, ""])
+    return rows
+
+
+def to_target(metric: Metric, target: float, reached: Sequence[Reached]) -> Sheet:
+    rows = [[r.entry.label, r.tier, _ratio(r.communication), _ratio(r.computation)] for r in reached]
+    note = (
+        "Communication and computation of all clients until the tier first reaches the target, relative to the full "
+        "model on every client."
+    )
+    title = f"Cost of {metric.goal(target)}"
+    return Sheet(["entry", "tier", "communication", "computation"], [rows], left=2, title=title, note=note)
+
+
+def time_to_target(metric: Metric, target: float, timed: Sequence[Timed]) -> Sheet:
+    rows = [
+        [
+            *(t.entry.label, t.tier, "not reached" if t.to_target is None else f"{t.to_target:,.1f}"),
+            *(f"{t.of_run:,.1f}", f"{t.of_run / len(t.entry.first.records):.3g}"),
+            _shown(t.entry.final(t.tier), metric),
+        ]
+        for t in timed
+    ]
+    note = (
+        "Simulated seconds of training on the clients' devices: until the tier first reaches the target, of the whole "
+        "run, and of a round in the mean. Evaluating takes no time here."
+    )
+    columns = ["entry", "tier", "s to target", "s in all", "s per round", metric.name]
+    return Sheet(columns, [rows], left=2, title=f"Time to {metric.goal(target)}", note=note)
+
+
+def as_csv(entries: Sequence[Compared]) -> str:
+    """Return plain numbers, a line for each entry, seed, evaluated round and tier."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    metrics = [metric.name for metric in entries[0].first.config.objective.metrics]
+    timed = any(run.seconds_so_far() for entry in entries for run in entry.runs)
+    writer.writerow([*CSV, *metrics, *(["simulated_seconds_so_far"] if timed else [])])
+    for entry in entries:
+        for run in entry.runs:
+            bytes_so_far, macs_so_far = so_far(run, sent), so_far(run, computed)
+            for record in run.evaluated:
+                seconds = [next(iter(run.seconds_so_far()[record.round - 1 :]), "")] if timed else []
+                spent = (bytes_so_far[record.round - 1], macs_so_far[record.round - 1])
+                for tier, of_tier in record.metrics.items():
+                    cost = run.costs[tier]
+                    where = (entry.label, run.config.seed, record.round, tier)
+                    values = [of_tier[name] for name in metrics]
+                    writer.writerow([*where, cost.parameters, cost.macs, *spent, *values, *seconds])
+    return out.getvalue()
+
+
+def readable_count(parameters: int) -> str:
+    return f"{parameters / 1e6:.2f} M" if parameters >= 1e6 else f"{parameters / 1e3:.1f} k"
+
+
+def readable_work(macs: float | None) -> str:
+    """Return the MACs of a whole training in a readable unit."""
+    if macs is None:
+        return "–"
+    for unit in ("M", "G", "T"):
+        macs /= 1000 if unit != "M" else 1e6
+        if macs < 1000:
+            break
+    return f"{macs:,.1f} {unit}"
+
+
+def _cell(comparison: Comparison, place: Place | None, row: int) -> str:
+    if place is None:
+        return ""
+    size = readable_count(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
+    shown = _shown(place.final, comparison.metric)
+    return f"{size}: {f'**{shown}**' if place is comparison.best(row) else shown}"
+
+
+def _shown(final: Spread, metric: Metric) -> str:
+    numbers = [final.mean] if final.deviation is None else [final.mean, final.deviation]
+    return " ± ".join(f"{number:.{metric.decimals}f}" for number in numbers)
+
+
+def _ratio(ratio: float | None) -> str:
+    return "not reached" if ratio is None else f"{ratio:.3f}"

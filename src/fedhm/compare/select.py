@@ -1,0 +1,249 @@
+"""FedHM's tiers on a config's model, which the tiers of all other methods in a comparison are matched to."""
+
+import difflib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self, TypeVar
+
+from torch import Tensor, nn
+
+from fedhm.assembly import Design, named_design
+from fedhm.compare import METHODS
+from fedhm.compare.compared import Compared
+from fedhm.config import registry as plugins
+from fedhm.config.method import Family, NamedEntry, Settings
+from fedhm.config.registry import make
+from fedhm.config.schema import CompareConfig, Config
+from fedhm.errors import FedhmError
+from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.lowrank.plan import plan_ranks
+from fedhm.measure.cost import LayerCost, by_layer, form_of
+from fedhm.methods.budgets import budgets_of
+from fedhm.widths.narrow import narrowed
+from fedhm.widths.plan import plan_widths
+
+Number = TypeVar("Number", int, float)
+WIDTHS = [hundredths / 100 for hundredths in range(1, 101)]
+RATIOS = [parts / 64 for parts in range(1, 65)]  # all have a name that is a fraction
+
+
+class Reference:
+    """The `Sizes` that methods match theirs to."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._given = config.compare or CompareConfig()
+        self.rounds = config.train.rounds
+
+    def with_rounds(self, rounds: int) -> Self:
+        """Return the same sizes for runs of another length."""
+        other = copy(self)
+        other.rounds = rounds
+        return other
+
+    @cached_property
+    def fedhm(self) -> Settings:
+        """Return FedHM's settings: the config's, or the defaults at the tiers that the config's method has."""
+        default = make("methods", "fedhm")
+        tiers = list(self._config.method.rank_ratios or default.rank_ratios)
+        return self.given_settings(default.name) or {**default.model_dump(mode="json"), "tiers": tiers}
+
+    @property
+    def adapters(self) -> Settings:
+        """Return the settings of the config's adapters, which those of other methods share."""
+        return self._config.method.adapters
+
+    @property
+    def keep(self) -> int:
+        kept: int = self.fedhm["keep"]
+        return kept
+
+    @cached_property
+    def ratios(self) -> list[float]:
+        """Return FedHM's tiers, largest first; one with two shares of the clients comes twice.
+
+        In place of a budget stands the ratio with as many parameters as what it affords of the first weights.
+        """
+        tiers: list[float | str] = self.fedhm["tiers"]
+        sizes = self._sizes if budgets_of(tiers) else [0] * len(tiers)  # ratios alone need no model
+        both = zip(tiers, sizes, strict=True)
+        return sorted((self._nearest_ratio(n) if isinstance(tier, str) else tier for tier, n in both), reverse=True)
+
+    def given_settings(self, method: str) -> Settings | None:
+        """Return a config's own [method] section, for the method that it names."""
+        own = self._config.method
+        return own.model_dump(mode="json") if own.name == method else None
+
+    @cached_property
+    def widths(self) -> list[float]:
+        """Return the widths of methods that slim the model: given, or with as many parameters as FedHM's tiers."""
+        given = self._one_for_each_tier("widths", sorted(self._given.widths, reverse=True))
+        return given or [self._nearest_width(size) for size in self._sizes]
+
+    @cached_property
+    def bases(self) -> list[int]:
+        """Return how many of the narrowest networks Split-Mix gives to each tier."""
+        if given := self._one_for_each_tier("bases", sorted(self._given.bases, reverse=True)):
+            return given
+        base = self._narrow_size(min(self.widths))
+        return [max(1, round(size / base)) for size in self._sizes]
+
+    def _one_for_each_tier(self, key: str, given: list[Number]) -> list[Number]:
+        tiers = len(self.fedhm["tiers"])
+        if given and len(given) != tiers:
+            raise FedhmError(f"compare.{key} has {len(given)} sizes, but FedHM has {tiers} tiers to match")
+        return given
+
+    def layers(self) -> dict[str, dict[str, LayerCost]]:
+        """Return tier → layer → cost, of the full model and FedHM's tiers."""
+        method, (shape, _) = self._design.method, form_of(self._design.sample)
+        networks = {"full": self._design.model} | {tier: method.network(tier) for tier in method.tiers}
+        return {tier: by_layer(network, shape) for tier, network in networks.items()}
+
+    @cached_property
+    def _design(self) -> Design:
+        method = make("methods", "fedhm").model_validate(self.fedhm)
+        return named_design(self._config.model_copy(update={"method": method}))
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Return the number of parameters of each of FedHM's levels."""
+        method = self._design.method
+        sizes = {tier: _parameters(method.network(tier)) for tier in method.tiers}
+        return [sizes[tier] for tier in method.levels]
+
+    def _narrow_size(self, width: float) -> int:
+        model, sample, classifier = self._design.model, self._design.sample, self._design.classifier
+        if not isinstance(sample, Tensor):
+            raise FedhmError("methods of widths are for models whose input is one tensor: leave them out of --methods")
+        return _parameters(narrowed(model, plan_widths(model, width, sample, classifier)))
+
+    def _nearest_width(self, size: int) -> float:
+        return _nearest(WIDTHS, self._narrow_size, size)
+
+    def _ratio_size(self, ratio: float) -> int:
+        model, classifier = self._design.model, self._design.classifier or "auto"
+        plan = plan_ranks(model, ratio, self.keep, classifier=classifier, form=self.fedhm["form"])
+        return _parameters(to_hybrid(model, plan, spectral=False))
+
+    def _nearest_ratio(self, size: int) -> float:
+        return _nearest(RATIOS, self._ratio_size, size)
+
+
+def layers_of(entries: Sequence[Compared]) -> dict[str, dict[str, LayerCost]]:
+    """Return costs by tier and layer of the model that a config names; nothing where it was handed over in Python."""
+    configs = [entry.first.config for entry in entries if entry.first.config.model and entry.first.config.data]
+    configs.sort(key=lambda config: not config.method.rank_ratios)  # whose tiers are the ones to show
+    return Reference(configs[0]).layers() if configs else {}
+
+
+def _nearest(choices: Sequence[float], size_of: Callable[[float], int], size: int) -> float:
+    """Return the choice, of which larger ones are larger, at which the number of parameters is nearest to `size`."""
+    above = bisect_right(choices, size, key=size_of)  # of equal ones, the largest
+    return min(choices[max(0, above - 1) : above + 1], key=lambda choice: abs(size_of(choice) - size))
+
+
+def _parameters(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+# What the names in --methods stand for: each is one entry of a comparison, or a family of them.
+#
+# Every method adds its own names, also one that another installed package brings.
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method with its settings, which is run once for each seed."""
+
+    label: str
+    method: Settings
+    changes: Settings = field(default_factory=dict)  # of its own, by dotted key: what was tuned for it
+
+
+def entries(names: Sequence[str], reference: Reference) -> list[Entry]:
+    """Return the entries that `names` stand for, each once."""
+    found: dict[str, Entry] = {}
+    for name in names:
+        for entry in _entries(name, reference):
+            found.setdefault(entry.label, entry)
+    if not found:
+        raise FedhmError(f"there is no method to compare: known are {', '.join(known())}")
+    return list(found.values())
+
+
+def default_names(reference: Reference) -> list[str]:
+    """Return the names that are compared if nothing is said, but for a method that would have no clients."""
+    return [name for name in METHODS.split(",") if name != "capable" or 1 in reference.ratios]
+
+
+def without_twins(found: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]]:
+    """Return the entries without those that have the very settings of an earlier one, and these with that one's name.
+
+    On the paper's own settings `fedhm` is `fedhm-paper`: the same weights twice would only take twice the time.
+    """
+    first: list[Entry] = []
+    twins: dict[str, str] = {}
+    for entry in found:
+        if same := next((earlier.label for earlier in first if earlier.method == entry.method), None):
+            twins[entry.label] = same
+        else:
+            first.append(entry)
+    return first, twins
+
+
+def known() -> list[str]:
+    """Return every name that stands for an entry, and then those that stand for several."""
+    provided = _provided()
+    return sorted(provided, key=lambda name: isinstance(provided[name], Family))
+
+
+def _provided() -> dict[str, NamedEntry | Family]:
+    """Return what the methods say of themselves, by name; of two that use the same name the first has it."""
+    provided: dict[str, NamedEntry | Family] = {}
+    for name in plugins.known("methods"):
+        try:
+            given = plugins.find("methods", name).entries()
+        except Exception:  # another package's fault, which is told to who asks for that method
+            continue
+        for entry in given:
+            provided.setdefault(entry.name, entry)
+    return provided
+
+
+def _entries(name: str, reference: Reference) -> Iterator[Entry]:
+    kind, colon, size = name.partition(":")
+    provided = _provided()
+    entry = provided.get(kind)
+    if isinstance(entry, Family):
+        sizes = [size] if colon else [f"{value:.12g}" for value in entry.members(reference) if value < 1]
+        if not sizes:
+            raise FedhmError(f"{kind} has nothing to train: there is no tier below the full model")
+        yield from (Entry(f"{kind}:{_called(entry, value)}", entry.settings(reference, value)) for value in sizes)
+    elif entry is None:
+        raise FedhmError(f"--methods: {_unknown(kind, name)}")
+    elif colon:
+        families = [family for family in provided if isinstance(provided[family], Family)]
+        raise FedhmError(f"--methods {name}: only {' and '.join(families)} are followed by a colon and a size")
+    else:
+        yield Entry(kind, reference.given_settings(kind) or entry.settings(reference))
+
+
+def _unknown(kind: str, name: str) -> str:
+    if kind in plugins.known("methods"):
+        plugins.find("methods", kind).entries()  # says why it could not
+    near = difflib.get_close_matches(kind, known(), n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return f"there is no '{name}', {hint}known are {', '.join(known())}"
+
+
+def _called(family: Family, value: str) -> str:
+    """Return the one name of a size, however it was written; what is no number is refused where settings are read."""
+    try:
+        numerator, _, denominator = value.partition("/")
+        return family.called(float(numerator) / float(denominator or 1))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return value

@@ -1,1 +1,0 @@
-"""The data sets known by name, a file for each."""

@@ -1,1 +1,0 @@
-"""What exported files are worth: cards, with latency and memory measured here."""

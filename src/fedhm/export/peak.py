@@ -1,0 +1,44 @@
+"""A process that loads and runs one exported file, and prints how much more memory it held at most than before.
+
+python -m fedhm.export.peak FORMAT FILE SAMPLE.safetensors
+"""
+
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from fedhm.export.formats import find_format
+
+STATUS = Path("/proc/self/status")
+TIMES = 5
+
+
+def main() -> None:
+    to, path, inputs = sys.argv[1:]
+    sample, made = load_file(inputs)["sample"], find_format(to)
+    for module in made.MODULES[-1:]:
+        __import__(module)
+    gc.collect()
+    if not STATUS.exists():
+        print(json.dumps(None))
+        return
+    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far, which was that of the imports
+    before = _bytes("VmRSS")
+    outputs = made.load(Path(path), threads=1)
+    for _ in range(TIMES):
+        outputs(sample)
+    print(json.dumps(max(0, _bytes("VmHWM") - before)))
+
+
+def _bytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+if __name__ == "__main__":
+    main()

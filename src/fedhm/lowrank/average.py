@@ -1,0 +1,305 @@
+"""Bands of a change: what a network of low rank can make of it, and what only those of larger rank can.
+
+With the leading r singular directions L_r (M, r), R_r (r, N) of a matrix W = L S R, the changes that a factorized layer
+of rank r makes by small steps are those of the tangent space at W_r, onto which a change D (M, N) is projected by
+
+    T_r(D) = D − beyond_r(D),    beyond_r(D) = (1 − L_r L_rᵀ) D (1 − R_rᵀ R_r)
+
+For ranks r₁ < r₂ < … < r_K, of which the last may be full, D is the sum of its bands
+
+    T_{r₁}(D),   T_{r₂}(D) − T_{r₁}(D),   …,   what is left in D's own last band
+
+Each is to be averaged over those whose rank reaches it. With H_b the sum of the changes of ranks r_b and above, N_b the
+sum of their weights, that mean is
+
+    H_1 / N_1  +  Σ_{b < K} (1 / N_{b+1} − 1 / N_b) · beyond_{r_b}(H_{b+1})
+
+the mean over everybody, and whatever lies beyond a rank as much faster as fewer can make it.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedhm.errors import FedhmError
+from fedhm.lowrank.svd import Factors
+
+
+class Directions(NamedTuple):
+    """Singular directions of a matrix, of length 1; smaller ranks are prefixes."""
+
+    left: Tensor  # (M, k)
+    right: Tensor  # (k, N)
+
+
+class Level(NamedTuple):
+    """What all that have one rank made of the matrix that they were sent."""
+
+    rank: int
+    total: Tensor  # (M, N): the sum of what they have, each times its weight
+    weight: float  # the sum of these
+    sent: int = 0  # so many of the server's leading directions, at most `rank`, are in each and are no change
+
+
+def directions(factors: Factors) -> Directions:
+    """Return the directions of a decomposition. Those that it has lost, since they became 0, stay 0."""
+    return _with_lengths(factors)[0]
+
+
+def _with_lengths(factors: Factors) -> tuple[Directions, Tensor]:
+    """Return the directions, and the lengths of the left factor's columns."""
+    left, right = factors.left, factors.right
+    tiny, lengths = torch.finfo(left.dtype).tiny, left.norm(dim=0)
+    unit = Directions(left / lengths.clamp(min=tiny), right / right.norm(dim=1, keepdim=True).clamp(min=tiny))
+    return unit, lengths
+
+
+def mean_change(levels: Sequence[Level], factors: Factors, speed: float = 1.0) -> Tensor:
+    """Return the mean of all changes (M, N), each band over those whose rank reaches it. The totals are used up by it.
+
+    speed  of what lies beyond a rank: 1 is that mean, 0 the one over everybody, to which those count who change nothing
+
+    Since what lies beyond a rank lies beyond all smaller ones, the sum over the bands is made from the largest rank on,
+    and every direction is multiplied with one matrix, and not with one for each rank. With c_b = 1 / N_{b+1} − 1 / N_b
+    and without[b] the projection that removes the directions between r_{b-1} and r_b on both sides,
+
+        Σ_b c_b · beyond_{r_b}(H_{b+1}) = without[1](c_1 H_2 + without[2](c_2 H_3 + without[3](c_3 H_4 + …)))
+
+    What was sent is subtracted by the same products: its mean over those who reach a direction is a share of it, as far
+    as directions are orthogonal. Those of 16 bits are so to some digits, which is less than their rounding.
+
+    Matrices (M, N) are summed in the memory of the totals: fresh memory takes longer to get than a sum to make.
+    """
+    ordered = _one_for_each_rank(levels)
+    sent = max(level.sent for level in levels)
+    rank = ordered[1].rank if len(ordered) > 1 else 0  # the largest with something beyond it
+    known, lengths = _with_lengths(Factors(*factors.prefix(max(rank, sent)), factors.spectrum))
+    shares = torch.zeros_like(lengths)
+    shares[:sent] = _shares_sent(levels, sent, speed)
+    taken = (shares * lengths)[:, None] * factors.right[: len(lengths)]  # known.left @ taken: sent, and in the mean
+    total, weight = ordered[0].total, ordered[0].weight
+    beyond: Tensor | None = None
+    edges = [level.rank for level in ordered[1:]] + [0]
+    for level, inner in zip(ordered[1:], edges[1:], strict=True):
+        more = speed * (1 / weight - 1 / (weight + level.weight))
+        reaching, total = total, level.total.add_(total)
+        weight += level.weight
+        beyond = reaching.mul_(more) if beyond is None else beyond.add_(reaching, alpha=more)
+        band = slice(inner, level.rank)
+        _remove(beyond, known.left[:, band], known.right[band], taken[band])
+    mean = total.div_(weight) if beyond is None else beyond.add_(total, alpha=1 / weight)
+    return mean.addmm_(known.left[:, rank:], taken[rank:], alpha=-1) if sent > rank else mean
+
+
+def _remove(matrix: Tensor, left: Tensor, right: Tensor, also: Tensor) -> None:
+    """Remove orthonormal directions from a matrix, on the left and on the right; then subtract `left @ also`."""
+    rows = left.T @ matrix
+    columns = (matrix @ right.T).addmm_(left, rows @ right.T, alpha=-1)  # of what has no `left` any more
+    matrix.addmm_(left, rows.add_(also), alpha=-1).addmm_(columns, right, alpha=-1)
+
+
+def _shares_sent(levels: Sequence[Level], count: int, speed: float) -> Tensor:
+    """Return how much of each of so many directions is in the mean since it was sent.
+
+    At full speed, it is the share of those who were sent it among those whose rank reaches it.
+    """
+    everybody = sum(level.weight for level in levels)
+    shares = torch.zeros(count, dtype=torch.float64)
+    edges = sorted({0, count, *(end for level in levels for end in (level.rank, level.sent) if end < count)})
+    for start, end in itertools.pairwise(edges):  # all of these directions have the same clients
+        reaching = sum(level.weight for level in levels if level.rank > start)
+        counts = (1 - speed) / everybody + speed / reaching
+        shares[start:end] = counts * sum(level.weight for level in levels if level.sent > start)
+    return shares
+
+
+def _one_for_each_rank(levels: Sequence[Level]) -> list[Level]:
+    """Return the levels, those of one rank together, the largest rank first."""
+    found: dict[int, Level] = {}
+    for rank, total, weight, _ in levels:
+        old = found.get(rank)
+        found[rank] = Level(rank, old.total.add_(total), old.weight + weight) if old else Level(rank, total, weight)
+    return [found[rank] for rank in sorted(found, reverse=True)]
+
+
+# The mean of adapters of different ranks, and its best approximation of lower rank, without recovering any of them.
+#
+# Client p has added Lₚ Rₚ (m, rₚ)(rₚ, n) to a weight. The columns of all of these, and of what the server had, lie in
+# the span of the stacked left factors: with an orthonormal basis of it, from one QR decomposition, every matrix is
+# one of Σr × n. There the mean is made, by the very rules that FedHM has for weights, and decomposed by way of a Gram
+# matrix of Σr × Σr: where Σr is below m and n, nothing of m × n is formed.
+#
+# Where so many clients take part that the stack would be the larger one, their sum is kept instead, so that memory
+# does not grow with their number.
+
+Aggregate = Literal["models", "updates", "bands", "partitions"]
+LENGTH = 1 / math.sqrt(3)  # of a row of A, as peft draws it
+
+
+@dataclass
+class Added:
+    """What the clients of one rank have added to a weight of shape (m, n), each times how much it counts."""
+
+    rank: int
+    shape: tuple[int, int]
+    sent: int  # how many leading directions of the server's factors they were sent, and have in what they return
+    weight: float = 0.0
+    lefts: list[Tensor] = field(default_factory=list)
+    rights: list[Tensor] = field(default_factory=list)
+    whole: Tensor | None = None  # their sum, once it is the smaller one
+
+    @property
+    def columns(self) -> int:
+        return sum(left.shape[1] for left in self.lefts)
+
+    def add(self, left: Tensor, right: Tensor, weight: float) -> None:
+        self.weight += weight
+        if self.whole is not None:
+            self.whole.addmm_(left.float(), right.float(), alpha=weight)
+            return
+        self.lefts.append(left.float() * weight)
+        self.rights.append(right.float())
+        if 2 * self.columns > min(self.shape):
+            self.whole = torch.cat(self.lefts, 1) @ torch.cat(self.rights)
+            self.lefts, self.rights = [], []
+
+
+def merged(levels: Sequence[Added], old: Factors, aggregate: Aggregate, speed: float = 1.0) -> Factors:
+    """Return what the server has after a round, at as many directions as before, and all its singular values.
+
+    models      Σ αₚ Lₚ Rₚ / Σ αₚ
+    updates     old + Σ αₚ (Lₚ Rₚ − sentₚ) / Σ αₚ
+    bands       the same, each band of a change over those whose rank reaches it (`lowrank/average.py`), or at a
+                `speed` below 1 between that mean and the one over everybody
+    partitions  Σ over the parts of the factors between two ranks, each the mean over those who have it: a level is such
+                a part here, and its weight that of all whose rank reaches it
+    """
+    levels = [level for level in levels if level.weight > 0]
+    if not levels:
+        return old
+    rank, columns = old.left.shape[1], sum(level.columns for level in levels)
+    changes = aggregate in ("updates", "bands")
+    stacked = columns + rank if changes or columns < rank else columns
+    if any(level.whole is not None for level in levels) or stacked > min(levels[0].shape):
+        totals = [_recovered(level) for level in levels]
+        return _decomposed(_mean(levels, totals, old.left, old.right, aggregate, speed), rank)
+    lefts = [left for level in levels for left in level.lefts]
+    reflectors, tau = torch.geqrf(torch.cat([*lefts, old.left] if stacked > columns else lefts, 1))
+    r = reflectors[:stacked].triu()
+    totals, before = [], 0
+    for level in levels:
+        after = before + level.columns
+        totals.append(r[:, before:after] @ torch.cat(level.rights))
+        before = after
+    inside = _decomposed(_mean(levels, totals, r[:, columns:], old.right, aggregate, speed), rank)
+    left = inside.left.new_zeros(levels[0].shape[0], rank)
+    left[:stacked] = inside.left
+    return inside._replace(left=torch.ormqr(reflectors, tau, left))
+
+
+def _mean(
+    levels: Sequence[Added], totals: Sequence[Tensor], left: Tensor, right: Tensor, how: Aggregate, speed: float
+) -> Tensor:
+    weight = sum(level.weight for level in levels)
+    if how == "models":
+        return sum(totals[1:], totals[0]) / weight
+    if how == "partitions":
+        means = [total / level.weight for level, total in zip(levels, totals, strict=True)]
+        return sum(means[1:], means[0])
+    pairs = list(zip(levels, totals, strict=True))
+    if how == "bands":
+        whole = [Level(level.rank, total, level.weight, level.sent) for level, total in pairs]
+        step = mean_change(whole, Factors(left, right, right[:, 0]), speed)
+    else:
+        changes = [
+            torch.addmm(total, left[:, : level.sent], right[: level.sent], alpha=-level.weight)
+            for level, total in pairs
+        ]
+        step = sum(changes[1:], changes[0]) / weight
+    return torch.addmm(step, left, right)
+
+
+def _decomposed(matrix: Tensor, rank: int) -> Factors:
+    """Return the leading directions of a matrix: of those that it does not have, one factor is 0 and can be learnt.
+
+    By the eigenvectors of its Gram matrix, in twice its precision, which takes half of the time of an SVD.
+    """
+    if not bool(matrix.isfinite().all()):  # LAPACK's result for these can be anything
+        raise FedhmError("the mean of the adapters holds NaN or infinite values: training has diverged; lower train.lr")
+    if matrix.shape[0] > matrix.shape[1]:
+        U, spectrum, Vt = torch.linalg.svd(matrix, full_matrices=False)
+        return Factors(U[:, :rank] * LENGTH, spectrum[:rank, None] * Vt[:rank] / LENGTH, spectrum)
+    precise = matrix.double()
+    energies, vectors = torch.linalg.eigh(precise @ precise.T)
+    leading = vectors.flip(1)[:, :rank].float()
+    spectrum = energies.flip(0).clamp(min=0).sqrt().float()
+    return Factors(leading * LENGTH, leading.T @ matrix / LENGTH, spectrum)
+
+
+def _recovered(level: Added) -> Tensor:
+    return torch.cat(level.lefts, 1) @ torch.cat(level.rights) if level.whole is None else level.whole
+
+
+def fresh(shape: tuple[int, int], rank: int, generator: torch.Generator) -> Factors:
+    """Return factors of a zero matrix (m, n) that can be learnt, as adapters begin: orthogonal rows of A, and B = 0."""
+    drawn, _ = torch.linalg.qr(torch.randn(shape[0], rank, generator=generator))
+    return Factors(drawn * LENGTH, torch.zeros(rank, shape[1]), torch.zeros(rank))
+
+
+# A sum of products of factors, Σ vₚ uₚ (n, rₚ)(rₚ, m): stacked, as long as that takes fewer numbers than the sum.
+#
+# (v₁, v₂, …)(u₁; u₂; …)     has Σr · (n + m) numbers, and n · m once it is multiplied out
+
+Stacked = tuple[Tensor] | tuple[Tensor, Tensor]  # the sum (n, m), or u (Σr, m) and v (n, Σr)
+
+
+class Stack:
+    """Products that are added one at a time, each times how much it counts; memory does not grow with their number."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self._shape = shape
+        self._us: list[Tensor] = []
+        self._vs: list[Tensor] = []
+        self._rank = 0
+        self._whole: Tensor | None = None
+
+    def add(self, u: Tensor, v: Tensor, weight: float) -> None:
+        u, v = u.float(), v.float()
+        if self._whole is None and smaller_stacked(self._rank + len(u), self._shape):
+            self._rank += len(u)
+            self._us.append(u)
+            self._vs.append(v * weight)
+            return
+        if self._whole is None:
+            self._whole = multiplied(self.over(1.0)) if self._us else torch.zeros(self._shape)
+            self._us, self._vs = [], []
+        self._whole.addmm_(v, u, alpha=weight)
+
+    def over(self, total: float) -> Stacked:
+        """Return the sum of all products that were added, divided by a number."""
+        if self._whole is not None:
+            return (self._whole / total,)
+        return torch.cat(self._us), torch.cat(self._vs, 1) / total
+
+
+def smaller_stacked(rank: int, shape: torch.Size) -> bool:
+    """Tell whether factors of so many directions take fewer numbers than their product."""
+    return rank * sum(shape) < shape.numel()
+
+
+def multiplied(stacked: Stacked) -> Tensor:
+    return stacked[0] if len(stacked) == 1 else stacked[1] @ stacked[0]
+
+
+def both(first: Stacked, second: Stacked) -> Stacked:
+    """Return the sum of two."""
+    if len(first) == 2 and len(second) == 2:
+        shape = torch.Size((len(first[1]), first[0].shape[1]))
+        if smaller_stacked(len(first[0]) + len(second[0]), shape):
+            return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]], 1)
+    return (multiplied(first) + multiplied(second),)

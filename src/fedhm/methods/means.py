@@ -1,0 +1,441 @@
+"""The weighted mean of client models, folded one at a time, dense or in factor form."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedhm.config.method import MethodConfig, only_uniform
+from fedhm.config.schema import ServerConfig
+from fedhm.errors import FedhmError
+from fedhm.lowrank.average import Level, mean_change
+from fedhm.lowrank.diagnostics import largest_norm
+from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.plan import RankPlan
+from fedhm.lowrank.svd import Factors, Form, decompose, join, roll, unroll
+from fedhm.machine.device import parallel_map
+from fedhm.networks.exchange import Tensors, precise, precise_type
+from fedhm.widths.narrow import Where, spots
+from fedhm.work.messages import Update
+
+
+class WeightedMean:
+    """Σ αₚ xₚ / Σ αₚ for every tensor by name; whatever nobody contributed to keeps its old value.
+
+    Dense and factored contributions go to separate buffers, so that dense clients are summed by the very same
+    operations whether or not there are factored ones beside them.
+    """
+
+    def __init__(self, old: Tensors) -> None:
+        self._old = old
+        self._sums: Tensors = {}
+        self._products: Tensors = {}  # in unrolled form
+        self._weights: dict[str, float | Tensor] = {}  # a number, or one for each row or element
+
+    def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
+        """Fold in a dense tensor; with `rows`, a mask, only those of its rows."""
+        if rows is None:
+            self.correct(name, tensor, weight)
+            self._count(name, weight)
+            return
+        tensor, share = precise(tensor), rows * weight
+        self._sum(name).addcmul_(tensor, _per_row(share, tensor))
+        self._count(name, share)
+
+    def add_all(self, update: Update, weight: float, classifier: str | None) -> None:
+        """Fold in a whole update."""
+        rows = trained_rows(update, classifier)
+        for name, tensor in update.tensors.items():
+            self.add(name, tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
+
+    def add_part(self, name: str, tensor: Tensor, weight: float, indices: Where, rows: Tensor | None = None) -> None:
+        """Fold in a tensor that holds only the numbers at `indices`; the mean is over those who hold a number."""
+        tensor = precise(tensor)
+        share = torch.full_like(tensor, weight, dtype=torch.float64)
+        if rows is not None:
+            share *= _per_row(rows, share)
+        where = spots(indices, self._old[name].shape)
+        self._sum(name)[where] += tensor * share.to(tensor.dtype)
+        held = torch.zeros_like(self._old[name], dtype=torch.float64)
+        held[where] = share
+        self._count(name, held)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
+        """Fold in the weight that unrolls to `left @ right`, without forming it."""
+        self.correct_product(name, left, right, weight)
+        self._count(name, weight)
+
+    def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
+        """Add `weight · left @ right` to the sum, without counting it as a contribution."""
+        left, right = precise(left), precise(right)
+        if name in self._products:
+            self._products[name].addmm_(left, right, alpha=weight)
+        else:
+            product = left @ right
+            self._products[name] = product if weight == 1 else product.mul_(weight)
+
+    def correct(self, name: str, tensor: Tensor, weight: float) -> None:
+        """Add `weight · tensor` to the sum, without counting it as a contribution."""
+        if name in self._sums:
+            self._sums[name].add_(precise(tensor), alpha=weight)
+        else:
+            self._sums[name] = precise(tensor) * weight
+
+    def absorb(self, other: "WeightedMean", but: Set[str] = frozenset()) -> None:
+        """Fold in all that another mean has been given, but for these names."""
+        for name in [each for each in other._weights if each not in but]:
+            self._count(name, other._weights[name])
+            if name in other._sums:
+                self.correct(name, other._sums[name], 1.0)
+            if (product := other._products.get(name)) is not None:
+                self._products[name] = self._products[name].add_(product) if name in self._products else product.clone()
+
+    def take(self, name: str) -> Tensor:
+        """Give away the sum behind a mean, which is then gone: in unrolled form if its contributions were factored."""
+        return self._products.pop(name) if name in self._products else self._sums.pop(name)
+
+    def result(self) -> Tensors:
+        """Return the means. To be called once: the sums become the means in place."""
+        merged: Tensors = {}
+        for name, old in self._old.items():
+            if name not in self._weights:
+                merged[name] = old
+            elif name in self._products:
+                merged[name] = roll(self._unrolled_mean(name), old.shape).to(old.dtype)
+            else:
+                merged[name] = self._dense_mean(name).to(old.dtype)
+        return merged
+
+    def unrolled(self, name: str) -> Tensor | None:
+        """Return, after `result`, a mean in unrolled form, where there is one already, since it had factored parts."""
+        return self._products.get(name)
+
+    def _dense_mean(self, name: str) -> Tensor:
+        weight, old = self._weights[name], self._old[name]
+        if isinstance(weight, float):
+            return self._sums[name].div_(weight) if weight > 0 else old
+        total = self._sums[name]
+        shaped = _per_row(weight, total)
+        return torch.where(shaped.real > 0, total / shaped, old)
+
+    def _unrolled_mean(self, name: str) -> Tensor:
+        total = self._products[name]
+        if name in self._sums:
+            form: Form = "pufferfish" if total.shape[1] == len(self._old[name]) else "spatial"
+            total += unroll(self._sums[name], form)
+        return total.div_(self._weights[name])
+
+    def _sum(self, name: str) -> Tensor:
+        if name not in self._sums:
+            old = self._old[name]
+            self._sums[name] = torch.zeros_like(old, dtype=precise_type(old.dtype))
+        return self._sums[name]
+
+    def _count(self, name: str, share: float | Tensor) -> None:
+        self._weights[name] = self._weights.get(name, 0.0) + share
+
+
+def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
+    """Return one weight per row, shaped and typed to multiply `tensor`."""
+    shaped = weight.reshape(-1, *[1] * (tensor.ndim - 1)) if weight.ndim == 1 else weight
+    return shaped.to(tensor.dtype)
+
+
+def influence(update: Update, weighting: str) -> float:
+    return float(update.samples) if weighting == "samples" else 1.0
+
+
+def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
+    """Return a mask of the classifier's rows that a client trained, those of the labels it holds; None for all rows."""
+    weight = update.tensors.get(f"{classifier}.weight" if classifier else "weight")  # a model may be one layer
+    if classifier is None or update.labels is None or weight is None or len(update.labels) == len(weight):
+        return None
+    rows = torch.zeros(len(weight), dtype=torch.float64)
+    rows[list(update.labels)] = 1.0
+    return rows
+
+
+MakeMean = Callable[[Tensors], WeightedMean]  # from the old weights
+
+
+def average(
+    old: Tensors,
+    updates: Iterable[Update],
+    weighting: str,
+    classifier: str | None,
+    make_mean: MakeMean = WeightedMean,
+) -> Tensors:
+    """Return the mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
+    mean = make_mean(old)
+    for update in updates:
+        mean.add_all(update, influence(update, weighting), classifier)
+    return mean.result()
+
+
+# Coordinate-wise rules in place of the mean (Yin et al. 2018): the trimmed mean and the median of every number.
+#
+# They need all contributions at once: what clients of a tier sent is held until the round's end, recovered to full
+# shape. Of fewer than three contributions no number can be told to be wrong, and the mean is all there is. Clients
+# count alike.
+
+Rule = Literal["trimmed-mean", "median"]
+FEWEST = 3
+
+
+@dataclass
+class _Given:
+    """What was contributed to one tensor."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    rows: list[Tensor | None] = field(default_factory=list)  # masks of the rows that count
+    weights: list[float] = field(default_factory=list)
+    unrolled: bool = False  # they are products of factors; one tier has all of a weight so, or none
+
+
+class CoordinateMean(WeightedMean):
+    """As the weighted mean, whose sums are those of the coordinate-wise rule times all weights together."""
+
+    def __init__(self, old: Tensors, rule: Rule, trim: float) -> None:
+        super().__init__(old)
+        self._rule, self._trim = rule, trim
+        self._given: dict[str, _Given] = {}
+
+    def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
+        self._give(name, precise(tensor), weight, rows)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
+        self._give(name, precise(left) @ precise(right), weight)
+        self._given[name].unrolled = True
+
+    def _give(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
+        given = self._given.setdefault(name, _Given())
+        given.tensors.append(tensor)
+        given.weights.append(weight)
+        given.rows.append(rows)
+
+    def absorb(self, other: WeightedMean, but: Set[str] = frozenset()) -> None:
+        if isinstance(other, CoordinateMean):
+            other.settle()
+        super().absorb(other, but)
+
+    def take(self, name: str) -> Tensor:
+        self.settle()
+        return super().take(name)
+
+    def result(self) -> Tensors:
+        self.settle()
+        return super().result()
+
+    def settle(self) -> None:
+        """Turn what was given so far into sums."""
+        for name, given in self._given.items():
+            weight = sum(given.weights)
+            if given.unrolled:
+                total = weight * robust_mean(torch.stack(given.tensors), self._rule, self._trim)
+                self._products[name] = self._products[name].add_(total) if name in self._products else total
+                self._count(name, weight)
+            elif all(rows is None for rows in given.rows):
+                super().add(name, robust_mean(torch.stack(given.tensors), self._rule, self._trim), weight)
+            else:
+                self._settle_rows(name, given)
+        self._given = {}
+
+    def _settle_rows(self, name: str, given: _Given) -> None:
+        """Apply the rule to each row over those who count there."""
+        every = torch.ones(len(given.tensors[0]), dtype=torch.float64)
+        counts = torch.stack([every if rows is None else rows for rows in given.rows]) > 0  # (clients, rows)
+        stacked, weights = torch.stack(given.tensors), torch.tensor(given.weights, dtype=torch.float64)
+        result = torch.zeros_like(given.tensors[0])
+        for row in range(len(result)):
+            if counts[:, row].any():
+                result[row] = robust_mean(stacked[counts[:, row], row], self._rule, self._trim)
+        super().add(name, result, 1.0, weights @ counts.double())
+
+
+def robust_mean(stacked: Tensor, rule: Rule, trim: float) -> Tensor:
+    """Return the rule over the first axis, of clients; trimmed is a share at each end, and at least one of three."""
+    count = len(stacked)
+    if count < FEWEST:
+        return stacked.mean(0)
+    ends = max(1, int(trim * count)) if rule == "trimmed-mean" else (count - 1) // 2
+    if stacked.is_complex():
+        parts = torch.view_as_real(stacked).sort(0).values[ends : count - ends].mean(0)
+        return torch.view_as_complex(parts)
+    return stacked.sort(0).values[ends : count - ends].mean(0)
+
+
+def mean_of(server: ServerConfig, method: MethodConfig) -> MakeMean:
+    """Return what makes a method's means: the weighted mean, or a rule for every number."""
+    rule = server.robust
+    if rule != "trimmed-mean" and rule != "median":
+        return WeightedMean
+    if not method.by_coordinate:
+        raise FedhmError(
+            f"server.robust = '{rule}' is for methods that average whole models, and {method.name} does not: "
+            "set it to 'clip', 'centered-clip' or 'krum'"
+        )
+    return partial(CoordinateMean, rule=rule, trim=server.trim)
+
+
+# The mean of client models of different ranks, recovered to full shape: of the models, their changes, or by bands.
+
+Aggregate = Literal["models", "updates", "bands"]
+
+
+def unbounded(aggregate: Aggregate, weighting: str) -> str:
+    """Return why such a mean has no bound for one client's change, and what to set; empty if it has one."""
+    if aggregate == "updates":
+        return only_uniform(weighting)
+    models = "counts as a client's change what truncation took from its model"
+    why = models if aggregate == "models" else "averages a band over the few clients whose rank reaches it"
+    return f"method.aggregate = '{aggregate}' {why}: set 'updates'"
+
+
+class RecoveredMean:
+    """The mean over updates of hybrid networks, folded one at a time.
+
+    models   Σ αₚ recoveredₚ / Σ αₚ
+    updates  W + Σ αₚ (recoveredₚ − sentₚ) / Σ αₚ
+    bands    the same, each band of a change over those whose rank reaches it: one buffer for each network
+    """
+
+    def __init__(
+        self,
+        weights: Tensors,
+        factors: Mapping[str, Factors],
+        aggregate: Aggregate,
+        form: Form,
+        classifier: str | None,
+        make_mean: MakeMean = WeightedMean,
+        band_speed: float = 1.0,
+    ) -> None:
+        self._weights, self._factors = weights, factors
+        self._aggregate, self._form, self._classifier = aggregate, form, classifier
+        self._whole = make_mean(weights)
+        # a rule that is no mean is one over what was sent the same
+        self._apart = aggregate == "bands" or make_mean is not WeightedMean
+        self._make_mean, self._band_speed = make_mean, band_speed
+        self._means: dict[str, WeightedMean] = {}  # by network; without bands they are all one
+        self._plans: dict[str, RankPlan] = {}
+        self._influence: dict[str, float] = defaultdict(float)
+        self.ranks: list[RankPlan] = []  # of each update
+        self.kappa_uv = 0.0
+
+    @property
+    def folded(self) -> Set[str]:
+        """Return the tiers of which models were folded in."""
+        return self._plans.keys()
+
+    def fold(self, update: Update, tier: str, plan: RankPlan, weight: float) -> None:
+        """Add the model that a client trained, of a tier's ranks, to the mean."""
+        mean = self._means.setdefault(tier, self._make_mean(self._weights) if self._apart else self._whole)
+        self._plans[tier] = plan
+        self._influence[tier] += weight
+        self.ranks.append(plan)
+        rows = trained_rows(update, self._classifier)
+        for layer in plan:
+            u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]
+            mean.add_product(f"{layer}.weight", *join(u, v), weight)
+            self.kappa_uv = max(self.kappa_uv, largest_norm((u, v)))
+        for name, tensor in update.tensors.items():
+            layer, _, part = name.rpartition(".")
+            if part not in ("u", "v") or layer not in plan:
+                mean.add(name, tensor, weight, rows if layer == self._classifier else None)
+
+    def fold_own(self, weight: float) -> None:
+        """Add the server's own model to the mean, as if a client had returned it as it was."""
+        for name, tensor in self._weights.items():
+            self._whole.add(name, tensor, weight)
+
+    def result(self) -> tuple[Tensors, Tensors]:
+        """Return the means, and those of factorized layers in unrolled form where that is there already; once."""
+        banded = self._banded() if self._aggregate == "bands" and len(self._means) > 1 else {}
+        by_changes = self._aggregate != "models" and not banded  # which has all factorized layers
+        if by_changes:
+            self._subtract_sent()
+        for mean in self._means.values():
+            if mean is not self._whole:
+                self._whole.absorb(mean, but=banded.keys())
+        if by_changes:
+            self._add_to_old()
+        merged = self._whole.result()
+        unrolled = {name: t.to(merged[name].dtype) for name in merged if (t := self._whole.unrolled(name)) is not None}
+        for name, (weight, matrix) in banded.items():
+            merged[name], unrolled[name] = weight, matrix
+        return merged, unrolled
+
+    def _subtract_sent(self) -> None:
+        """Turn every factored model Uₚ Vₚᵀ of the sums into the change Uₚ Vₚᵀ − sentₚ."""
+        for network, weight in self._influence.items():
+            for layer, rank in self._plans[network].items():
+                sent = self._factors[layer].prefix(rank)
+                self._means[network].correct_product(f"{layer}.weight", *sent, -weight)
+
+    def _add_to_old(self) -> None:
+        """Turn every such change of the sum into W + Uₚ Vₚᵀ − sentₚ."""
+        for network, weight in self._influence.items():
+            for layer in self._plans[network]:
+                self._whole.correct(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
+
+    def _banded(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the means over the bands of all layers that some network has factorized, and their unrolled form."""
+        layers = list(dict.fromkeys(layer for plan in self._plans.values() for layer in plan))
+        # here, and not side by side: a rule that is no mean settles all layers when it is asked for the first
+        totals = {
+            layer: {network: mean.take(f"{layer}.weight") for network, mean in self._means.items()} for layer in layers
+        }
+
+        def mean_of(layer: str) -> tuple[Tensor, Tensor]:
+            old = self._weights[f"{layer}.weight"]
+            factors = Factors(*(precise(tensor) for tensor in self._factors[layer]))
+            # nothing else holds the totals, so that what is made next, and for the next layer, has their memory
+            levels = (self._level(layer, network, total) for network, total in totals.pop(layer).items())
+            mean = mean_change(list(levels), factors, self._band_speed).add_(precise(unroll(old, self._form)))
+            return roll(mean, old.shape).to(old.dtype), mean.to(old.dtype)
+
+        return {f"{layer}.weight": mean for layer, mean in zip(layers, parallel_map(mean_of, layers), strict=True)}
+
+    def _level(self, layer: str, network: str, total: Tensor) -> Level:
+        """Return what the clients of one network have in a layer, in unrolled form."""
+        weight, plan = self._influence[network], self._plans[network]
+        if layer in plan:
+            return Level(plan[layer], total, weight, sent=plan[layer])
+        old = self._weights[f"{layer}.weight"]  # dense there
+        change = unroll(total.sub_(precise(old), alpha=weight), self._form)
+        return Level(largest_rank(old.shape, self._form), change.contiguous(), weight)
+
+
+def largest_ranks(plans: Iterable[RankPlan]) -> dict[str, int]:
+    """Return, by layer, the largest rank that any plan asks for."""
+    largest: dict[str, int] = {}
+    for plan in plans:
+        for layer, rank in plan.items():
+            largest[layer] = max(rank, largest.get(layer, 0))
+    return largest
+
+
+def factorized(
+    weights: Tensors,
+    plans: Iterable[RankPlan],
+    form: Form,
+    unrolled: Mapping[str, Tensor] = {},
+    before: Mapping[str, Factors] | None = None,
+) -> tuple[dict[str, Factors], int]:
+    """Return one decomposition per layer, at the largest rank, and how many of them were not found from `before`.
+
+    Smaller tiers are its leading columns. `before` has those of the round before, from which most are found.
+    """
+    largest = largest_ranks(plans)
+
+    def factors_of(layer: str) -> tuple[Factors, bool]:
+        name = f"{layer}.weight"
+        matrix = unrolled[name] if name in unrolled else unroll(weights[name], form)
+        return decompose(matrix, largest[layer], before[layer] if before else None)
+
+    found = parallel_map(factors_of, list(largest))
+    contiguous = [Factors(*(tensor.contiguous() for tensor in factors)) for factors, _ in found]
+    return dict(zip(largest, contiguous, strict=True)), sum(exact for _, exact in found)

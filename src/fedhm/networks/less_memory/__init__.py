@@ -1,1 +1,0 @@
-"""Training with less memory: batches in parts, and blocks that run again in the backward pass."""

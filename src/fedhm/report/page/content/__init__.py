@@ -1,1 +1,0 @@
-"""What the page shows, a file for each."""

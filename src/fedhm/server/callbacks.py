@@ -1,0 +1,116 @@
+"""Who is told how a run goes: progress bars, trackers, and whatever a user brings."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from fedhm.config.objective import Metric, Metrics
+from fedhm.config.schema import Config, StopConfig
+from fedhm.errors import FedhmError
+from fedhm.measure.cost import Cost
+from fedhm.server.record import Record
+
+
+class Watcher(Protocol):
+    """An object that is told how a run goes: `fedhm.run(..., watchers=[...])`.
+
+    Any object that has these methods is one. It is told of a round once the round is on disk. What it raises ends the
+    run, which can be resumed.
+    """
+
+    def started(self, done: int, rounds: int) -> None:
+        """Say that the rounds begin: so many are done already, of so many."""
+
+    def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
+        """Say that a client has answered: `what` is the kind of its work, `done` of `of` such tasks are over."""
+
+    def round_done(self, record: Record) -> None:
+        """Say what a round left behind."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of a run when it begins, or is resumed."""
+
+    config: Config
+    costs: Mapping[str, Cost]  # by tier
+    records: Sequence[Record]  # of the rounds that are done already
+    folder: Path | None  # None: it is not kept on disk
+
+
+@runtime_checkable
+class RunWatcher(Watcher, Protocol):
+    """A watcher that has these as well is told what the run is, what it ended with, and when nothing more comes."""
+
+    def begun(self, about: About) -> None:
+        """Say what the run is, before `started`."""
+
+    def ended(self, networks: Mapping[str, nn.Module]) -> None:
+        """Say that all rounds are done, with the final model of every tier."""
+
+    def close(self) -> None:
+        """Say that nothing more comes: the run has ended, failed, or was stopped, perhaps before it had begun."""
+
+
+def run_watchers(watchers: Sequence[Watcher]) -> list[RunWatcher]:
+    """Return those of the watchers that are told of the whole run, too."""
+    return [watcher for watcher in watchers if isinstance(watcher, RunWatcher)]
+
+
+# When a run ends before its last round, and which of its rounds was the best: all of it follows from the records.
+
+
+class Stopping:
+    """Looks at the headline metric of one tier's model.
+
+    at_clients  the server has no test set: unless the settings say otherwise, the median over clients counts
+    """
+
+    def __init__(self, config: StopConfig, metric: Metric, tiers: Sequence[str], *, at_clients: bool = False) -> None:
+        if config.tier and config.tier not in tiers:
+            raise FedhmError(f"stop.tier: there is no tier '{config.tier}', known are {', '.join(tiers)}")
+        if metric.percent and config.target is not None and config.target > 1:
+            raise FedhmError(f"stop.target = {config.target:g}, but {metric.name} is a share: 97 % is 0.97")
+        self.active = config.active
+        self._config, self._metric, self._tier = config, metric, config.tier or tiers[0]
+        self._by_median = at_clients and config.clients == "median"
+
+    def reason(self, records: Sequence[Record]) -> str:
+        """Return why a run is to end after the last of these rounds, as part of a sentence; empty if it is not."""
+        found = self._values(records)
+        if not found or records[-1].round not in found:
+            return ""
+        target, patience, metric = self._config.target, self._config.patience, self._metric
+        which = " in the median over clients" if self._by_median else ""
+        if target is not None and metric.reaches(found[records[-1].round], target):
+            return f"tier {self._tier} reached {metric.goal(target)}{which}"
+        last = self._last_improvement(found, self._config.min_change)
+        waited = [number for number in found if number > last]
+        if patience and len(waited) >= patience:
+            since = f"since round {last}" if last else "since the start"
+            more = f" by more than {self._config.min_change:g}" if self._config.min_change else ""
+            improved = f"did not improve{which}{more} {since}"
+            return f"the {metric.name} of tier {self._tier} {improved}, in {len(waited)} evaluations"
+        return ""
+
+    def best(self, records: Sequence[Record]) -> int:
+        """Return the round after which the model was best; 0 if none was evaluated, or a run may not end early."""
+        return self._last_improvement(self._values(records), 0.0) if self.active else 0
+
+    def _values(self, records: Sequence[Record]) -> dict[int, float]:
+        return {r.round: self._found(r)[self._metric.name] for r in records if r.metrics}
+
+    def _found(self, record: Record) -> Metrics:
+        return record.clients[self._tier].overall.median if self._by_median else record.metrics[self._tier]
+
+    def _last_improvement(self, values: dict[int, float], least: float) -> int:
+        """Return the last round that was better than the best before it by more than `least`; 0 if none ever was."""
+        sign = 1 if self._metric.more_is_better else -1
+        last, best = 0, -float("inf")
+        for number, value in values.items():
+            if sign * value > best + least:  # never of NaN
+                last, best = number, sign * value
+        return last

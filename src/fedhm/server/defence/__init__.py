@@ -1,1 +1,0 @@
-"""Defence: what keeps a few hostile clients from spoiling what the others have learned."""

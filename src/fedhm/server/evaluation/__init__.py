@@ -1,1 +1,0 @@
-"""Evaluating at the clients, and what has to be gathered there before."""

@@ -1,0 +1,85 @@
+"""The server's optimizer: the mean that a round brings is not taken as it is, but as the direction of a step.
+
+With x the weights before the round, and Δ = mean − x the round's pseudo-gradient,
+
+    momentum   m ← β m + Δ                             x ← x + η m               FedAvgM (Hsu et al. 2019)
+    adam       m ← β₁ m + (1 − β₁) Δ
+               v ← β₂ v + (1 − β₂) Δ²                  x ← x + η m / (√v + τ)    FedAdam (Reddi et al. 2021)
+
+m starts at 0, v at τ². Running averages, other buffers and frozen
+parameters are no weights to step on: they are taken as they were averaged.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedhm.config.schema import ServerConfig
+from fedhm.errors import FedhmError
+from fedhm.networks.exchange import Tensors, averages
+from fedhm.server.state import Way, mapped
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What an optimizer carries from round to round, by the names of tensors in the method's state."""
+
+    first: Tensors = field(default_factory=dict)
+    second: Tensors = field(default_factory=dict)
+
+
+class ServerOptimizer:
+    """The server's optimizer, which makes its step on those fields of a method's state that the method averages."""
+
+    def __init__(self, config: ServerConfig, method: str, averaged: tuple[str, ...], not_weights: Set[str]) -> None:
+        self.config, self._averaged, self._not_weights = config, averaged, not_weights
+        if self.steps and not averaged:
+            raise FedhmError(f"{method} averages no weights: server.optimizer must be 'none'")
+
+    @property
+    def steps(self) -> bool:
+        return self.config.optimizer != "none"
+
+    def step(self, before: S, merged: S, moments: Moments) -> tuple[S, Moments]:
+        """Return the state whose averaged fields have made the step from `before` that `merged` points to."""
+        if not self.steps:
+            return merged, moments
+        first, second, old = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+        mapped(self._fields(before), lambda name, _, tensor: old.setdefault(name, tensor))
+
+        def moved(name: str, way: Way, mean: Tensor) -> Tensor:
+            if way[-1] in self._not_weights or not averages(mean):
+                return mean
+            if mean.is_complex():  # as torch's own optimizers have it: real and imaginary parts are two numbers
+                return torch.view_as_complex(towards(name, torch.view_as_real(mean), torch.view_as_real(old[name])))
+            return towards(name, mean, old[name])
+
+        def towards(name: str, mean: Tensor, before: Tensor) -> Tensor:
+            change = mean - before
+            if self.config.optimizer == "momentum":
+                first[name] = momentum(change, moments.first.get(name), self.config.momentum)
+                return before + self.config.learning_rate * first[name]
+            first[name], second[name] = adam(change, moments.first.get(name), moments.second.get(name), self.config)
+            return before + self.config.learning_rate * first[name] / (second[name].sqrt() + self.config.tau)
+
+        stepped: Any = mapped(self._fields(merged), moved)
+        return replace(merged, **stepped), Moments(first, second)  # type: ignore[type-var]
+
+    def _fields(self, state: Any) -> dict[str, Any]:
+        return {name: getattr(state, name) for name in self._averaged}
+
+
+def momentum(change: Tensor, first: Tensor | None, beta: float) -> Tensor:
+    return change if first is None else beta * first + change
+
+
+def adam(change: Tensor, first: Tensor | None, second: Tensor | None, config: ServerConfig) -> tuple[Tensor, Tensor]:
+    beta_1, beta_2 = config.betas
+    first = torch.zeros_like(change) if first is None else first
+    second = torch.full_like(change, config.tau**2) if second is None else second
+    return beta_1 * first + (1 - beta_1) * change, beta_2 * second + (1 - beta_2) * change.square()

@@ -1,0 +1,265 @@
+"""ε of a private run after so many rounds, by the Rényi accountant of Google's dp-accounting.
+
+server   every client takes part with probability q, and the sum of changes of norm C at most has noise of z · C: the
+         Gaussian mechanism with Poisson sampling. Two runs are neighbours if one has a client more.
+client   the server sees who sent what. Two changes of norm C at most may be 2 C apart, so the noise of z · C is z / 2
+         in units of that: the Gaussian mechanism, once for every round in which a client takes part. Two runs are
+         neighbours if one client has as many other samples, whichever they are.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import replace
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedhm.config.schema import Config, PrivacyConfig, ResolvedConfig
+from fedhm.data.federation import Federation
+from fedhm.errors import FedhmError
+from fedhm.lowrank.delta import within
+from fedhm.lowrank.hybrid import plan_of
+from fedhm.networks.exchange import Tensors, averages
+from fedhm.seeds import Secret, secret_normals
+from fedhm.server.record import Record
+from fedhm.server.sampling import expected_to_train, independently
+from fedhm.server.state import Way, mapped
+from fedhm.work.messages import Participant, Task, Update
+from fedhm.work.work import work_of
+
+# of Rényi divergence: whole numbers, since sums for others do not converge at a large q
+ORDERS = (*range(2, 64), 80, 96, 128, 192, 256, 512, 1024)
+
+
+def check_accountant() -> None:
+    """Refuse to promise what nobody can count."""
+    try:
+        import dp_accounting.rdp  # noqa: F401
+    except ImportError:
+        raise FedhmError("privacy.noise needs an accountant: install it with pip install 'fedhm[privacy]'") from None
+
+
+@cache
+def epsilon(privacy: PrivacyConfig, participation: float, times: int) -> float:
+    """Return ε after so many rounds, at a client so many in which it took part."""
+    import dp_accounting as dp  # takes seconds, and is needed by private runs only
+    from dp_accounting.rdp import RdpAccountant
+
+    if privacy.where == "server":
+        step: dp.DpEvent = dp.PoissonSampledDpEvent(participation, dp.GaussianDpEvent(privacy.noise))
+    else:
+        step = dp.GaussianDpEvent(privacy.noise / 2)
+    accountant = RdpAccountant(ORDERS, dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return float(accountant.compose(step, times).get_epsilon(privacy.delta)) if times else 0.0
+
+
+def epsilon_after(records: Sequence[Record], config: Config) -> float | None:
+    """Return ε of the rounds so far, of the client that took part most often if noise is the clients'; None: no bound.
+
+    When a run ends early, its outputs have decided that. What holds for any such end is ε of all its rounds.
+    """
+    privacy = config.privacy
+    if not privacy.active or not privacy.noise:
+        return None
+    if config.stop.active:
+        times = config.train.rounds
+    elif privacy.at_server:
+        times = len(records)
+    else:
+        turns = Counter(participant.client for record in records for participant in record.participants)
+        times = max(turns.values(), default=0)
+    return epsilon(privacy, config.federation.participation, times)
+
+
+# Which settings keep what [privacy] promises: all others are refused before a run starts, with what to set instead.
+
+
+def check_privacy(config: ResolvedConfig, federation: Federation, *, normalised: bool, tests: bool) -> None:
+    """Refuse settings under which a client's data goes a way around the noise.
+
+    normalised  some network stores BatchNorm statistics that follow the data
+    tests       there are clients that evaluate models on samples of theirs
+    """
+    if problems := [*_of_all(config, federation, normalised), *_of_clients(config, tests)]:
+        raise FedhmError("\n".join(f"[privacy]: {problem}" for problem in problems))
+    if config.privacy.noise:
+        check_accountant()
+
+
+def _of_all(config: ResolvedConfig, federation: Federation, normalised: bool) -> Iterator[str]:
+    train, stop = config.train, config.stop
+    if config.privacy.at_server and config.method.unbounded:
+        yield config.method.unbounded
+    robust = config.server.robust
+    if config.privacy.at_server and robust != "none":  # so one client could change what becomes of all
+        yield f"server.robust = '{robust}' judges an update by those of other clients: set it to 'none'"
+    if train.masked_loss and config.objective.has_labels:
+        yield "train.masked_loss = true averages a label's row over the clients that hold the label: set it to false"
+    if normalised and config.evaluation.static_from != "never":
+        yield (
+            "BatchNorm statistics are gathered at clients without noise: set evaluation.static_from = 'never', so that "
+            "running averages are part of the bounded change, or train.frozen_statistics = true"
+        )
+    if train.on_bad_update == "stop":
+        yield "train.on_bad_update = 'stop' lets one client's update decide whether the run goes on: set it to 'drop'"
+    if config.federation.deadline and config.federation.late == "drop":
+        yield "federation.deadline drops clients by how many samples they have: set federation.late to 'wait'"
+    if config.federation.min_updates > 1:
+        yield "a private round is never tried again, as federation.min_updates > 1 may want it: set it to 1"
+    if stop.active and (federation.test is None or config.evaluated_on == "validation"):
+        yield "[stop] would end the run by metrics of the clients' own samples, without noise: leave it out"
+    if config.data is None and not federation.remote and federation.preprocessing.mean:
+        yield (
+            "images in uint8 are normalised by the mean of all clients' pixels, without noise: give floating-point "
+            "inputs that you have normalised yourself"
+        )
+
+
+def _of_clients(config: ResolvedConfig, tests: bool) -> Iterator[str]:
+    if not config.privacy.at_clients:
+        return
+    if tests:
+        yield "evaluation at clients sends metrics without noise: do without data.client_test, or set where = 'server'"
+    if getattr(config.method, "weighting", "uniform") == "samples":
+        yield "method.weighting = 'samples' counts a client by its number of samples, which has no noise: set 'uniform'"
+    if config.data is not None and config.data.validation:
+        yield "data.validation shows clients' samples to the server: set it to 0, or set where = 'server'"
+    if config.train.max_change:
+        yield "train.max_change would refuse updates for the noise that their clients added: set it to 0"
+
+
+# What a private round does to the sum of its clients' changes, so that none of them can be told from it.
+#
+# With W the model before the round, and Dₚ what participant p changed, recovered to full shape and cut as a whole to
+# ‖Dₚ‖ ≤ C,
+#
+#     W ← W + (Σₚ Dₚ + N(0, (z C)²)) / n        n = q · clients that have a network, whoever took part
+#
+# A client more or less changes the sum by C at most. All that follows, a decomposition, the server's optimizer, the
+# tiers' models, is made of W alone, and tells no more than it does.
+
+S = TypeVar("S")
+
+
+class Averaging(Protocol):
+    """What a private round knows of a method (`methods/method.py`)."""
+
+    tiers: tuple[str, ...]
+    levels: tuple[str, ...]
+    recovers: bool
+    state_type: type[Any]
+
+    def network(self, name: str) -> nn.Module:
+        """Return a new network of a tier."""
+        ...
+
+
+class Mechanism:
+    """Differential privacy of one run. Where the clients add their noise, the server only counts.
+
+    fixed   names of tensors that training leaves alone: they get no noise, and are held to what they were
+    secret  is to be filled in before the first round
+    """
+
+    def __init__(self, config: Config, method: Averaging, clients: int, fixed: Set[str], secret: Secret) -> None:
+        self.config, self.secret, self.at_server = config.privacy, secret, config.privacy.at_server
+        self._whole, self._method, self._clients, self._fixed = config, method, clients, fixed
+        self._expected = expected_to_train(config.federation, clients, method.levels, method.tiers)
+        self._factorized = cache(lambda name: frozenset(plan_of(method.network(name)) if method.recovers else ()))
+
+    def participants(self, round_number: int) -> list[Participant]:
+        """Return who takes part in a round: every client independently, as the accountant assumes."""
+        federation, seed, levels = self._whole.federation, self._whole.seed, self._method.levels
+        return independently(federation, self._clients, levels, seed, round_number, self.secret.value)
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Refuse tasks for which a client sends anything but one network that it trained."""
+        seen: set[int] = set()
+        for task in tasks:
+            work = work_of(task.kind)
+            if task.client in seen or task.kept or not (work.trains and work.returns_network):
+                raise FedhmError(
+                    f"method.name = '{self._whole.method.name}' has clients send more than one network that they "
+                    "trained, which [privacy] does not cover: choose fedhm or fedavg"
+                )
+            seen.add(task.client)
+
+    def bounded(self, updates: Iterable[Update], tasks: Sequence[Task]) -> "Bounded":
+        return Bounded(replace(each, tensors=self._cut(each, tasks[each.position])) for each in updates)
+
+    def _cut(self, update: Update, task: Task) -> Tensors:
+        """Return what a client sent back, as far away from what it was sent as it may be."""
+        sent, layers = work_of(task.kind).loaded(task), self._factorized(task.network)
+        held = {name for name in sent if name in self._fixed or self._of_fixed(name, layers)}
+        returned = {name: sent[name] if name in held else tensor for name, tensor in update.tensors.items()}
+        return within(returned, sent, layers, self.config.clip)
+
+    def _of_fixed(self, name: str, layers: Set[str]) -> bool:
+        """Tell whether a tensor is a factor of a weight that training leaves alone."""
+        layer, _, _ = name.rpartition(".")
+        return layer in layers and f"{layer}.weight" in self._fixed
+
+    def released(self, before: S, merged: S, count: int, round_number: int) -> S:
+        """Return the state with noise, in place of `merged`, into which so many updates went."""
+        averaged = self._method.state_type.averaged
+        old, share = dict[str, Tensor](), count / self._expected
+        mapped(_fields(before, averaged), lambda name, _, tensor: old.setdefault(name, tensor))
+        sums = _digest(_fields(merged, averaged), count)
+
+        def moved(name: str, way: Way, mean: Tensor) -> Tensor:
+            if way[-1] in self._fixed or not averages(mean):
+                return old[name]
+            after, start = (_as_doubles(tensor) for tensor in (mean, old[name]))
+            new = start + share * (after - start) + self._noise(after, name, round_number, sums)
+            if way[-1].endswith("running_var"):
+                new.clamp_(min=0.0)  # noise may leave less, and there is no such variance
+            return (torch.view_as_complex(new) if mean.is_complex() else new).to(mean.dtype)
+
+        return replace(merged, **mapped(_fields(merged, averaged), moved))  # type: ignore[type-var]
+
+    def _noise(self, like: Tensor, name: str, round_number: int, sums: str) -> Tensor:
+        """Return the noise of one tensor, which is drawn anew where other sums are to be hidden.
+
+        A round that is repeated, since it was interrupted, has the same; but if other clients answer then, their
+        sum must not be hidden by numbers that have hidden another: the difference of the two would be bare.
+        """
+        scale = self.config.noise * self.config.clip / self._expected
+        drawn = secret_normals(self.secret.value, like.numel(), "noise", round_number, name, sums)
+        return drawn.view(like.shape) * scale
+
+    def epsilon(self, records: Sequence[Record]) -> float | None:
+        return epsilon_after(records, self._whole)
+
+
+class Bounded:
+    """Updates that are cut to the bound, and how many of them there were."""
+
+    def __init__(self, updates: Iterable[Update]) -> None:
+        self._updates, self.count = updates, 0
+
+    def __iter__(self) -> Iterator[Update]:
+        for update in self._updates:
+            self.count += 1
+            yield update
+
+
+def _fields(state: Any, averaged: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in averaged}
+
+
+def _as_doubles(tensor: Tensor) -> Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
+def _digest(fields: dict[str, Any], count: int) -> str:
+    digest = hashlib.blake2b(str(count).encode())
+
+    def add(_: str, __: Way, tensor: Tensor) -> Tensor:
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        return tensor
+
+    mapped(fields, add)
+    return digest.hexdigest()

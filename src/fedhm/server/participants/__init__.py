@@ -1,1 +1,0 @@
-"""Who takes part in a round, at which tier, and how long it takes them."""

@@ -1,1 +1,0 @@
-"""Differential privacy of clients: bounded changes, noise, independent sampling, and what it comes to."""
