@@ -74,7 +74,7 @@ def _lock_of(path: Path) -> Path:
 
 # `fedhm run` and `fedhm resume` on Flower: the run is submitted to a SuperLink, and shown until it has ended.
 
-APP = Path(__file__).parents[1] / "preset_app"
+APP = Path(__file__).with_name("preset_app")
 PAUSE = 0.2  # seconds between two looks
 ASK_AFTER = 10.0  # seconds without a sign of life after which Flower is asked what became of the run
 SILENCE = 300.0  # seconds after which a run must have been started, and have given a sign of life if it runs
