@@ -108,5 +108,5 @@ def test_a_device_file_below_a_file_is_refused_before_anything_is_measured(
     (tmp_path / "file").write_text("")
     assert main(["profile", "digits", "--out", f"{tmp_path}/file/device.json"]) == 1
     said = capsys.readouterr()
-    assert said.err.startswith(f"fedhm: --out {tmp_path}/file/device.json cannot be written: ")
+    assert said.err.startswith(f"fedhm: cannot make the folder {tmp_path}/file: {tmp_path}/file is a file")
     assert said.out == ""

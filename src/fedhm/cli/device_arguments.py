@@ -48,7 +48,3 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="that it can spare for training, such as 512MB")
     parser.add_argument("--up", metavar="RATE", help="of its link to the server, such as 10Mbit")
     parser.add_argument("--down", metavar="RATE", help="likewise from the server")
-    parser.add_argument("--host", metavar="HOST:PORT", help="measure the link to a host that runs --serve")
-    parser.add_argument(
-        "--serve", metavar="HOST:PORT", help="answer devices that measure their link to here, until Ctrl-C"
-    )

@@ -1,10 +1,8 @@
 """`fedhm profile`: measure on a device what training takes there, and write it down for who plans a fleet."""
 
 import argparse
-import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -16,7 +14,6 @@ from fedhm.config.schema import DeviceProfile, Measurement, ResolvedConfig, Trai
 from fedhm.config.units import rate, size
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_file, write_atomically
-from fedhm.machine.link import LinkServer, address, measure_link
 from fedhm.measure.cost import measure
 from fedhm.measure.fit import Mode
 from fedhm.methods.tier_work import TierWork
@@ -27,21 +24,12 @@ from fedhm.work.train import trained_as
 
 
 def profile(options: argparse.Namespace, console: Console) -> None:
-    if options.serve:
-        _serve(options.serve, console)
-        return
     given = {name: _given(name, getattr(options, name), read) for name, read in READ.items()}
-    if options.host and (options.up or options.down):
-        raise FedhmError("--host measures the link, and --up and --down give it: choose one of them")
-    _check_writable(options.out)
+    check_file(options.out)  # before measurements that take minutes
     config = load_config(options.config, options.changes).resolved()
     if config.method.needs_public:
         raise FedhmError(f"{config.method.name} needs public samples: profile another method, the model is the same")
-    check_file(options.out)  # what is to be written takes minutes to measure
     design = named_design(config)
-    if options.host:
-        console.print(f"measuring the link to {options.host} …", highlight=False, markup=False)
-        given["up"], given["down"] = measure_link(*address(options.host))
     steps = list(_measured(config, design, console))
     if not steps:
         raise FedhmError("nothing could be measured on this device: choose a smaller train.batch")
@@ -60,15 +48,6 @@ def profile(options: argparse.Namespace, console: Console) -> None:
     write_atomically(options.out, found.model_dump_json(indent=2, exclude_none=True) + "\n")
     fastest = max(step.macs * config.train.batch / step.seconds for step in steps)
     console.print(f"{options.out}: up to {fastest / 1e9:.3g} GMACs a second in training", highlight=False, markup=False)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written, before all is measured for it."""
-    if path.is_dir():
-        raise FedhmError(f"--out {path} is a folder: name a file, such as {path / 'device.json'}")
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise FedhmError(f"--out {path} cannot be written: {there} is no folder that one may write to")
 
 
 READ: dict[str, Callable[[str], float]] = {"memory": size, "up": rate, "down": rate}
@@ -114,18 +93,3 @@ def modes_to_measure(train: TrainConfig, can_checkpoint: bool, own: Mode) -> Ite
     sizes = [0, part] if part else [0]
     found = [Mode(size, again) for size in sizes for again in ((False, True) if can_checkpoint else (False,))]
     return dict.fromkeys([*found, own])
-
-
-def _serve(where: str, console: Console) -> None:
-    host, port = address(where)
-    with LinkServer(host, port) as server:
-        console.print(
-            f"answering at {host}:{server.port} until Ctrl-C; on devices: fedhm profile … --host HOST:{server.port}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return
