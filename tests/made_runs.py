@@ -24,7 +24,7 @@ def made_run(
     headlines: list[dict[str, float]],
     method: dict[str, Any] | None = None,
     seed: int = 0,
-    facts: DataFacts | None = FACTS,
+    facts: DataFacts = FACTS,
     **sections: dict[str, Any],
 ) -> Run:
     """One participant for each tier; a round costs it 10 bytes down, 10 up and 100 MACs for each parameter.

@@ -166,7 +166,7 @@ def test_statistics_that_nobody_gave_are_asked_of_others(federation: Federation)
     assert not set(clients(runs[2])) & set(clients(runs[1]))
     (record,) = result.records
     assert (record.attempts, len(record.dropped), record.statistics.clients) == (1, 8, 24)
-    assert all(score.loss < 100 for score in result.scores.values())
+    assert all(score.loss < 100 for score in result.metrics.values())
     sentence = r"^no client's BatchNorm statistics of tier 1/4 could be used in round 1: of client \d, fault 3$"
     with pytest.raises(FedhmError, match=sentence):
         run(federation, lambda task, _: task.kind == "statistics" and task.network == "1/4", train={"rounds": 1})

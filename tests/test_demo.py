@@ -11,7 +11,7 @@ import fedhm
 def test_every_tier_is_within_a_point_of_full_fedavg(seed: int) -> None:
     def scores(*changes: str) -> dict[str, float]:
         config = fedhm.load_config("digits", [f"seed={seed}", "evaluation.every=1000", *changes])
-        return {tier: score.accuracy for tier, score in fedhm.prepare(config).run().scores.items()}
+        return {tier: score.accuracy for tier, score in fedhm.prepare(config).run().metrics.items()}
 
     reference = scores("method.name=fedavg")["full"]
     tiers = scores()

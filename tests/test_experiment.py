@@ -72,12 +72,12 @@ def test_every_tier_learns(federation: Federation) -> None:
     for heterogeneity in ("fixed", "dynamic"):
         tiers: dict[str, object] = {"heterogeneity": heterogeneity}
         result = run(federation, train={"rounds": 8, "epochs": 3}, federation=tiers, evaluation={"every": 8})
-        assert all(score.accuracy > 0.85 for score in result.scores.values()), result.scores
+        assert all(score.accuracy > 0.85 for score in result.metrics.values()), result.metrics
 
 
 def test_records_tell_what_was_sent_computed_and_measured(federation: Federation) -> None:
     result = run(federation, evaluation={"every": 2}, train={"rounds": 3, "epochs": 2, "nested": 0})
-    assert [bool(record.scores) for record in result.records] == [False, True, True]
+    assert [bool(record.metrics) for record in result.records] == [False, True, True]
     for record in result.records:
         assert len(record.participants) == 4
         assert {p.tier for p in record.participants} == set(record.traffic)
@@ -92,7 +92,7 @@ def test_records_tell_what_was_sent_computed_and_measured(federation: Federation
         assert set(record.diagnostics) == {*kappas, "exact_decompositions", *beyond}
         assert all(0 < record.diagnostics[name] < 1 for name in beyond)
         assert set(record.seconds) >= {"train", "merge"}
-        assert (record.statistics.clients > 0) == bool(record.scores)
+        assert (record.statistics.clients > 0) == bool(record.metrics)
 
 
 def test_running_averages_are_used_until_statistics_are_gathered(federation: Federation) -> None:
@@ -136,7 +136,7 @@ def test_bad_updates_cost_only_themselves(federation: Federation) -> None:
     assert reasons[2, "nested"] == reasons[6, "statistics"] == "it caught fire"
     assert "NaN" in reasons[1, "nested"]
     assert (1, "statistics") not in reasons
-    assert all(score.loss < 100 for score in result.scores.values())
+    assert all(score.loss < 100 for score in result.metrics.values())
     with pytest.raises(FedhmError, match=r"client 1 .* round 1 cannot be used"):
         run(federation, Hostile, federation={"participation": 1.0})
 

@@ -41,7 +41,7 @@ def test_a_transformer_that_reads_tokens() -> None:
     }
     result = fedhm.run(Reader(), clients, (tokens[200:], labels[200:]), settings)
     assert result.costs["1/4"].parameters < result.costs["full"].parameters
-    assert set(result.scores) == {"full", "1/4"}
+    assert set(result.metrics) == {"full", "1/4"}
     # 20 × 16 tied values travel once
     assert result.costs["full"].bytes == 4 * sum(p.numel() for p in Reader().parameters())
     full = result.networks["full"]
@@ -151,7 +151,7 @@ def test_models_of_any_build_learn_where_labels_are_missing(kind: type[nn.Module
     model = kind()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     result = fedhm.run(model, clients, test, settings)
-    assert min(score.accuracy for score in result.scores.values()) > 0.6
+    assert min(score.accuracy for score in result.metrics.values()) > 0.6
     after = result.networks["full"].state_dict()
     assert all((after[name] != before[name]).any(-1).all() for name in before if name.endswith("weight")), (
         "untrained rows"
@@ -192,7 +192,7 @@ def test_a_run_can_be_gone_on_with_where_there_are_more_cores(tmp_path: Path, mo
     model = HeadFirst()
     first = fedhm.run(model, clients, test, settings, tmp_path)
     monkeypatch.setattr("fedhm.config.schema.usable_cores", lambda: 64)
-    assert fedhm.run(model, clients, test, fedhm.Config.model_validate(settings), tmp_path).scores == first.scores
+    assert fedhm.run(model, clients, test, fedhm.Config.model_validate(settings), tmp_path).metrics == first.metrics
     assert read_config(tmp_path).engine.threads == 1
 
 
@@ -206,6 +206,6 @@ def test_statistics_do_not_depend_on_dropout() -> None:
     runs = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        runs.append(fedhm.run(model, clients, test, settings).scores)
+        runs.append(fedhm.run(model, clients, test, settings).metrics)
         assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(seed)))
     assert runs[0] == runs[1]

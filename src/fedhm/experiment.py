@@ -52,7 +52,7 @@ class Experiment:
     optimizer: ServerOptimizer
     engine: Engine
     costs: dict[str, Cost]  # by tier
-    fingerprint: Callable[[Mapping[str, Any] | None], str]  # of this very run, from the settings that its folder states
+    fingerprint: Callable[[], str]  # of settings, data and initial weights
     data: DataFacts
     watchers: Sequence[Watcher] = ()
     remote: bool = False  # the clients' samples lie elsewhere
@@ -75,7 +75,9 @@ class Experiment:
 
     def _run(self, folder: RunFolder | None) -> Result:
         rounds, every = self.config.train.rounds, self.config.evaluation.every
-        run = self.fingerprint(folder.stated_with_plan(self.config)) if folder else ""
+        if folder:
+            folder.write_plan(self.config)
+        run = self.fingerprint() if folder else ""
         (state, moments), records = self._begin(folder, run)
         defence = Defence(self.config, self.intake, self.method.one_model, records)
         networks: dict[str, nn.Module] = {}
@@ -136,7 +138,7 @@ class Experiment:
     def _begin(self, folder: RunFolder | None, run: str) -> tuple[tuple[Any, Moments], list[Record]]:
         checkpoint, records = folder.restore(run, self.method.state_type, self.method.tiers) if folder else (None, [])
         if self.privacy:
-            self.privacy.secret.value = folder.secret(begun=bool(records)) if folder else new_secret()
+            self.privacy.secret.value = folder.secret(resumed=bool(records)) if folder else new_secret()
         if folder:
             folder.save_costs(self.costs)
             if not (checkpoint and self.remote):  # of remote clients, some may be missing by now

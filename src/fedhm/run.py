@@ -22,7 +22,7 @@ from fedhm.experiment import Experiment
 from fedhm.models.build import build_model
 from fedhm.report.progress import shown_rounds
 from fedhm.report.save import save_report
-from fedhm.runs.folder import RunFolder, read_begun, read_config
+from fedhm.runs.folder import RunFolder, read_config, read_settings
 from fedhm.runs.history import read_runs
 from fedhm.runs.result import Result
 from fedhm.server.callbacks import Watcher
@@ -99,7 +99,7 @@ def run(
         with RunFolder.open(path) if (path / "config.toml").exists() else RunFolder.create(path, resolved) as folder:
             try:
                 if from_round is not None:
-                    _take_back(experiment, folder, from_round)
+                    _rewind(experiment, folder, from_round)
                 result = experiment.run(folder)
             except FedhmError:
                 folder.remove_if_nothing_was_done()
@@ -142,12 +142,13 @@ def finish(
     experiment = prepare(config if workers is None else config.with_workers(workers), watchers)
     with RunFolder.open(path) as folder:
         if from_round is not None:
-            _take_back(experiment, folder, from_round)
+            _rewind(experiment, folder, from_round)
         return experiment.run(folder)
 
 
-def _take_back(experiment: Experiment, folder: RunFolder, last: int) -> None:
-    folder.take_back(last, experiment.fingerprint(folder.stated_with_plan(experiment.config)))
+def _rewind(experiment: Experiment, folder: RunFolder, last: int) -> None:
+    folder.write_plan(experiment.config)
+    folder.rewind(last, experiment.fingerprint())
 
 
 def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:
@@ -203,8 +204,8 @@ def as_begun(settings: Config, path: Path | None) -> Config:
     """Return the settings of a run that is resumed in `path`, if there is one: threads and tiers as it began with."""
     if path is None or not (path / "config.toml").exists():
         return settings
-    folder = read_begun(path)
-    begun, settings = folder.config, folder.settled(settings)
+    stored = read_settings(path)
+    begun = stored.config
     engine = {**begun.engine.model_dump(), **settings.engine.model_dump(exclude_defaults=True)}
     changes: dict[str, Any] = {"engine": EngineConfig(**engine)}
     kept = ["plan", "checkpointed", "inputs"]  # found when the run began
@@ -214,6 +215,8 @@ def as_begun(settings: Config, path: Path | None) -> Config:
         update={name: getattr(begun.federation, name) for name in kept}
     )
     settings = settings.model_copy(update=changes)
-    if found := folder.difference(settings.resolved()):
-        raise FedhmError(f"{path} holds a run with other settings, {found}: choose another folder{folder.remark}")
+    if found := stored.difference(settings.resolved()):
+        raise FedhmError(
+            f"{path} holds a run with other settings, {found}: choose another folder{stored.version_remark}"
+        )
     return settings

@@ -242,11 +242,6 @@ def test_its_folder_is_reported_again(finished: Path, tmp_path: Path, capsys: py
     assert main(["report", str(out), "--out", str(tmp_path / "other")]) == 0
     assert "lowrank:1/8" in (tmp_path / "other" / "comparison.csv").read_text()
     assert "fedavg" not in (tmp_path / "other" / "comparison.csv").read_text()
-    (out / "comparison.json").unlink()  # as earlier versions left it
-    assert main(["report", str(out)]) == 1
-    assert "fedavg was run with the seeds 0" in capsys.readouterr().err
-    shutil.rmtree(out / "fedavg-seed0")
-    assert main(["report", str(out)]) == 0
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ def test_every_tier_scores_as_in_the_library(digits: Federation) -> None:
         for ratio in TIERS:
             with torch.no_grad():
                 logits = plain.hybrid_network(server, ratio, config.method.keep).eval()(inputs)
-            score = record.scores[tier_name(ratio)]
+            score = record.metrics[tier_name(ratio)]
             assert score.accuracy == (logits.argmax(1) == labels).double().mean().item()
             assert score.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=TOLERANCE)
 

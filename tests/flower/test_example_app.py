@@ -44,6 +44,6 @@ def test_it_trains_as_fedhm_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for name, tensor in network.state_dict().items():
             assert torch.equal(found.state_dict()[name], tensor), (tier, name)
     last = read_records(out / "records.jsonl")[-1]
-    assert last.scores == result.scores
-    assert last.scores["1/4"].accuracy > 0.85
+    assert last.metrics == result.metrics
+    assert last.metrics["1/4"].accuracy > 0.85
     sys.modules.pop("mixed_fleet.task")

@@ -104,7 +104,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
     ours, theirs = (read_records(tmp_path / name / "records.jsonl") for name in ("run", "local"))
     for here, there in zip(ours, theirs, strict=True):
         assert here.participants == there.participants
-        assert here.scores == there.scores
+        assert here.metrics == there.metrics
         for tier, traffic in here.traffic.items():
             down, up = there.traffic[tier].down, there.traffic[tier].up  # bytes of the bare tensors
             assert down < traffic.down < down + 5000 * traffic.clients

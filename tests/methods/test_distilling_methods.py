@@ -190,10 +190,10 @@ def test_every_client_of_fedmd_keeps_a_model_of_its_own() -> None:
 def test_they_learn(sharing: Federation, method: dict[str, object]) -> None:
     everybody: dict[str, object] = {"participation": 1.0}
     result = run(sharing, method, train={"rounds": 10, "epochs": 2}, federation=everybody, evaluation={"every": 10})
-    assert all(score.accuracy > 0.7 for score in result.scores.values()), result.scores
+    assert all(score.accuracy > 0.7 for score in result.metrics.values()), result.metrics
     # Of FedMD this is client 0's model: it lacks the fourth label, which it has learned from the consensus alone.
     assert 3 not in sharing.clients[0].labels
-    assert result.scores["full"].accuracy > 0.9
+    assert result.metrics["full"].accuracy > 0.9
 
 
 def test_of_fedmd_only_scores_travel(sharing: Federation) -> None:
@@ -260,7 +260,7 @@ def test_a_config_file_names_public_data(method: dict[str, object]) -> None:
     changes = [f"method.name={method['name']}", "data.public=held-out", "train.rounds=1", "model.width=0.25"]
     experiment = fedhm.prepare(fedhm.load_config("digits", changes))
     assert experiment.intake._public == 1000
-    assert set(experiment.run().scores) == {"full", "w0.62", "w0.5", "w0.35"}
+    assert set(experiment.run().metrics) == {"full", "w0.62", "w0.5", "w0.35"}
 
 
 def test_clients_of_fedmd_must_stay_at_their_tiers(sharing: Federation) -> None:

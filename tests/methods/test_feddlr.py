@@ -89,7 +89,7 @@ def test_at_ratio_1_it_is_fedavg_bit_for_bit(federation: Federation) -> None:
     )
     states = [result.networks["full"].state_dict() for result in (feddlr, fedavg)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert feddlr.scores == fedavg.scores
+    assert feddlr.metrics == fedavg.metrics
     assert feddlr.costs == fedavg.costs
 
 
@@ -124,7 +124,7 @@ def test_bytes_are_those_of_the_factors_macs_those_of_the_full_model(federation:
 def test_it_learns(federation: Federation) -> None:
     sections: dict[str, dict[str, object]] = {"train": {"rounds": 8, "epochs": 3}, "evaluation": {"every": 8}}
     result = run(federation, small_model(), method={"name": "feddlr"}, **sections)
-    assert result.scores["1/4"].accuracy > 0.85
+    assert result.metrics["1/4"].accuracy > 0.85
     # what is evaluated is what clients get
     for layer, rank in {"3": 4, "7": 6}.items():
         weight = result.networks["1/4"].get_submodule(layer).weight.detach()

@@ -191,7 +191,7 @@ def test_a_whole_run_at_full_rank_is_fedavg_bit_for_bit(federation: Federation) 
         runs.append(assemble(small_model(), federation, config).run())
     states = [run.networks["full"].state_dict() for run in runs]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert runs[0].scores == runs[1].scores
+    assert runs[0].metrics == runs[1].metrics
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples", "softmax"])
@@ -207,7 +207,7 @@ def test_warm_up_rounds_are_fedavg_bit_for_bit(federation: Federation, weighting
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     for one, other in zip(warm.records, plain.records, strict=True):
         assert {p.tier for p in one.participants} != {"full"}
-        assert one.scores["full"] == other.scores["full"]
+        assert one.metrics["full"] == other.metrics["full"]
         assert one.diagnostics["kappa_uv"] == one.diagnostics["kappa_sigma2"] == 0
         # what a small tier's clients exchange and compute in a warm-up round is that of the full network
         assert {t.down / t.clients for t in one.traffic.values()} == {other.traffic["full"].down / 4}
@@ -255,7 +255,7 @@ def test_a_whole_run_in_pufferfishs_form(federation: Federation, tmp_path: Path,
         "engine": {"threads": 1},
     }
     result = fedhm.run(small_model(), federation.clients, federation.test, settings, tmp_path)
-    assert all(score.accuracy > 0.85 for score in result.scores.values()), result.scores
+    assert all(score.accuracy > 0.85 for score in result.metrics.values()), result.metrics
     small = fedhm.load_tier(tmp_path / "models" / "1-8.safetensors", small_model())
     assert isinstance(small.get_submodule("3"), PufferfishConv2d)
     assert result.costs["full"].parameters - result.costs["1/8"].parameters == (

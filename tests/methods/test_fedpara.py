@@ -74,7 +74,7 @@ def test_it_learns(federation: Federation) -> None:
     sections: dict[str, dict[str, object]] = {"train": {"rounds": 8, "epochs": 3}, "evaluation": {"every": 8}}
     config = small_config(method={"name": "fedpara", "ratio": 0.2}, **sections)
     result = assemble(small_model(), federation, config).run()
-    assert result.scores["fedpara-0.2"].accuracy > 0.85
+    assert result.metrics["fedpara-0.2"].accuracy > 0.85
 
 
 def test_the_cost_is_less_on_the_wire_and_the_same_in_macs(federation: Federation) -> None:

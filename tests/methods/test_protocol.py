@@ -115,6 +115,6 @@ def test_other_methods_run_in_the_same_loop(mixes: bool, tiers: tuple[str, ...],
     )
     torch.manual_seed(0)
     result = assemble(slim(8), federation, config).run()
-    assert set(result.scores) == set(tiers)
-    assert all(score.accuracy > 0.6 for score in result.scores.values())
+    assert set(result.metrics) == set(tiers)
+    assert all(score.accuracy > 0.6 for score in result.metrics.values())
     assert all(record.traffic for record in result.records)

@@ -1,6 +1,5 @@
 """Networks of Conv1d layers in every method that factorizes or narrows them."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fedhm
-from fedhm.config.registry import find
 from fedhm.lowrank.layers import LowRankConv1d
-from fedhm.methods.method import Setup
-from fedhm.networks.exchange import exchanged
 
 
 def network() -> nn.Sequential:
@@ -66,12 +62,3 @@ def test_training_a_tier_is_measured_and_fitted() -> None:
     fit = fedhm.fit(network(), (2, 20), batch=8, keep=1, parameters=1000)
     assert fit.expected.parameters <= 1000 < fedhm.measure(network(), (2, 20)).parameters
     assert any(layer in fit.plan for layer in ("2", "4"))
-
-
-def test_a_run_from_before_such_layers_were_factorized_is_refused_in_a_sentence() -> None:
-    model = network()
-    method = find("methods", "fedhm").model_validate({"tiers": [1, "1/4"]}).build(model, Setup("8"))
-    state = method.start({name: tensor.clone() for name, tensor in exchanged(model).items()})
-    assert method.weights(state, "1/4")["2.u"].shape == (4, 12, 3)
-    with pytest.raises(fedhm.FedhmError, match="layer '2' was not factorized by the version of fedhm that began this"):
-        method.weights(replace(state, factors={}), "1/4")

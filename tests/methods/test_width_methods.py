@@ -280,8 +280,8 @@ def test_they_learn(federation: Federation, method: dict[str, object], heterogen
         "evaluation": {"every": 8},
     }
     result = run(federation, method, train={"rounds": 8, "epochs": 2}, **sections)
-    largest = next(iter(result.scores))
-    assert result.scores[largest].accuracy > 0.9
+    largest = next(iter(result.metrics))
+    assert result.metrics[largest].accuracy > 0.9
     sizes = [cost.parameters for cost in result.costs.values()]
     assert sizes == sorted(sizes, reverse=True)
 
@@ -291,7 +291,7 @@ def test_a_tier_listed_twice_has_two_shares_of_the_clients(federation: Federatio
         method={"name": "heterofl", "tiers": [0.5, 0.5, 0.25]}, federation={"participation": 1.0}, train={"rounds": 1}
     )
     result = assemble(small_model(), federation, config).run()
-    assert list(result.scores) == ["w0.5", "w0.25"]
+    assert list(result.metrics) == ["w0.5", "w0.25"]
     shares = Counter(p.tier for p in result.records[0].participants)
     assert shares == {"w0.5": 6, "w0.25": 2}
 

@@ -91,7 +91,7 @@ def test_no_method_can_tell(
     assert made[0]._prepared
     monkeypatch.setattr(assembly, "Networks", partial(Networks, most=0))
     fresh = run(federation, method, static_from)
-    assert reused.scores == fresh.scores
+    assert reused.metrics == fresh.metrics
     for tier, network in fresh.networks.items():
         found = reused.networks[tier].state_dict()
         assert all(torch.equal(tensor, found[name]) for name, tensor in network.state_dict().items())

@@ -151,8 +151,8 @@ def test_a_preset_of_regression_runs_from_the_shell(tmp_path: Path, capsys: pyte
     assert "mse" in said
     assert "accuracy" not in said
     record = json.loads((out / "records.jsonl").read_text().splitlines()[-1])
-    assert set(record["scores"]["full"]) == {"r2", "mse"}
+    assert set(record["metrics"]["full"]) == {"r2", "mse"}
     assert (out / "r2-by-round.png").exists()
-    assert fedhm.resume(out).metrics["full"].r2 == record["scores"]["full"]["r2"]
+    assert fedhm.resume(out).metrics["full"].r2 == record["metrics"]["full"]["r2"]
     with pytest.raises(FedhmError, match="deals out labels, of which diabetes has none"):
         fedhm.prepare(fedhm.load_config("diabetes", ["data.partition=dirichlet"]))

@@ -87,8 +87,8 @@ def test_what_is_read_of_a_damaged_record_can_be_reported_on(stride: int, tmp_pa
     ("old", "new", "said"),
     [
         (
-            '"scores": {"full": {"accuracy"',
-            '"scores": {"full": {"accurbcy"',
+            '"metrics": {"full": {"accuracy"',
+            '"metrics": {"full": {"accurbcy"',
             "does not tell the accuracy of every model",
         ),
         ('"median": {"accuracy"', '"median": {"accurbcy"', "does not tell the accuracy of every model"),

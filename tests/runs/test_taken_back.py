@@ -40,7 +40,7 @@ def leave_records(out: Path, count: int) -> None:
 
 def take_back(out: Path, last: int) -> None:
     with RunFolder.open(out) as folder:
-        folder.take_back(last)
+        folder.rewind(last)
 
 
 @pytest.mark.parametrize(("keep", "rounds"), [(1, [5]), (2, [4, 5]), (3, [3, 4, 5]), ("all", [1, 2, 3, 4, 5])])

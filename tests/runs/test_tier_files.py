@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from conftest import small_model
+from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import plan_of, to_hybrid
 from fedhm.lowrank.plan import plan_ranks
 from fedhm.lowrank.svd import Form
@@ -26,15 +27,14 @@ def test_a_saved_tier_keeps_its_form(tmp_path: Path, form: Form) -> None:
     assert torch.equal(loaded(batch), network(batch))
 
 
-def test_a_file_that_names_no_form_is_spatial(tmp_path: Path) -> None:
-    """Version 0.1 knew one form only."""
+def test_a_file_that_names_no_form_is_refused(tmp_path: Path) -> None:
     network = to_hybrid(small_model(), plan_ranks(small_model(), 1 / 4)).eval()
     save_tier(tmp_path / "tier", network, "1/4")
     _, header = read_tensors(tmp_path / "tier")
     del header["form"]
     write_tensors(tmp_path / "old", exchanged(network), header)
-    batch = torch.rand(2, 1, 6, 6)
-    assert torch.equal(load_tier(tmp_path / "old", small_model(seed=5))(batch), network(batch))
+    with pytest.raises(FedhmError, match=r"has a header that describes no network: KeyError\('form'\)"):
+        load_tier(tmp_path / "old", small_model(seed=5))
 
 
 def test_a_model_that_cannot_be_made_narrower_is_saved_all_the_same(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""A run's folder says which version wrote it; one that an earlier version began is resumed as it was begun."""
+"""A run's folder says which version wrote it; one in another format is refused."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +8,13 @@ import torch
 
 import fedhm
 from conftest import small_config, small_model
-from fedhm.assembly import assemble
 from fedhm.cli import main
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.runs import folder as begun_module
+from fedhm.runs import folder as folder_module
 from fedhm.runs.fingerprint import fingerprint
-from fedhm.runs.folder import RunFolder, read_begun, read_config
-from fedhm.runs.records import read_records
+from fedhm.runs.folder import RunFolder, read_settings
 
-# settings of which an earlier version knew nothing
-NEW = ("nested", "nested_form", "nested_tier", "start", "band_speed", "robust", "attackers", "trim")
 SETTINGS: dict[str, dict[str, Any]] = {
     "federation": {"participation": 0.5},
     "train": {"rounds": 3, "batch": 8, "lr": 0.05},
@@ -28,93 +23,59 @@ SETTINGS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("without_figures")
 
 
-def make_earlier(folder: Path) -> None:
-    """Leave only what an earlier version would have written into a run's config: fewer settings, and no version."""
-    file = folder / "config.toml"
-    text = file.read_text()
-    for key in NEW:
-        text, count = re.subn(rf"^{key} = .*\n", "", text, flags=re.MULTILINE)
-        assert count == 1
-    text = re.sub(r"^#.*\n|\n\[checkpoints\]\n.*\n", "", text, flags=re.MULTILINE)
-    file.write_text(text)
-
-
-def interrupted(federation: Federation, path: Path, rounds: int) -> None:
-    """Leave a run of an earlier version that was killed after so many rounds."""
-    config = small_config(**{**SETTINGS, "federation": {"clients": 8, "participation": 0.5}}).resolved()
-    with RunFolder.create(path, config):
-        pass
-    make_earlier(path)
-    with RunFolder.open(path) as folder:
-        experiment = assemble(small_model(), federation, folder.config)
-        experiment.config = experiment.config.model_copy(
-            update={"train": experiment.config.train.model_copy(update={"rounds": rounds})}
-        )
-        experiment.run(folder)
-    make_unsigned(path)
-
-
-def make_unsigned(path: Path) -> None:
-    file = path / "config.toml"
-    file.write_text(re.sub(r"^#.*\n", "", file.read_text(), flags=re.MULTILINE))
-
-
 def test_a_folder_names_its_version(federation: Federation, tmp_path: Path) -> None:
     fedhm.run(small_model(), federation.clients, federation.test, SETTINGS, tmp_path)
-    assert (tmp_path / "config.toml").read_text().startswith(f"# fedhm {fedhm.__version__} began this run\n")
-    assert read_begun(tmp_path).versions == (fedhm.__version__,)
-    assert read_begun(tmp_path).remark == ""
+    assert (
+        (tmp_path / "config.toml")
+        .read_text()
+        .startswith(f"# fedhm {fedhm.__version__} began this run (folder format 2)\n")
+    )
+    assert read_settings(tmp_path).versions == (fedhm.__version__,)
+    assert read_settings(tmp_path).version_remark == ""
 
 
-def test_what_an_earlier_version_did_not_state_is_as_it_was_then(federation: Federation, tmp_path: Path) -> None:
-    interrupted(federation, tmp_path, 1)
-    config = read_config(tmp_path)
-    assert (config.train.nested, config.method.start, config.checkpoints.keep) == (0.0, "whole", 2)  # type: ignore[attr-defined]
-    assert config.method.band_speed == 1  # type: ignore[attr-defined]
-    assert (config.server.robust, small_config().resolved().server.robust) == ("none", "clip")
-    fresh = small_config()
-    assert (fresh.train.nested, fresh.method.start, fresh.method.band_speed) == (0.5, "whole", 0.5)  # type: ignore[attr-defined]
-
-
-def test_a_run_of_an_earlier_version_is_finished_as_it_was_begun(federation: Federation, tmp_path: Path) -> None:
-    as_then = {**SETTINGS, "train": {**SETTINGS["train"], "nested": 0}, "method": {"start": "whole", "band_speed": 1}}
-    whole = fedhm.run(small_model(), federation.clients, federation.test, as_then)
-    interrupted(federation, tmp_path, 2)
-    finished = fedhm.run(small_model(), federation.clients, federation.test, SETTINGS, tmp_path)  # nobody sets the new
-    for tier, network in whole.networks.items():
-        for mine, other in zip(network.parameters(), finished.networks[tier].parameters(), strict=True):
-            assert torch.equal(mine, other)
-    assert f"# fedhm {fedhm.__version__} resumed it after round 2\n" in (tmp_path / "config.toml").read_text()
-    assert read_begun(tmp_path).versions == (fedhm.__version__,)
-    assert len(read_records(tmp_path / "records.jsonl")) == 3
+@pytest.mark.parametrize(
+    ("first", "sentence"),
+    [
+        ("", "was written by a version of fedhm before 0.2, and"),
+        ("# fedhm 0.2.0.dev0 began this run\n", "was written by a version of fedhm before 0.2, and"),
+        ("# fedhm 99.1 began this run (folder format 3)\n", "was written in folder format 3, and"),
+    ],
+)
+def test_a_folder_in_another_format_is_refused_in_one_sentence(
+    first: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunFolder.create(tmp_path / "run", small_config().resolved()):
+        pass
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(first + file.read_text().partition("\n")[2])
+    for verb in ("resume", "report", "export"):
+        assert main([verb, str(tmp_path / "run")]) == 1
+        said = capsys.readouterr().err
+        assert said == (
+            f"fedhm: {tmp_path / 'run'} {sentence} fedhm {fedhm.__version__} reads format 2 only: use the version that "
+            "wrote it, or start the run again in another folder\n"
+        )
 
 
 def test_what_is_set_otherwise_is_another_run_and_the_version_is_named(federation: Federation, tmp_path: Path) -> None:
-    interrupted(federation, tmp_path, 1)
-    for section, key, value, old in (("train", "nested", 0.25, 0.0), ("train", "lr", 0.07, 0.05)):
+    fedhm.run(small_model(), federation.clients, federation.test, SETTINGS, tmp_path)
+    file = tmp_path / "config.toml"
+    file.write_text(file.read_text().replace(f"# fedhm {fedhm.__version__} ", "# fedhm 0.2.7 "))
+    for section, key, value, old in (("train", "nested", 0.25, 0.5), ("train", "lr", 0.07, 0.05)):
         changed = {**SETTINGS, section: {**SETTINGS[section], key: value}}
-        sentence = (
-            rf"holds a run with other settings, {section}.{key} = {old}, not {value}: choose another folder \(the "
-        )
-        with pytest.raises(
-            FedhmError, match=rf"{sentence}folder was written by an earlier version of fedhm, which did"
-        ):
+        sentence = rf"holds a run with other settings, {section}.{key} = {old}, not {value}: choose another folder"
+        with pytest.raises(FedhmError, match=rf"{sentence} \(the folder was written by fedhm 0\.2\.7, this is fedhm"):
             fedhm.run(small_model(), federation.clients, federation.test, changed, tmp_path)
-    with pytest.raises(FedhmError, match=r"belongs to another run, .* written by an earlier version of fedhm"):
+    with pytest.raises(FedhmError, match=r"belongs to another run, .* written by fedhm 0\.2\.7"):
         fedhm.run(small_model(seed=1), federation.clients, federation.test, SETTINGS, tmp_path)
 
 
-def test_an_identity_is_that_of_the_settings_that_are_stated(federation: Federation, tmp_path: Path) -> None:
-    interrupted(federation, tmp_path, 1)
-    begun, weights = read_begun(tmp_path), {"w": torch.ones(1)}
-    of_then = fingerprint(begun.config, weights, federation, begun.stated)
-    written = (tmp_path / "config.toml").read_text()
-    assert begun.config.to_toml(begun.stated) == written  # to the letter what that version wrote, and made it of
-    nested = begun.config.train.model_copy(update={"nested": 0.5})
-    assert of_then == fingerprint(begun.config.model_copy(update={"train": nested}), weights, federation, begun.stated)
-    slower = begun.config.train.model_copy(update={"lr": 0.01})
-    assert of_then != fingerprint(begun.config.model_copy(update={"train": slower}), weights, federation, begun.stated)
-    assert of_then != fingerprint(begun.config, weights, federation)
+def test_another_setting_makes_another_identity(federation: Federation) -> None:
+    config, weights = small_config(**SETTINGS).resolved(), {"w": torch.ones(1)}
+    slower = config.model_copy(update={"train": config.train.model_copy(update={"lr": 0.01})})
+    assert fingerprint(config, weights, federation) == fingerprint(config, weights, federation)
+    assert fingerprint(config, weights, federation) != fingerprint(slower, weights, federation)
 
 
 def test_a_folder_of_a_later_version_is_refused_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +95,6 @@ def test_versions_that_resume_are_noted_in_their_order(
 ) -> None:
     fedhm.run(small_model(), federation.clients, federation.test, SETTINGS, tmp_path)
     for number in ("0.2", "0.3", "0.3"):
-        monkeypatch.setattr(begun_module, "version", lambda _, number=number: number)
+        monkeypatch.setattr(folder_module, "version", lambda _, number=number: number)
         fedhm.run(small_model(), federation.clients, federation.test, SETTINGS, tmp_path)
-    assert read_begun(tmp_path).versions == (fedhm.__version__, "0.2", "0.3")
+    assert read_settings(tmp_path).versions == (fedhm.__version__, "0.2", "0.3")

@@ -194,7 +194,7 @@ def test_damaged_replies_leave_the_weights_as_if_their_clients_had_failed(
     dropped = [[(d["client"], d["tier"], d["kind"]) for r in result.records for d in r.dropped] for result in results]
     assert dropped[0] == dropped[1]
     assert {client for client, _, _ in dropped[0]} == {1, 4, 7}
-    assert [record.scores for record in first.records] == [record.scores for record in second.records]
+    assert [record.metrics for record in first.records] == [record.metrics for record in second.records]
 
 
 def test_the_first_reply_to_a_task_counts() -> None:

@@ -87,8 +87,8 @@ def test_the_median_over_clients_counts_where_only_they_evaluate() -> None:
     assert at_clients.best(found) == 2
     assert at_clients.reason(found) == "tier 1/4 reached 50 % accuracy in the median over clients"
     on_test_set = Stopping(config, ACCURACY, ["full", "1/4"])
-    earlier = Stopping(config.model_copy(update=StopConfig.as_before), ACCURACY, ["full", "1/4"], at_clients=True)
-    for by_metrics in (on_test_set, earlier):
+    pooled = Stopping(config.model_copy(update={"clients": "pooled"}), ACCURACY, ["full", "1/4"], at_clients=True)
+    for by_metrics in (on_test_set, pooled):
         assert (by_metrics.best(found), by_metrics.reason(found)) == (1, "")
 
 

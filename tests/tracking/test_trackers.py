@@ -120,7 +120,7 @@ def test_rounds_that_were_taken_back_are_no_longer_on_the_board(tmp_path: Path) 
     from fedhm.runs.folder import RunFolder
 
     with RunFolder.open(out) as folder:
-        folder.take_back(1)
+        folder.rewind(1)
     run(out, fedhm.tracking.TensorBoard(boards))
     assert_same(board(boards / "run"), expected(out))
 
@@ -165,7 +165,7 @@ def test_mlflow_holds_settings_metrics_and_models_once(tmp_path: Path) -> None:
     from fedhm.runs.folder import RunFolder
 
     with RunFolder.open(out) as folder:
-        folder.take_back(1)
+        folder.rewind(1)
     run(out, mlflow=str(store), mlflow_experiment="mine")  # MLflow cannot forget, so this is another tracked run
     assert len(tracked()) == 2
     assert_same(history(tracked()[0].info.run_id), expected(out))

@@ -65,7 +65,7 @@ def resume(options: argparse.Namespace) -> None:
     if config.engine.name == "flower":
         with RunFolder.open(options.folder) as folder:  # which nobody else is writing
             if config.data is None and options.from_round is not None:  # only its app has what can be checked
-                folder.take_back(options.from_round)
+                folder.rewind(options.from_round)
                 print(f"the same 'flwr run' resumes {options.folder} from round {options.from_round}")
                 return
         config = config if options.workers is None else config.with_workers(options.workers)
@@ -86,7 +86,7 @@ def _on_flower(options: argparse.Namespace, config: Config, path: Path, from_rou
     prepare(config)  # refuses what is wrong with settings and data, before any round is moved aside
     if from_round is not None:
         with RunFolder.open(path) as folder:
-            folder.take_back(from_round)
+            folder.rewind(from_round)
     with progress(console, config.objective.headline) as bar:
         try:
             run_on_flower(config, path, bar, lambda sentence: console.print(sentence, highlight=False, markup=False))

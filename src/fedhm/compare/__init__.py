@@ -8,5 +8,5 @@ TUNE_SHARE = 0.2  # of each client's samples, held out: a few hundred in small d
 
 
 def is_comparison(folder: Path) -> bool:
-    """Tell whether a folder is that of a comparison; earlier ones have no more than their tables."""
-    return (folder / STATED).exists() or (folder / "comparison.md").exists()
+    """Tell whether a folder is that of a comparison."""
+    return (folder / STATED).exists()

@@ -43,7 +43,7 @@ class Cell:
                 return
         with RunFolder.open(self.folder) as folder:
             if not self.rounds_done and folder.config != self.config:
-                folder.begin_with(self.config)
+                folder.write_config(self.config)
 
 
 def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs: int) -> list[Cell]:

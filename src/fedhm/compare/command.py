@@ -49,10 +49,8 @@ def from_there(paths: Sequence[Path], out: Path) -> list[str]:
 
 
 def read_stated(folder: Path) -> Stated:
-    """Read what a comparison was made of; one from before that was written is made of all runs in its folder."""
+    """Read what a comparison was made of."""
     file = folder / STATED
-    if not file.exists():
-        return Stated(f"fedhm compare --runs {folder}", runs=["."])
     try:
         return TypeAdapter(Stated).validate_json(file.read_bytes())
     except (OSError, ValueError) as error:

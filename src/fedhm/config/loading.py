@@ -42,21 +42,6 @@ def parse_resolved(text: str, where: str) -> ResolvedConfig:
     return parse(_loads(text, where), where).resolved()
 
 
-def parse_begun(text: str, where: str) -> tuple[ResolvedConfig, dict[str, Any]]:
-    """Read the TOML that the resolved config of a run wrote, perhaps by an earlier version, and what it states.
-
-    What it does not state is read as what was done before there were such settings.
-    """
-    stated = _loads(text, where)
-    table = dict(stated)
-    for name in Config.model_fields:
-        given = stated.get(name, {})
-        section = _section_of(name, given)
-        if section is not None and section.as_before and isinstance(given, dict):
-            table[name] = {**section.as_before, **given}
-    return parse(table, where).resolved(), stated
-
-
 def read_text(path: Path) -> str:
     """Return the content of a text file, without the mark that some editors begin one with."""
     try:

@@ -1,9 +1,9 @@
 """The devices of a fleet: what they can spare for training, how fast they are, and how they are connected."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError, model_validator
@@ -235,8 +235,6 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Section):
-    as_before: ClassVar = {"nested": 0.0, "nested_tier": "random"}
-
     rounds: Positive = 20
     epochs: Positive = 1
     batch: Positive = 64
@@ -306,8 +304,6 @@ class TrainConfig(Section):
 class ServerConfig(Section):
     """What the server makes of a round's updates: how far each may go, and their mean itself or a step towards it."""
 
-    as_before: ClassVar = {"robust": "none"}
-
     optimizer: Literal["none", "momentum", "adam"] = "none"  # FedAvgM, FedAdam
     lr: Annotated[float, Field(ge=0)] = 0.0  # of the server's steps; 0: 1 with momentum, 0.01 with adam
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # β of momentum
@@ -325,8 +321,6 @@ class ServerConfig(Section):
 
 class StopConfig(Section):
     """When a run ends before its last round: never, if neither a patience nor a target is set."""
-
-    as_before: ClassVar = {"clients": "pooled"}
 
     patience: Annotated[int, Field(ge=0)] = 0  # so many evaluations without an improvement end it; 0: never
     min_change: Annotated[float, Field(ge=0)] = 0.0  # of the headline metric: what is not more is no improvement
@@ -591,17 +585,8 @@ class Config(Section):
     def __hash__(self) -> int:
         return hash(self.to_toml())  # a method of a user's may have settings without a hash
 
-    def to_toml(self, stated: Mapping[str, Any] | None = None) -> str:
-        """Return the settings as TOML: all of them, or the values of those that are `stated`, by section."""
-        table = self.model_dump(mode="json", exclude_none=True)
-        if stated is not None:
-            table = {name: _only(value, stated[name]) for name, value in table.items() if name in stated}
-        return tomli_w.dumps(table)
-
-
-def _only(value: Any, stated: Any) -> Any:
-    both = isinstance(value, dict) and isinstance(stated, dict)
-    return {key: inner for key, inner in value.items() if key in stated} if both else value
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
 class ResolvedConfig(Config):

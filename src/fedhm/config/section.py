@@ -1,9 +1,8 @@
 """A section of the settings, and the kinds of values that several sections have."""
 
 import math
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -12,9 +11,6 @@ from fedhm.config.units import read_budget
 
 class Section(BaseModel):
     """A section of the settings, which refuses keys that are not known, and changes after reading."""
-
-    # what settings meant before there were such, where that is not their default: runs of then are resumed with it
-    as_before: ClassVar[Mapping[str, Any]] = {}
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 

@@ -115,6 +115,5 @@ def check_travelling(travels: frozenset[str], weights: Tensors, tier: str) -> No
     if odd := sorted(held ^ travels):
         whose = "the server has no value of it" if odd[0] in travels else "clients do not train it"
         raise FedhmError(
-            f"what is trained in tier {tier} is not what the server averages: '{odd[0]}', of which {whose}; a run that "
-            "an older version began with a head of several layers has to be begun anew"
+            f"what is trained in tier {tier} is not what the server averages: '{odd[0]}', of which {whose}"
         )

@@ -41,17 +41,9 @@ class PlannedState(FedHMState):
 
 
 def tensors_at(state: FedHMState, plan: RankPlan) -> Tensors:
-    """Return the tensors of a hybrid network: the leading directions of a plan's layers, all else as it is.
-
-    A state from before such layers were factorized is refused.
-    """
+    """Return the tensors of a hybrid network: the leading directions of a plan's layers, all else as it is."""
     tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
     for layer, rank in plan.items():
-        if layer not in state.factors:
-            raise FedhmError(
-                f"layer '{layer}' was not factorized by the version of fedhm that began this run, and is by this one: "
-                "resume it with that version, or start it again in another folder"
-            )
         shape = state.weights[f"{layer}.weight"].shape
         tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
     return tensors
@@ -131,7 +123,6 @@ NESTED = "nested "  # before a tier: its network with the smaller tiers inside
 
 
 class FedHMConfig(MethodConfig):
-    as_before: ClassVar = {"aggregate": "models", "start": "whole", "band_speed": 1.0}
     by_coordinate: ClassVar[bool] = True
     name: Literal["fedhm"] = "fedhm"
     tiers: Tiers = (1.0, 1 / 2, 1 / 4, 1 / 8)  # or budgets: "memory:128MB"; one listed twice has two shares

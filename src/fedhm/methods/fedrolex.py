@@ -6,7 +6,7 @@ over the full model, also where no tier trains all of it at once, so widths are 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import nn
@@ -20,7 +20,6 @@ from fedhm.work.messages import Participant, Task, Update
 
 
 class FedRolexConfig(MethodConfig):
-    as_before: ClassVar = {"scaler": False}
     name: Literal["fedrolex"] = "fedrolex"
     weighting: Literal["uniform", "samples"] = "uniform"
     tiers: Ratios = PAPER_WIDTHS  # widths

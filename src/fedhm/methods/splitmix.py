@@ -31,7 +31,6 @@ BASE = "base"
 
 
 class SplitMixConfig(MethodConfig):
-    as_before: ClassVar = {"scaler": False}
     name: Literal["splitmix"] = "splitmix"
     weighting: Literal["uniform", "samples"] = "uniform"
     base: Ratio = 0.35  # the width of a base network

@@ -38,9 +38,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
     """Yield whatever must be the same in all runs that know it."""
     for key in type(run.config.objective).model_fields:  # its settings are its own
         yield f"objective.{key}", getattr(run.config.objective, key)
-    if run.data is not None:  # named before settings, since it says more
-        yield "classes", run.data.classes
-        yield "input shape", run.data.input_shape
+    yield "classes", run.data.classes  # before the settings, since it says more
+    yield "input shape", run.data.input_shape
     for section, keys in MUST_AGREE.items():
         settings = getattr(run.config, section)
         for key in keys if settings is not None else ():
@@ -48,9 +47,8 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
                 yield f"{section}.{key}", getattr(settings, key)
     if run.config.stop.active and run.evaluated and run.evaluated_at_clients:  # elsewhere it means nothing
         yield "stop.clients", run.config.stop.clients
-    if run.data is not None:
-        yield "samples", run.data.samples
-        yield f"data digest with seed {run.config.seed}", run.data.digest
+    yield "samples", run.data.samples
+    yield f"data digest with seed {run.config.seed}", run.data.digest
 
 
 def _shown(value: Any) -> str:

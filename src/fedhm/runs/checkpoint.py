@@ -15,7 +15,6 @@ from fedhm.server.filters.optimizer import Moments
 from fedhm.server.state import flatten, unflatten
 
 FORMAT = "fedhm-checkpoint-2"
-EARLIER = "fedhm-checkpoint-1"  # its states were keys in two dicts
 
 
 class ForeignCheckpointError(FedhmError):
@@ -66,11 +65,6 @@ def check_checkpoint(path: Path, run: str | None) -> tuple[Tensors, dict[str, An
         ) from None
     except ValueError as error:
         raise FedhmError(f"the checkpoint {path} is damaged ({error}); {_way_out(path)}") from None
-    if header.get("format") == EARLIER:
-        raise ForeignCheckpointError(
-            f"the checkpoint {path} was written by an earlier version, whose states had another form: "
-            "finish the run with that version, or start it again in another folder"
-        )
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a checkpoint of this library")
     if header.pop("sha256", None) != _digest(tensors, header):

@@ -1,9 +1,7 @@
 """What identifies a run: its settings, its data and the model that it starts from."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +13,12 @@ from fedhm.data.tokens import Tokens
 from fedhm.networks.exchange import Tensors
 
 
-def fingerprint(
-    config: Config, weights: Tensors, federation: Federation, stated: Mapping[str, Any] | None = None
-) -> str:
-    """Return what identifies a run: its checkpoints carry it, so that none is resumed under other circumstances.
+def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str:
+    """Return a digest of settings, initial weights and data. Checkpoints carry it: another run does not resume them.
 
-    With `stated`, the settings that its folder states, others are no part of it: a version before this one did not know
-    them. Nor is how many samples remote clients have: by the time a run is resumed they may have more.
+    The number of samples of remote clients does not count: they may have more by the time the run is resumed.
     """
-    digest = hashlib.sha256(f"{config.without_place().to_toml(stated)}{federation.preprocessing}".encode())
+    digest = hashlib.sha256(f"{config.without_place().to_toml()}{federation.preprocessing}".encode())
     for name in sorted(weights):
         _add(digest, name, weights[name])
     _add_data(digest, federation)

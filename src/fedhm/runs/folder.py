@@ -1,8 +1,4 @@
-"""What a run's folder states of the run: its settings, and which versions of this library began and resumed it.
-
-Settings that came up later are not stated there. They are read as what the library did before it had them, which each
-section knows (`Section.as_before`), and are no part of what identifies the run.
-"""
+"""A run's folder: settings, records, checkpoints and models. One process writes it at a time."""
 
 import json
 import re
@@ -17,7 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 from torch import nn
 
-from fedhm.config.loading import parse_begun, read_text
+from fedhm.config.loading import parse_resolved, read_text
 from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_folder, check_name, make_folder, take_lock, write_atomically
@@ -40,35 +36,22 @@ from fedhm.runs.records import append_record, check_whole, in_brief, read_record
 from fedhm.server.record import Record
 
 CONFIG_FILE = "config.toml"
+FORMAT = 2  # of the whole folder; the first line of config.toml names it
 _SIGNATURE = re.compile(r"^# fedhm (\S+) ", re.MULTILINE)
+_FORMAT_NAMED = re.compile(r"^# fedhm \S+ began this run \(folder format (\d+)\)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Begun:
+class RunSettings:
+    """The settings in a run's folder, and the versions of this library that wrote there."""
+
     config: ResolvedConfig
-    stated: Mapping[str, Any]  # the settings that the folder states, by section
-    versions: tuple[str, ...]  # that began and resumed the run; none: one from before they were written
+    versions: tuple[str, ...]  # the one that began the run, then those that resumed it
 
     @property
-    def remark(self) -> str:
-        """Return, for a sentence that refuses the folder, which other version wrote it; nothing if it was this one."""
-        return _remark(self.versions)
-
-    def settled(self, given: Config) -> Config:
-        """Return settings in which all that the folder does not state, and nobody has set, is as it was before."""
-        changes: dict[str, Any] = {}
-        for name in Config.model_fields:
-            old, new = getattr(self.config, name), getattr(given, name)
-            if type(old) is not type(new) or not hasattr(new, "as_before"):
-                continue
-            kept = {
-                key: getattr(old, key)
-                for key, field in type(new).model_fields.items()
-                if key not in self.stated.get(name, ())
-                and getattr(new, key) == field.get_default(call_default_factory=True)
-            }
-            changes[name] = new.model_copy(update=kept)
-        return given.model_copy(update=changes)
+    def version_remark(self) -> str:
+        """Return which other version wrote the folder, to end a refusal; empty if it was this one."""
+        return _version_remark(self.versions)
 
     def difference(self, given: Config) -> str:
         """Return the first setting that makes it another run, as part of a sentence; empty if there is none."""
@@ -79,18 +62,25 @@ class Begun:
         return ""
 
 
-def read_begun(path: Path) -> Begun:
-    """Read what the folder of a run states."""
+def read_settings(path: Path) -> RunSettings:
+    """Read the settings in a run's folder; a folder in another format is refused."""
     check_name(path)
     file = path / CONFIG_FILE
     if not file.exists():
         raise FedhmError(f"{path} is not the folder of a run: {_what_is_there(path)}")
     text = read_text(file)
     versions = tuple(_SIGNATURE.findall(text))
+    found = _FORMAT_NAMED.search(text)
+    if found is None or int(found[1]) != FORMAT:
+        written = f"in folder format {found[1]}" if found else "by a version of fedhm before 0.2"
+        raise FedhmError(
+            f"{path} was written {written}, and fedhm {version('fedhm')} reads format {FORMAT} only: use the version "
+            "that wrote it, or start the run again in another folder"
+        )
     try:
-        return Begun(*parse_begun(text, str(file)), versions)
+        return RunSettings(parse_resolved(text, str(file)), versions)
     except FedhmError as error:
-        raise FedhmError(f"{error}{_remark(versions)}") from None
+        raise FedhmError(f"{error}{_version_remark(versions)}") from None
 
 
 def _what_is_there(path: Path) -> str:
@@ -104,39 +94,32 @@ def _what_is_there(path: Path) -> str:
     )
 
 
-def write_begun(path: Path, config: ResolvedConfig) -> None:
+def _write_settings(path: Path, config: ResolvedConfig) -> None:
     """Write the settings of a run that this version begins."""
-    write_atomically(path / CONFIG_FILE, f"# fedhm {version('fedhm')} began this run\n{config.to_toml()}")
+    first = f"# fedhm {version('fedhm')} began this run (folder format {FORMAT})"
+    write_atomically(path / CONFIG_FILE, f"{first}\n{config.to_toml()}")
 
 
-def note_resumed(path: Path, begun: Begun, done: int) -> None:
-    """Note in a run's folder that this version resumes it, if another one wrote the rounds before."""
-    if begun.versions[-1:] != (version("fedhm"),):
+def _note_resumed(path: Path, versions: tuple[str, ...], done: int) -> None:
+    """Add this version to the head of config.toml, unless it was the last one to write there."""
+    if versions[-1:] != (version("fedhm"),):
         text = read_text(path / CONFIG_FILE)
-        signatures = [match.end() for match in _SIGNATURE.finditer(text)]
-        end = text.find("\n", signatures[-1]) + 1 if signatures else 0
+        last = [match.end() for match in _SIGNATURE.finditer(text)][-1]
+        end = text.find("\n", last) + 1
         note = f"# fedhm {version('fedhm')} resumed it after round {done}\n"
         write_atomically(path / CONFIG_FILE, text[:end] + note + text[end:])
 
 
-def _remark(versions: tuple[str, ...]) -> str:
+def _version_remark(versions: tuple[str, ...]) -> str:
     own = version("fedhm")
-    if versions[-1:] == (own,):
-        return ""
-    writer = f"fedhm {versions[-1]}" if versions else "an earlier version of fedhm, which did not sign it"
-    return f" (the folder was written by {writer}, this is fedhm {own})"
+    return "" if versions[-1:] == (own,) else f" (the folder was written by fedhm {versions[-1]}, this is fedhm {own})"
 
 
-# Rounds that are taken back: what came of them lies beside the run from then on, and is not lost.
+def _move_rounds_aside(path: Path, last: int, records: Sequence[Record]) -> None:
+    """Move records, checkpoints and models of all rounds after `last` to a new folder, taken-back-N, in the run's.
 
-
-def set_aside(path: Path, last: int, records: Sequence[Record]) -> None:
-    """Move the records, checkpoints and models of all rounds after `last` to a folder of their own in a run's folder.
-
-    The models of a best round that stays are not moved; if there is nothing to move, nothing is done.
-
-    Checkpoints go before the run's records are cut, the newest first: if that is interrupted, what is left is a run
-    that was interrupted after some later round.
+    The models of a best round up to `last` stay. Checkpoints move before the run's records are cut, the newest first:
+    if that is interrupted, a run is left that was interrupted after some later round.
     """
     later = [each for each in existing_checkpoints(path / "checkpoints") if round_of(each) > last]
     if not later and not records[last:]:
@@ -153,8 +136,6 @@ def set_aside(path: Path, last: int, records: Sequence[Record]) -> None:
     write_records(path / "records.jsonl", records[:last])
 
 
-# A run's folder: resolved config, records, checkpoints, final models. Written by one process at a time.
-
 TRACKING = "tracking.json"  # which tracked runs it has: `tracking/tracker.py` writes it
 LOCK = ".lock"  # stays in the folder, and means nothing unless a process holds it
 
@@ -162,7 +143,7 @@ LOCK = ".lock"  # stays in the folder, and means nothing unless a process holds 
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.begun: Begun
+        self.settings: RunSettings
         self._new = False  # made by this process
         make_folder(path)
         lock = take_lock(path / LOCK)
@@ -185,7 +166,7 @@ class RunFolder:
         cls.check_free(path)
         folder = cls(path)
         try:
-            folder.begin_with(config)
+            folder.write_config(config)
         except BaseException:
             folder.__exit__()
             raise
@@ -194,9 +175,9 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        begun = read_begun(path)
+        settings = read_settings(path)
         folder = cls(path)
-        folder.begun = begun
+        folder.settings = settings
         return folder
 
     @property
@@ -205,18 +186,17 @@ class RunFolder:
 
     @property
     def config(self) -> ResolvedConfig:
-        return self.begun.config
+        return self.settings.config
 
-    def begin_with(self, config: ResolvedConfig) -> None:
-        """Give a run of which no round is done yet other settings."""
-        write_begun(self.path, config)
-        self.begun = read_begun(self.path)
+    def write_config(self, config: ResolvedConfig) -> None:
+        """Give the run other settings, before its first round."""
+        _write_settings(self.path, config)
+        self.settings = read_settings(self.path)
 
-    def stated_with_plan(self, config: ResolvedConfig) -> Mapping[str, Any]:
-        """Write down which tier each client has by its device, if that is new; return all that the folder states."""
-        if self.config.federation.plan != config.federation.plan:  # found out when the run was put together
-            self.begin_with(config)
-        return self.begun.stated
+    def write_plan(self, config: ResolvedConfig) -> None:
+        """Write which tier each client has by its device, if that was found when the run was put together."""
+        if self.config.federation.plan != config.federation.plan:
+            self.write_config(config)
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -231,7 +211,7 @@ class RunFolder:
         try:
             checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
         except ForeignCheckpointError as error:
-            raise FedhmError(f"{error}{self.begun.remark}") from None
+            raise FedhmError(f"{error}{self.settings.version_remark}") from None
         done, file = checkpoint.round if checkpoint else 0, self.path / "records.jsonl"
         records = read_records(file)
         check_whole(file, records, self.config.objective.headline.name, tiers)
@@ -246,10 +226,10 @@ class RunFolder:
             raise FedhmError(f"{file} does not hold the {done} rounds that the checkpoint has seen")
         if len(records) > done + 1:  # somebody has removed checkpoints; one record more is that of a killed round
             self._check_repeatable()
-            set_aside(self.path, done, records)
+            _move_rounds_aside(self.path, done, records)
         write_records(file, records[:done])
         if not self._new:
-            note_resumed(self.path, self.begun, done)
+            _note_resumed(self.path, self.settings.versions, done)
         return checkpoint, records[:done]
 
     def _results(self, records: Sequence[Record]) -> str:
@@ -261,10 +241,10 @@ class RunFolder:
         report = (self.path / "report.md").exists()
         return f"{self.path} holds the {'models' if models else 'report'} of a run" if models or report else ""
 
-    def take_back(self, last: int, run: str | None = None) -> None:
-        """Make the run one that has done `last` rounds: what came of later ones is moved aside.
+    def rewind(self, last: int, run: str | None = None) -> None:
+        """Go back to the end of round `last`: the results of later rounds are moved aside.
 
-        run  identifies the run that is to be resumed from there, if that is known: it is refused before anything moves
+        run  the fingerprint of the run that will resume there, if known: a foreign checkpoint is refused in time
         """
         self._check_repeatable()
         existing = {round_of(path): path for path in existing_checkpoints(self.path / "checkpoints")}
@@ -276,8 +256,8 @@ class RunFolder:
         try:
             check_checkpoint(existing[last], run)
         except ForeignCheckpointError as error:
-            raise FedhmError(f"{error}{self.begun.remark}") from None
-        set_aside(self.path, last, read_records(self.path / "records.jsonl"))
+            raise FedhmError(f"{error}{self.settings.version_remark}") from None
+        _move_rounds_aside(self.path, last, read_records(self.path / "records.jsonl"))
 
     def _check_repeatable(self) -> None:
         if self.config.privacy.active:  # what came of a round could be told apart from what comes of it a second time
@@ -286,9 +266,9 @@ class RunFolder:
                 "once; start another run"
             )
 
-    def secret(self, *, begun: bool) -> bytes:
-        """Return the secret that a private run's noise follows from; it is made before any round has `begun`."""
-        return kept_secret(self.path, begun)
+    def secret(self, *, resumed: bool) -> bytes:
+        """Return the secret that seeds a private run's noise; only a run that is not `resumed` makes a new one."""
+        return kept_secret(self.path, resumed)
 
     def commit(self, record: Record, checkpoint: Checkpoint, run: str, keep: int | Literal["all"]) -> None:
         """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
@@ -357,7 +337,7 @@ def _stopped(path: Path) -> bool:
 
 
 def read_config(path: Path) -> ResolvedConfig:
-    return read_begun(path).config
+    return read_settings(path).config
 
 
 def read_costs(path: Path) -> dict[str, Cost]:
@@ -372,11 +352,9 @@ def read_costs(path: Path) -> dict[str, Cost]:
     return costs
 
 
-def read_data_facts(path: Path) -> DataFacts | None:
-    """Read the facts of a run's data; None for a run from before they were written."""
+def read_data_facts(path: Path) -> DataFacts:
+    """Read the facts of a run's data, as the run wrote them at its start."""
     file = path / "data.json"
-    if not file.exists():
-        return None
     try:
         return TypeAdapter(DataFacts).validate_json(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -22,7 +22,7 @@ class Run:
     config: Config
     records: list[Record]
     costs: dict[str, Cost]
-    data: DataFacts | None = None  # None for a run from before they were written
+    data: DataFacts
     best: int = 0  # the round whose models are kept as the best; 0: none
     layers: dict[str, dict[str, Layer]] = field(default_factory=dict)  # by tier and name, once models are written
 

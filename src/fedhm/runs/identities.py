@@ -28,7 +28,7 @@ class Identities:
 
     @classmethod
     def read(cls, folder: Path) -> "Identities":
-        """Read those of a run that is resumed; a run from before they were kept has none."""
+        """Read those of a run that is resumed; a federation without keys has none."""
         file = folder / IDENTITIES_FILE
         try:
             keys = _Table.validate_json(file.read_bytes()) if file.exists() else {}

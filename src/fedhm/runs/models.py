@@ -74,15 +74,15 @@ def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Modul
         return rebuilt(model, header["adapter"])
     narrow = copied(model)
     layers, full = dict(narrow.named_modules()), sizes_of(model)
-    for name, (outputs, inputs) in header.get("sizes", {}).items():
+    for name, (outputs, inputs) in header["sizes"].items():
         if name in full and full[name] != [outputs, inputs]:
             if not all(
                 type(n) is int and 1 <= n <= most for n, most in zip((outputs, inputs), full[name], strict=True)
             ):
                 raise ValueError(f"{name} cannot have {outputs} outputs and {inputs} inputs")
             resize(layers[name], outputs, inputs)
-    plan = RankPlan(header["ranks"], header.get("form", "spatial"))  # files of version 0.1 do not name a form
-    network = to_hadamard(to_hybrid(narrow, plan, spectral=False), header.get("hadamard", {}))
+    plan = RankPlan(header["ranks"], header["form"])
+    network = to_hadamard(to_hybrid(narrow, plan, spectral=False), header["hadamard"])
     members = header.get("members")
     if members is not None and (type(members) is not int or not 1 <= members <= tensors):  # each has some of them
         raise ValueError(f"{members} members of {tensors} tensors")

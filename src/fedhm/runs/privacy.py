@@ -20,11 +20,11 @@ def new_secret() -> bytes:
     return secrets.token_bytes(LENGTH)
 
 
-def kept_secret(folder: Path, begun: bool) -> bytes:
-    """Return the secret of the run in a folder, where it is made unless rounds have `begun`: those had another."""
+def kept_secret(folder: Path, resumed: bool) -> bytes:
+    """Return the secret in a run's folder; a run that is not `resumed` makes one if it has none."""
     path = folder / SECRET_FILE
     try:
-        if not begun and not path.exists():
+        if not resumed and not path.exists():
             _write(path, new_secret())
         found = path.read_bytes()
     except OSError as error:
@@ -64,7 +64,7 @@ def check_none_repeats(folder: Path, done: int) -> None:
     """Refuse to resume a private run after round `done` if later ones have counted."""
     path = folder / ROUNDS_FILE
     try:
-        released = int(path.read_text()) if path.exists() else 0  # not there in runs of earlier versions
+        released = int(path.read_text()) if path.exists() else 0  # not there until the first round counts
     except (OSError, ValueError):
         raise FedhmError(f"{path} is damaged: it must hold the number of rounds that a private run has done") from None
     if released > done:

@@ -35,8 +35,3 @@ class Result:
     def clients(self) -> dict[str, ClientMetrics]:
         """Return how every tier's final model does at the clients; empty where they have no test samples."""
         return self.records[-1].clients
-
-    @property
-    def scores(self) -> dict[str, Metrics]:
-        """Return the metrics by the name that the first version had for them."""
-        return self.metrics

@@ -189,11 +189,6 @@ class Record:
     simulated: Simulated | None = None  # None, and left out of files: the config has no devices
     _losses: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)  # by tier
 
-    @property
-    def scores(self) -> dict[str, Metrics]:
-        """Return the metrics by the name that the first version had for them, which files still have."""
-        return self.metrics
-
     def all_metrics(self) -> Iterator[Metrics]:
         """Yield the metrics of every network, wherever it was evaluated."""
         yield from self.metrics.values()
@@ -260,14 +255,13 @@ class Record:
         for of_tier in table.get("clients", {}).values():
             if not of_tier["by_device"]:
                 del of_tier["by_device"]
-        # metrics are called scores on disk, as they were from the first version on
-        return json.dumps({"scores" if name == "metrics" else name: value for name, value in table.items()})
+        return json.dumps(table)
 
     @classmethod
     def from_json(cls, line: str | bytes) -> "Record":
         """Read a line of a run's records; raises ValueError if it is not one."""
         found = dict(_Line.model_validate_json(line))
-        metrics = {tier: Metrics(of_tier) for tier, of_tier in found.pop("scores").items()}
+        metrics = {tier: Metrics(of_tier) for tier, of_tier in found.pop("metrics").items()}
         return cls(**found, metrics=metrics)
 
 
@@ -287,7 +281,7 @@ class _Line(BaseModel):
 
     round: int
     participants: list[Participant]
-    scores: dict[str, dict[str, float]]
+    metrics: dict[str, dict[str, float]]
     traffic: dict[str, Traffic]
     statistics: Traffic
     diagnostics: dict[str, float] = {}
