@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from fedhm.machine.process import give_back_at_once
+from fedhm.machine.process import return_freed_memory
 from measure import Ratio, arguments, machine, save_json, show
 
 FIRST = (16, 16, (3, 3), 8, 4, 1)  # loads what is loaded once
@@ -61,7 +61,7 @@ def kept(inputs: int, outputs: int, kernel: tuple[int, int], size: int, batch: i
 def main() -> None:
     options = arguments(__doc__)
     torch.set_num_threads(1)
-    give_back_at_once()
+    return_freed_memory()
     kept(*FIRST)
     cases = [(8, 8, (3, 3), 16, 50, 1), (8, 16, (3, 3), 16, 50, 2)] if options.quick else CASES
     found = {case: kept(*case) for case in cases}

@@ -20,7 +20,7 @@ from fedhm.data.federation import Federation, gathered
 from fedhm.data.samples import Batch, Feed
 from fedhm.experiment import Experiment
 from fedhm.models import resnet18
-from fedhm.networks.exchange import exchanged, load
+from fedhm.networks.exchange import exchanged_tensors, load
 from fedhm.networks.structure import channels_last
 from fedhm.work.messages import Participant, Update
 from measure import Ratio, arguments, interleaved, machine, median, ratio, save_json, show
@@ -55,7 +55,7 @@ def experiment(model: nn.Module, data: Federation, method: str, **train: float) 
 def pair(of: Experiment, model: nn.Module, data: Federation, tier: str) -> dict[str, Case]:
     """Return two cases: one task for each client in the engine, and a bare loop over all their batches."""
     train, method = of.config.train, of.method
-    state = method.start(exchanged(model))
+    state = method.start(exchanged_tensors(model))
     tasks = list(method.tasks(state, [Participant(client, tier) for client in range(of.clients)], 1))
 
     def engine() -> None:

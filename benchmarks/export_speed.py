@@ -19,14 +19,14 @@ from fedhm.data.samples import Preprocessing
 from fedhm.export.formats.onnx_format import load
 from fedhm.export.subject import Subject
 from fedhm.export.write import write
-from fedhm.networks.inputs import one_tensor
+from fedhm.networks.inputs import require_tensor
 from measure import arguments, interleaved, machine, median, ratio, save_json, show
 
 
 def main() -> None:
     options = arguments(__doc__, preset=("cifar10-resnet18", "whose tiers"), repeats=(60, "turns"))
     design = named_design(load_config("digits" if options.quick else options.preset))
-    shape = tuple(one_tensor(design.sample, "this benchmark").shape[1:])
+    shape = tuple(require_tensor(design.sample, "this benchmark").shape[1:])
     images = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
     preprocessing = Preprocessing((0.5,) * shape[0], (0.25,) * shape[0])
     tiers = [design.method.tiers[0], design.method.tiers[-1]] if options.quick else list(design.method.tiers)

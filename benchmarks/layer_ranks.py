@@ -21,7 +21,7 @@ from fedhm.errors import FedhmError
 from fedhm.measure.cost import measure
 from fedhm.models.build import build_model
 from fedhm.networks.batchnorm import tracked_layers
-from fedhm.networks.inputs import one_tensor
+from fedhm.networks.inputs import require_tensor
 from fedhm.runs.folder import read_config
 from fedhm.runs.models import load_tier, tier_file
 from measure import Ratio, arguments, save_json, show
@@ -59,13 +59,13 @@ def main() -> None:
         federation, result = read_federation(few), fedhm.prepare(few).run()
         model = result.networks["full"]
     samples = 200 if options.quick else options.samples
-    known = one_tensor(
+    known = require_tensor(
         next(Feed(federation.clients[0], federation.preprocessing).ordered(samples))[0], "this benchmark"
     )
     if federation.test is None:
         raise FedhmError("this run has no test set")
     images, labels = next(Feed(federation.test, federation.preprocessing).ordered(samples))
-    test = one_tensor(images, "this benchmark"), labels
+    test = require_tensor(images, "this benchmark"), labels
     layers = list(fedhm.plan_ranks(model, "1/8"))
     rows, ratios = [], {}
     print(f"full: accuracy {accuracy(model, known, test):.3f}", file=sys.stderr)

@@ -27,9 +27,9 @@ from torch import nn
 import fedhm
 from fedhm.config.schema import TrainConfig
 from fedhm.lowrank.hybrid import plan_of
-from fedhm.machine.process import give_back_at_once
-from fedhm.measure.cost import memory_of_training
-from fedhm.networks.saving import backward
+from fedhm.machine.process import return_freed_memory
+from fedhm.measure.cost import configured_training_memory
+from fedhm.networks.saving import backward_in_parts
 from fedhm.networks.structure import channels_last
 from fedhm.work.train import local_optimizer, prepare
 from measure import Ratio, arguments, machine, save_json, show
@@ -88,7 +88,7 @@ def train_steps(network: nn.Module, train: TrainConfig) -> float:
     for _ in range(2):
         started = time.process_time()
         optimizer.zero_grad()
-        backward(lambda a, b: F.cross_entropy(network(a), b), x, y, train.micro_batch, trained)
+        backward_in_parts(lambda a, b: F.cross_entropy(network(a), b), x, y, train.micro_batch, trained)
         optimizer.step()
         taken = time.process_time() - started
     return taken
@@ -109,7 +109,7 @@ def measure_case(case: Case, width: float, batch: int) -> dict[str, object]:
     """Measure in this process, which is to be a new one."""
     torch.set_num_threads(1)
     if case.given_back:
-        give_back_at_once()
+        return_freed_memory()
     tiny = TrainConfig(batch=2, checkpointing=case.given_back)  # which gives back, too
     warm, _ = network_of(Case("1/8" if case.tier == BUDGET else case.tier), 0.125, 2)
     train_steps(warm, tiny)
@@ -124,7 +124,7 @@ def measure_case(case: Case, width: float, batch: int) -> dict[str, object]:
     seconds = train_steps(network, train)
     read = resident("RssFile") - files  # pages of libraries that nobody had needed before: they can be read again
     peak = resident("VmHWM") - idle - read
-    predicted = memory_of_training(fedhm.to_hybrid(fresh, plan_of(network), spectral=False), SHAPE, train)
+    predicted = configured_training_memory(fedhm.to_hybrid(fresh, plan_of(network), spectral=False), SHAPE, train)
     return {"tier": case.tier, "mode": case.mode, "predicted": predicted, "measured": peak, "seconds": seconds}
 
 

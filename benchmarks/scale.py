@@ -25,7 +25,7 @@ from fedhm.experiment import Experiment
 from fedhm.methods.fedhm import FedHM, FedHMConfig, FedHMState
 from fedhm.methods.method import Setup
 from fedhm.models import cnn
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.work.messages import Participant, Task, Update
 from fedhm.work.work import work_of
 from measure import arguments, machine, median, peak_memory, save_json, show
@@ -95,7 +95,7 @@ def merge(width: int, count: int) -> Numbers:
     model = nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, 10))
     method = FedHM(model, FedHMConfig(tiers=(0.25,), keep=0), Setup(classifier="2"))
     begin = time.process_time()
-    state = method.start(exchanged(model))
+    state = method.start(exchanged_tensors(model))
     start = time.process_time() - begin
     seconds: list[float] = []
     for number in range(1, 2 + count):

@@ -19,12 +19,12 @@ import torch
 
 from fedhm.assembly import read_federation
 from fedhm.config.loading import parse
-from fedhm.lowrank.svd import decompose, join, roll, split, unroll
+from fedhm.lowrank.svd import decompose, roll, to_layer_factors, to_matrix_factors, unroll
 from fedhm.machine.device import parallel_map
 from fedhm.methods.fedhm import FedHM, FedHMState
 from fedhm.methods.means import largest_ranks
 from fedhm.models.build import build_model
-from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.networks.exchange import Tensors, exchanged_tensors
 from fedhm.run import prepare
 from fedhm.server.sampling import participants
 from fedhm.work.messages import Update
@@ -64,7 +64,7 @@ class Run:
         self.averaging_models = FedHM(
             model, self.method.config.model_copy(update={"aggregate": "models"}), self.method._setup
         )
-        self.state = self.method.start(exchanged(model))
+        self.state = self.method.start(exchanged_tensors(model))
         self.round = 0
 
     def train(self) -> list[Update]:
@@ -93,7 +93,7 @@ def plain_mean(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> T
     for update in updates:
         model = {name: t for name, t in update.tensors.items() if name in state.weights}
         for layer in method.plans[update.network]:
-            left, right = join(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
+            left, right = to_matrix_factors(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
             model[f"{layer}.weight"] = roll(left @ right, state.weights[f"{layer}.weight"].shape)
         recovered.append(model)
     return {name: torch.stack([model[name] for model in recovered]).mean(0) for name in state.weights}
@@ -105,7 +105,7 @@ def plain_factors(method: FedHM, weights: Tensors, tier: str) -> Tensors:
         weight = weights[f"{layer}.weight"]
         U, S, Vt = torch.linalg.svd(unroll(weight), full_matrices=False)
         root = S[:rank].sqrt()
-        factors[f"{layer}.u"], factors[f"{layer}.v"] = split(
+        factors[f"{layer}.u"], factors[f"{layer}.v"] = to_layer_factors(
             U[:, :rank] * root, root[:, None] * Vt[:rank], weight.shape
         )
     return factors

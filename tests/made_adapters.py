@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedhm.adapters.wire import FOLDED
+from fedhm.adapters.packing import FOLDED
 from fedhm.config.registry import find
 from fedhm.methods.method import AnyMethod, Setup
-from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.networks.inputs import scores
+from fedhm.networks.exchange import Tensors, exchanged_tensors
+from fedhm.networks.inputs import forward_batch
 from fedhm.work.messages import Participant, Update
 from tiny_transformers import sentences, tiny_bert
 
@@ -32,14 +32,14 @@ def batch() -> dict[str, Tensor]:
 
 def output(network: nn.Module) -> Tensor:
     with torch.no_grad():
-        return scores(network.eval(), batch())
+        return forward_batch(network.eval(), batch())
 
 
 def started(name: str, model: nn.Module | None = None, **own: Any) -> tuple[AnyMethod, Any, Tensors]:
     """Return a method around a model, its state before the first round, and the model's weights."""
     model = model or tiny_bert()
     method = find("methods", name).model_validate({"name": name, **own}).build(model, Setup("classifier", batch()))
-    weights = {n: t.clone() for n, t in exchanged(model).items()}
+    weights = {n: t.clone() for n, t in exchanged_tensors(model).items()}
     return method, method.start(weights), weights
 
 

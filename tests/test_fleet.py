@@ -13,7 +13,7 @@ from conftest import no_figures
 from fedhm.cli import main
 from fedhm.config.schema import DeviceProfile, Measurement
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import digest_of
+from fedhm.networks.exchange import structure_digest
 from fedhm.report.figures.client_plot import _draw
 from fedhm.runs.folder import read_config
 from fedhm.runs.history import read_runs
@@ -190,7 +190,13 @@ def test_devices_choose_widths_too() -> None:
 
 def profile(**changes: Any) -> DeviceProfile:
     steps = [Measurement(network=tier, macs=1000, seconds=s, memory=5000) for tier, s in (("full", 2.0), ("1/4", 0.5))]
-    known = {"name": "p", "model": digest_of(blocks(), (1, 1, DIM)), "described": "x", "machine": "m", "threads": 1}
+    known = {
+        "name": "p",
+        "model": structure_digest(blocks(), (1, 1, DIM)),
+        "described": "x",
+        "machine": "m",
+        "threads": 1,
+    }
     return DeviceProfile(**{**known, "batch": 10, "optimizer": "sgd", "steps": steps, "up": 1e4, **changes})
 
 

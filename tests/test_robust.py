@@ -12,7 +12,7 @@ from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records
 from fedhm.runs.result import Result
@@ -53,7 +53,7 @@ def ready(
 
 
 def weights(result: Result) -> torch.Tensor:
-    found = [t.flatten() for network in result.networks.values() for t in exchanged(network).values()]
+    found = [t.flatten() for network in result.networks.values() for t in exchanged_tensors(network).values()]
     return torch.cat(found)
 
 

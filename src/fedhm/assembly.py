@@ -21,14 +21,14 @@ from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of
 from fedhm.machine.device import find_device
 from fedhm.machine.files import check_file_names
-from fedhm.measure.self_written import self_written
+from fedhm.measure.self_written import find_self_written
 from fedhm.methods.means import mean_of
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.methods.tier_work import plan_fleet
 from fedhm.models.build import build_model
-from fedhm.networks.exchange import exchanged, untrained
-from fedhm.networks.inputs import Inputs, probe
-from fedhm.networks.reuse import Networks, check_compiler
+from fedhm.networks.exchange import exchanged_tensors, untrained_names
+from fedhm.networks.inputs import Inputs, probe_model
+from fedhm.networks.reuse import NetworkPool, check_compiler
 from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.seeds import Secret
 from fedhm.server.callbacks import Stopping, Watcher
@@ -60,7 +60,7 @@ def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, publi
         raise FedhmError(
             "the networks of adapters share one base, for now in the CPU's memory: set engine.device = 'cpu'"
         )
-    classifier = probe(model, sample, lambda output: config.objective.check_output(output, outputs))
+    classifier = probe_model(model, sample, lambda output: config.objective.check_output(output, outputs))
     setup = Setup(
         classifier,
         sample,
@@ -82,7 +82,7 @@ def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, publi
 def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs, frozen: bool) -> None:
     """Refuse a model whose pass in training gives no tensor, or changes weights that a tier has as factors only."""
     try:
-        written = self_written(model, sample) & {name for name, _ in model.named_parameters()}
+        written = find_self_written(model, sample) & {name for name, _ in model.named_parameters()}
     except FedhmError:
         raise
     except Exception:  # whatever a foreign model raises: it may train on other batches, and clients will say if not
@@ -145,10 +145,10 @@ def assemble(
     check_partition(settings, method.levels)
     intake = Intake(method.network, federation, settings, sample, watchers)
     settings = with_plan(settings, lambda: plan_fleet(settings, model, method, sample[0], intake))
-    not_weights = untrained(model).union(*(intake.facts(tier).untrained for tier in method.tiers))
+    not_weights = untrained_names(model).union(*(intake.facts(tier).untrained for tier in method.tiers))
     optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, not_weights)
     costs = {tier: intake.facts(tier).cost for tier in method.tiers}
-    initial = exchanged(model)
+    initial = exchanged_tensors(model)
     if not settings.method.adapters:  # of a frozen base nothing is trained, and another copy may fill the memory
         initial = {name: tensor.clone() for name, tensor in initial.items()}
     test = None if federation.test is None else Feed(federation.test, preprocessing, device)
@@ -159,7 +159,7 @@ def assemble(
             "(data.client_test = 0.2 in a config, client_test=0.2 in Python)"
         )
     secret = Secret()
-    networks = Networks(method.network, device, settings.engine.compile)
+    networks = NetworkPool(method.network, device, settings.engine.compile)
     return Experiment(
         settings, method, initial, federation.size, test, intake, optimizer,
         engine or _own_engine(settings, federation, networks, public, secret),
@@ -185,7 +185,7 @@ def _privacy(
 
 
 def _own_engine(
-    config: ResolvedConfig, federation: Federation, networks: Networks, public: Feed | None, secret: Secret
+    config: ResolvedConfig, federation: Federation, networks: NetworkPool, public: Feed | None, secret: Secret
 ) -> Engine:
     if federation.remote:
         raise FedhmError("the clients' samples lie elsewhere: an experiment must be given an engine to reach them")
@@ -205,7 +205,7 @@ def _own_engine(
 def make_client(
     samples: Samples,
     preprocessing: Preprocessing,
-    networks: Networks,
+    networks: NetworkPool,
     config: Config,
     public: Feed | None,
     tests: Samples | None = None,

@@ -17,8 +17,8 @@ from fedhm.engines.engine import Engine
 from fedhm.measure.cost import Cost
 from fedhm.methods.adapting import check_travelling
 from fedhm.methods.method import AnyMethod
-from fedhm.networks.exchange import Tensors, as_types_of, load, travels_as
-from fedhm.networks.structure import with_own_base
+from fedhm.networks.exchange import Tensors, cast_like, load, set_packing
+from fedhm.networks.structure import unshare_base
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
@@ -121,7 +121,7 @@ class Experiment:
             watcher.ended(networks)
         if folder and not best:  # it was found before this process resumed the run
             best = self._saved_best(folder, records)
-        with_own_base({id(network): network for network in [*networks.values(), *best.values()]}.values())
+        unshare_base({id(network): network for network in [*networks.values(), *best.values()]}.values())
         return Result(records, networks, self._costs(state), self._best_round(records) if best else 0, best)
 
     def _best_round(self, records: Sequence[Record]) -> int:
@@ -132,7 +132,7 @@ class Experiment:
         best = self._best_round(records)
         plans = next((record.plans for record in reversed(records[:best]) if record.plans), {})
         names = {t: self.method.planned_name(t, plans[t]) if t in plans else t for t in self.method.tiers}
-        blank = {tier: travels_as(self.method.network(name), None) for tier, name in names.items()}
+        blank = {tier: set_packing(self.method.network(name), None) for tier, name in names.items()}
         return load_best(folder.models, best, blank)
 
     def _begin(self, folder: RunFolder | None, run: str) -> tuple[tuple[Any, Moments], list[Record]]:
@@ -221,14 +221,14 @@ class Experiment:
                 sent = {name: weights[tier] for name, tier in names.items()}
                 asked = (self.intake, self.engine.run, sent, attempts, record, robust, least)
                 for name, found in gather_statistics(*asked, partial(self.method.training_options, state)):
-                    weights[names[name]] = {**sent[name], **as_types_of(sent[name], found)}
+                    weights[names[name]] = {**sent[name], **cast_like(sent[name], found)}
         return weights
 
     def _tier_networks(self, state: Any, weights: Mapping[str, Tensors]) -> dict[str, nn.Module]:
         network, name = self.method.network, self.method.network_name
         networks = {tier: load(network(name(state, tier)), weights[tier]) for tier in weights}
         # from here on they are networks like any others
-        return {tier: travels_as(network, None) for tier, network in networks.items()}
+        return {tier: set_packing(network, None) for tier, network in networks.items()}
 
     def _at_clients(self, state: Any, weights: Mapping[str, Tensors], record: Record) -> dict[str, ClientMetrics]:
         if not self.holders:

@@ -10,7 +10,7 @@ from torch import nn
 import fedhm
 from fedhm.adapters.adapted import find_head
 from fedhm.methods.adapting import check_travelling
-from fedhm.networks.exchange import exchanged, load
+from fedhm.networks.exchange import exchanged_tensors, load
 from made_adapters import DATA, TEST, TRAIN, answers, output, settings, started
 from tiny_transformers import needs_peft, tiny_bert, tiny_distilbert, tiny_gpt2, tiny_gpt2_classifier, tiny_roberta
 
@@ -51,10 +51,10 @@ def test_every_layer_of_a_head_travels_and_is_merged(
 ) -> None:
     method, state, weights = started(name, model(), **own)
     tier = method.tiers[0]
-    check_travelling(frozenset(exchanged(method.network(tier))), method.weights(state, tier), tier)
+    check_travelling(frozenset(exchanged_tensors(method.network(tier))), method.weights(state, tier), tier)
     after = method.weights(method.merge(state, answers(method, state, 3), 1), tier)
     network = load(method.network(tier), after)
-    held = exchanged(network)
+    held = exchanged_tensors(network)
     for layer in head:
         assert not torch.equal(after[f"{layer}.weight"], weights[f"{layer}.weight"])
         assert torch.equal(held[f"{layer}.weight"], after[f"{layer}.weight"])
@@ -90,4 +90,4 @@ def test_a_state_that_lacks_what_clients_train_is_refused() -> None:
     weights = method.weights(state, "full")
     del weights["classifier.dense.weight"]
     with pytest.raises(fedhm.FedhmError, match=r"'classifier\.dense\.weight', of which the server has no value"):
-        check_travelling(frozenset(exchanged(method.network("full"))), weights, "full")
+        check_travelling(frozenset(exchanged_tensors(method.network("full"))), weights, "full")

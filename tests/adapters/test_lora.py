@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fedhm
-from fedhm.adapters.adapted import Adapting, Base
+from fedhm.adapters.adapted import AdapterSettings, FrozenBase
 from fedhm.config.schema import TrainConfig
-from fedhm.networks.exchange import exchanged, load
-from fedhm.networks.inputs import scores
-from fedhm.networks.structure import copied
+from fedhm.networks.exchange import exchanged_tensors, load
+from fedhm.networks.inputs import forward_batch
+from fedhm.networks.structure import copy_network
 from fedhm.server.record import Record
 from fedhm.work.train import local_optimizer
 from made_adapters import DATA, RANKS, TEST, TRAIN, batch, output, settings, started
@@ -45,11 +45,11 @@ def test_adapters_and_the_head_travel_and_the_base_is_one_in_a_process() -> None
     model = tiny_bert()
     method, state, _ = started("lora", model, ranks=RANKS)
     networks = [method.network(tier) for tier in method.tiers]
-    held = [dict(network.named_parameters()) for network in [*networks, copied(networks[0])]]
+    held = [dict(network.named_parameters()) for network in [*networks, copy_network(networks[0])]]
     name = "base_model.model.bert.embeddings.word_embeddings.weight"
     assert len({parameters[name].data_ptr() for parameters in held}) == 1
     assert all(parameter.requires_grad for parameter in model.parameters())
-    sent = exchanged(networks[1])
+    sent = exchanged_tensors(networks[1])
     layer = "bert.encoder.layer.0.attention.self.query"
     assert sent.keys() == method.weights(state, "1/2").keys()
     assert {part.rpartition(".")[2] for part in sent} == {"u", "v", "weight", "bias"}
@@ -58,9 +58,11 @@ def test_adapters_and_the_head_travel_and_the_base_is_one_in_a_process() -> None
 
 
 def test_what_an_adapter_does_does_not_depend_on_the_tier_that_sent_it() -> None:
-    base = Base(tiny_bert(), Adapting(("query", "value"), 3.0, ("classifier",)))
+    base = FrozenBase(tiny_bert(), AdapterSettings(("query", "value"), 3.0, ("classifier",)))
     small, large = base.network(2), base.network(5)
-    sent = {n: t.clone().normal_(generator=torch.Generator().manual_seed(1)) for n, t in exchanged(small).items()}
+    sent = {
+        n: t.clone().normal_(generator=torch.Generator().manual_seed(1)) for n, t in exchanged_tensors(small).items()
+    }
     generator = torch.Generator().manual_seed(2)
     wider = dict(sent)
     for layer in base.shapes:  # three directions more that are not learnt yet, as they begin: B is 0
@@ -77,15 +79,16 @@ def test_what_an_adapter_does_does_not_depend_on_the_tier_that_sent_it() -> None
 
 
 def test_a_step_changes_directions_by_the_same_at_every_rank() -> None:
-    base = Base(tiny_bert(), Adapting(("query", "value"), 2.0, ("classifier",)))
+    base = FrozenBase(tiny_bert(), AdapterSettings(("query", "value"), 2.0, ("classifier",)))
     gradients = []
     for rank in (2, 5):
         network = base.network(rank)
         factors = {
-            n: t.clone().zero_() if n.endswith(".v") else torch.full_like(t, 0.1) for n, t in exchanged(network).items()
+            n: t.clone().zero_() if n.endswith(".v") else torch.full_like(t, 0.1)
+            for n, t in exchanged_tensors(network).items()
         }
         load(network, factors)
-        torch.nn.functional.cross_entropy(scores(network, batch()), torch.tensor([0, 1, 2, 0, 1])).backward()
+        torch.nn.functional.cross_entropy(forward_batch(network, batch()), torch.tensor([0, 1, 2, 0, 1])).backward()
         name = f"base_model.model.{next(iter(base.shapes))}.lora_B.default.weight"
         gradients.append(dict(network.named_parameters())[name].grad)
     torch.testing.assert_close(gradients[0][:, :2], gradients[1][:, :2])
@@ -150,7 +153,7 @@ def test_a_language_model_is_tuned_without_a_new_head() -> None:
     asked = settings({"ranks": [2, 1], "target": ["q_proj", "v_proj"]}, objective="causal_lm")
     run = fedhm.run(tiny_llama(), clients, clients[0], asked)
     assert 1 < run.metrics["1/2"].perplexity < 40
-    assert not any("lm_head" in name for name in exchanged(run.networks["full"]))
+    assert not any("lm_head" in name for name in exchanged_tensors(run.networks["full"]))
 
 
 def test_importing_the_library_and_reading_settings_imports_no_transformers() -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import fedhm
-from fedhm.adapters.wire import FOLDED
+from fedhm.adapters.packing import FOLDED
 from fedhm.config.loading import parse
 from fedhm.data.federation import gathered
-from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.work.messages import Participant, Update
 from made_adapters import DATA, RANKS, TEST, TRAIN, answers, output, settings, started
 from tiny_transformers import needs_peft, tiny_bert
@@ -89,7 +89,7 @@ def test_a_client_gives_up_directions_that_have_become_smaller(penalty: float, l
     asked = settings(own, train={**TRAIN, "optimizer": "sgd", "lr": 0.01, "weight_decay": 0.0})
     asked["federation"] |= {"clients": 3}
     experiment = fedhm.assemble(tiny_bert(), gathered(DATA, TEST), parse(asked, "test"))
-    method, start = experiment.method, experiment.method.start(exchanged(tiny_bert()))
+    method, start = experiment.method, experiment.method.start(exchanged_tensors(tiny_bert()))
     state = replace(start, weights={n: t + 0.1 if n.endswith(".v") else t for n, t in start.weights.items()})
     (reply,) = experiment.engine.run(list(method.tasks(state, [Participant(0, "full")], 1)))
     assert isinstance(reply, Update)

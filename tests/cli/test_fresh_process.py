@@ -10,16 +10,16 @@ import pytest
 import fedhm
 from fedhm.cli.devices.fresh_process import mode_of, ran_out_of_memory, step_in_fresh_process, with_mode
 from fedhm.errors import FedhmError
-from fedhm.measure.fit import Mode
+from fedhm.measure.fit import TrainingMode
 
 CONFIG = fedhm.load_config("digits", ["train.batch=8", "engine.threads=1"]).resolved()
 
 
 def test_settings_have_the_mode_that_is_measured() -> None:
-    for mode in (Mode(), Mode(4), Mode(0, True), Mode(4, True)):
+    for mode in (TrainingMode(), TrainingMode(4), TrainingMode(0, True), TrainingMode(4, True)):
         assert mode_of(with_mode(CONFIG, mode).train) == mode
     named = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"checkpointing": ("a", "b")})})
-    assert with_mode(named, Mode(0, True)).train.checkpointing == ("a", "b")
+    assert with_mode(named, TrainingMode(0, True)).train.checkpointing == ("a", "b")
 
 
 @pytest.mark.slow

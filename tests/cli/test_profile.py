@@ -8,7 +8,7 @@ import fedhm
 from fedhm.cli import main
 from fedhm.cli.devices.profile import modes_to_measure
 from fedhm.config.schema import TrainConfig, read_profile
-from fedhm.measure.fit import Mode
+from fedhm.measure.fit import TrainingMode
 
 SMALL = ["--set", "method.tiers=[1/8]", "train.batch=8", "engine.threads=1"]
 
@@ -29,13 +29,18 @@ def test_a_device_is_measured_and_its_file_used(tmp_path: Path, capsys: pytest.C
 
 
 def test_all_that_a_plan_may_choose_is_measured() -> None:
-    train, both = TrainConfig(batch=64), (Mode(16), Mode(16, True))
-    assert list(modes_to_measure(train, True, Mode())) == [Mode(), Mode(0, True), *both]
-    assert list(modes_to_measure(train, False, Mode())) == [Mode(), Mode(16)]
-    assert list(modes_to_measure(train, True, Mode(32, True))) == [Mode(), Mode(0, True), *both, Mode(32, True)]
+    train, both = TrainConfig(batch=64), (TrainingMode(16), TrainingMode(16, True))
+    assert list(modes_to_measure(train, True, TrainingMode())) == [TrainingMode(), TrainingMode(0, True), *both]
+    assert list(modes_to_measure(train, False, TrainingMode())) == [TrainingMode(), TrainingMode(16)]
+    assert list(modes_to_measure(train, True, TrainingMode(32, True))) == [
+        TrainingMode(),
+        TrainingMode(0, True),
+        *both,
+        TrainingMode(32, True),
+    ]
     asked = train.model_copy(update={"micro_batch": 8})
-    assert list(modes_to_measure(asked, False, Mode(8))) == [Mode(), Mode(8)]
-    assert list(modes_to_measure(TrainConfig(batch=2), False, Mode())) == [Mode()]
+    assert list(modes_to_measure(asked, False, TrainingMode(8))) == [TrainingMode(), TrainingMode(8)]
+    assert list(modes_to_measure(TrainConfig(batch=2), False, TrainingMode())) == [TrainingMode()]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fedhm.data.convert import own_samples
 from fedhm.data.federation import gathered
 from fedhm.data.samples import Feed, Preprocessing
 from fedhm.data.text import as_text, limits_of
-from fedhm.networks.inputs import scores
+from fedhm.networks.inputs import forward_batch
 from fedhm.work.messages import Failure, Participant
 from made_adapters import DATA, TEST, settings, started
 from tiny_transformers import needs_peft, tiny_bert, tiny_gpt2_classifier, tiny_llama, tiny_roberta
@@ -31,8 +31,8 @@ def test_a_batch_of_texts_gives_what_each_gives_alone(padding: int) -> None:
     assert experiment.test is not None
     for feed in (experiment.test, experiment.engine._clients[0].feed):  # type: ignore[attr-defined]
         with torch.no_grad():
-            alone = torch.cat([scores(model, inputs) for inputs, _ in feed.ordered(1)])
-            together = torch.cat([scores(model, inputs) for inputs, _ in feed.ordered(8)])
+            alone = torch.cat([forward_batch(model, inputs) for inputs, _ in feed.ordered(1)])
+            together = torch.cat([forward_batch(model, inputs) for inputs, _ in feed.ordered(8)])
         torch.testing.assert_close(together, alone)
 
 
@@ -97,12 +97,12 @@ def test_models_that_read_no_text_have_no_limits() -> None:
 
 def test_a_client_whose_tokens_the_network_does_not_know_fails_by_a_sentence() -> None:
     from fedhm.assembly import make_client
-    from fedhm.networks.reuse import Networks
+    from fedhm.networks.reuse import NetworkPool
 
     config = parse(settings(), "test").resolved()
     method, state, _ = started("lora", ranks=[2])
     bad = own_samples(({"input_ids": [[1, 77], [2, 3]]}, [0, 1]), "it", torch.float32, config.objective)
-    client = make_client(bad, Preprocessing(), Networks(method.network), config, None)
+    client = make_client(bad, Preprocessing(), NetworkPool(method.network), config, None)
     (task,) = method.tasks(state, [Participant(0, "full")], 1)
     reply = client.reply(task)
     assert isinstance(reply, Failure)

@@ -10,7 +10,7 @@ from fedhm.data.convert import own_samples
 from fedhm.data.samples import Feed, Preprocessing, Samples, concatenate
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
-from fedhm.networks.saving import backward
+from fedhm.networks.saving import backward_in_parts
 
 lengths = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 
@@ -106,7 +106,7 @@ def test_parts_of_a_batch_of_several_tensors_add_up() -> None:
     found = []
     for most in (0, 2):
         layer.weight.grad = None
-        backward(loss, batch, targets, most, [layer.weight])
+        backward_in_parts(loss, batch, targets, most, [layer.weight])
         assert layer.weight.grad is not None
         found.append(layer.weight.grad.clone())
     torch.testing.assert_close(*found)

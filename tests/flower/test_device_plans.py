@@ -17,7 +17,7 @@ from fedhm.flower import client_app
 from fedhm.flower.clients import OwnModel
 from fedhm.flower.server import run_on
 from fedhm.methods.tier_work import TierWork
-from fedhm.networks.exchange import digest_of
+from fedhm.networks.exchange import structure_digest
 from fedhm.runs.folder import read_config
 from fedhm.runs.records import read_records
 from flower_loopback import Loopback, LoopbackNode
@@ -80,7 +80,13 @@ def profile(**changes: Any) -> DeviceProfile:
         Measurement(network=name, macs=1000, seconds=seconds, memory=9000)
         for name, seconds in (("nested full", 2.0), ("1/4", 0.1))
     ]
-    known = {"name": "phone", "model": digest_of(build_model(), (8,)), "described": "x", "machine": "m", "threads": 1}
+    known = {
+        "name": "phone",
+        "model": structure_digest(build_model(), (8,)),
+        "described": "x",
+        "machine": "m",
+        "threads": 1,
+    }
     return DeviceProfile(**{**known, "batch": 8, "optimizer": "sgd", "steps": steps, "up": 1e4, **changes})
 
 
@@ -120,7 +126,7 @@ def test_nodes_that_name_only_their_memory_get_the_same_plan(tmp_path: Path, mon
     spared = [whole, again, again - 1]
     table = settings([{"name": f"device {n}", "clients": [n], "memory": size} for n, size in enumerate(spared)])
     given_back: list[int] = []
-    monkeypatch.setattr("fedhm.flower.apps.give_back_at_once", lambda: given_back.append(1))
+    monkeypatch.setattr("fedhm.flower.apps.return_freed_memory", lambda: given_back.append(1))
     local = here(tmp_path / "here", table).federation
     assert not given_back, "devices are only simulated here"
     nodes = [node(n, memory=f"{size}B") for n, size in enumerate(spared)]

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedhm.lowrank.plan import (
-    Layer,
+    LayerSpectrum,
     RankPlan,
-    at_cost,
-    layers_of,
+    layer_spectra,
     levels_after,
     levels_of_plan,
-    order_of,
     plan_ranks,
     random_share,
+    rank_order,
+    with_rank_costs,
 )
 from fedhm.models import resnet10
 
@@ -24,19 +24,19 @@ TELLING = [100.0, 1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01]
 
 
 @st.composite
-def some_layers(draw: st.DrawFn) -> dict[str, Layer]:
+def some_layers(draw: st.DrawFn) -> dict[str, LayerSpectrum]:
     """Layers of a few ranks whose leading directions have most of the energy, and that differ in cost and scale."""
     found = {}
     for name in "abc":
         rest = sorted(draw(st.lists(st.floats(0.01, 3), min_size=7, max_size=7)), reverse=True)
         scale, cost = draw(st.floats(0.1, 10)), draw(st.integers(1, 9))
-        found[name] = Layer([scale * energy for energy in [40.0, *rest]], (8, 8), 4, float(cost))
+        found[name] = LayerSpectrum([scale * energy for energy in [40.0, *rest]], (8, 8), 4, float(cost))
     return found
 
 
 @settings(max_examples=40, deadline=None)
 @given(layers=some_layers(), budget=st.floats(0.0, 1.0))
-def test_no_other_ranks_keep_more_energy_up_to_one_step(layers: dict[str, Layer], budget: float) -> None:
+def test_no_other_ranks_keep_more_energy_up_to_one_step(layers: dict[str, LayerSpectrum], budget: float) -> None:
     def spent(ranks: dict[str, int]) -> float:
         return sum(layer.cost * ranks[name] for name, layer in layers.items())
 
@@ -52,7 +52,7 @@ def test_no_other_ranks_keep_more_energy_up_to_one_step(layers: dict[str, Layer]
     # without the steps that make a layer dense, which brute force does not try
     counts = dict.fromkeys(layers, 1)
     within, beyond = dict(counts), None
-    for name in order_of(layers):
+    for name in rank_order(layers):
         counts[name] += 1
         if counts[name] > most:
             continue
@@ -67,9 +67,9 @@ def test_no_other_ranks_keep_more_energy_up_to_one_step(layers: dict[str, Layer]
 
 @settings(max_examples=20, deadline=None)
 @given(layers=some_layers())
-def test_a_smaller_budget_has_no_larger_rank_anywhere(layers: dict[str, Layer]) -> None:
-    order = order_of(layers)
-    assert order == order_of(layers)
+def test_a_smaller_budget_has_no_larger_rank_anywhere(layers: dict[str, LayerSpectrum]) -> None:
+    order = rank_order(layers)
+    assert order == rank_order(layers)
     before = levels_after(layers, order, 0)
     assert set(before.values()) == {1}
     for count in range(1, len(order) + 1):
@@ -81,8 +81,10 @@ def test_a_smaller_budget_has_no_larger_rank_anywhere(layers: dict[str, Layer]) 
 
 
 def test_a_flat_spectrum_gives_back_the_uniform_ratio() -> None:
-    layers = {str(size): Layer([float(size)] * size, (size, size), size // 2, 2.0 * size) for size in (16, 32, 64)}
-    order = order_of(layers)
+    layers = {
+        str(size): LayerSpectrum([float(size)] * size, (size, size), size // 2, 2.0 * size) for size in (16, 32, 64)
+    }
+    order = rank_order(layers)
     count = sum(size // 8 - 1 for size in (16, 32, 64))
     assert levels_after(layers, order, count) == {"16": 2, "32": 4, "64": 8}
 
@@ -90,9 +92,9 @@ def test_a_flat_spectrum_gives_back_the_uniform_ratio() -> None:
 def test_random_first_weights_give_back_the_uniform_ratio() -> None:
     torch.manual_seed(3)
     model = resnet10(width=0.25)
-    layers = layers_of(model.state_dict(), plan_ranks(model, 1e-9))
+    layers = layer_spectra(model.state_dict(), plan_ranks(model, 1e-9))
     assert not any(layer.tells for layer in layers.values())
-    order = order_of(layers)
+    order = rank_order(layers)
     for ratio in (1 / 2, 1 / 4, 1 / 8):
         uniform = levels_of_plan(layers, plan_ranks(model, ratio))
         count = sum(uniform.values()) - len(uniform)
@@ -100,11 +102,11 @@ def test_random_first_weights_give_back_the_uniform_ratio() -> None:
 
 
 def test_a_trained_looking_spectrum_moves_ranks_to_where_the_energy_is() -> None:
-    strong, weak = Layer(TELLING, (8, 8), 4, 16.0), Layer([e / 100 for e in TELLING], (8, 8), 4, 16.0)
+    strong, weak = LayerSpectrum(TELLING, (8, 8), 4, 16.0), LayerSpectrum([e / 100 for e in TELLING], (8, 8), 4, 16.0)
     assert strong.tells
-    assert levels_after({"w": weak, "s": strong}, order_of({"w": weak, "s": strong}), 2) == {"w": 1, "s": 3}
-    dear = at_cost({"w": weak, "s": strong}, {"w": 1.0, "s": 1000.0})
-    assert levels_after(dear, order_of(dear), 2) == {"w": 3, "s": 1}, "per cost, the cheap one has more"
+    assert levels_after({"w": weak, "s": strong}, rank_order({"w": weak, "s": strong}), 2) == {"w": 1, "s": 3}
+    dear = with_rank_costs({"w": weak, "s": strong}, {"w": 1.0, "s": 1000.0})
+    assert levels_after(dear, rank_order(dear), 2) == {"w": 3, "s": 1}, "per cost, the cheap one has more"
 
 
 def test_the_share_of_random_numbers_is_that_of_random_numbers() -> None:
@@ -119,6 +121,6 @@ def test_the_share_of_random_numbers_is_that_of_random_numbers() -> None:
 def test_layers_of_zeros_count_as_flat() -> None:
     layer = nn.Linear(8, 8)
     nn.init.zeros_(layer.weight)
-    found = layers_of({"a.weight": layer.weight}, RankPlan({"a": 1}))["a"]
+    found = layer_spectra({"a.weight": layer.weight}, RankPlan({"a": 1}))["a"]
     assert not found.tells
     assert found.kept(1) == 1.0

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.average import LENGTH, Added, Aggregate, Level, fresh, mean_change, merged
+from fedhm.lowrank.average import (
+    LENGTH,
+    AdapterSum,
+    Aggregate,
+    RankLevel,
+    initial_adapter,
+    mean_by_bands,
+    merge_adapters,
+)
 from fedhm.lowrank.svd import Factors
 
 RANKS = (6, 3, 1)
@@ -36,9 +44,9 @@ def plain(old: Factors, clients: list[tuple[int, Tensor, Tensor]], aggregate: Ag
         of_rank = [(w, a @ b) for w, (r, a, b) in zip(weights, clients, strict=True) if r == rank]
         if of_rank:
             sent = old.left[:, :rank] @ old.right[:rank]
-            levels.append(Level(rank, sum(w * (m - sent) for w, m in of_rank), sum(w for w, _ in of_rank)))
+            levels.append(RankLevel(rank, sum(w * (m - sent) for w, m in of_rank), sum(w for w, _ in of_rank)))
     if aggregate == "bands":
-        return old.left @ old.right + mean_change(levels, old)
+        return old.left @ old.right + mean_by_bands(levels, old)
     return old.left @ old.right + sum(level.total for level in levels) / sum(weights)
 
 
@@ -49,10 +57,10 @@ def test_it_is_the_best_approximation_of_the_recovered_mean(
     aggregate: Aggregate, clients: int, seed: int, sides: tuple[int, int]
 ) -> None:
     old, given_ = draw(*sides, clients, seed)
-    levels = {rank: Added(rank, sides, rank) for rank in RANKS}
+    levels = {rank: AdapterSum(rank, sides, rank) for rank in RANKS}
     for number, (rank, left, right) in enumerate(given_):
         levels[rank].add(left, right, 1.0 + number)
-    found = merged(list(levels.values()), old, aggregate)
+    found = merge_adapters(list(levels.values()), old, aggregate)
     expected = plain(old, given_, aggregate)
     U, S, Vt = torch.linalg.svd(expected.double(), full_matrices=False)
     best = (U[:, :6] * S[:6]) @ Vt[:6]
@@ -68,17 +76,17 @@ def test_at_a_speed_bands_lie_between_the_means_over_everybody_and_over_those_wh
     speed: float, sides: tuple[int, int]
 ) -> None:
     old, given_ = draw(*sides, 4, 0)
-    levels = {rank: Added(rank, sides, rank) for rank in RANKS}
+    levels = {rank: AdapterSum(rank, sides, rank) for rank in RANKS}
     for number, (rank, left, right) in enumerate(given_):
         levels[rank].add(left, right, 1.0 + number)
-    found = merged(list(levels.values()), old, "bands", speed)
+    found = merge_adapters(list(levels.values()), old, "bands", speed)
     expected = (1 - speed) * plain(old, given_, "updates") + speed * plain(old, given_, "bands")
     U, S, Vt = torch.linalg.svd(expected.double(), full_matrices=False)
     torch.testing.assert_close((found.left @ found.right).double(), (U[:, :6] * S[:6]) @ Vt[:6], rtol=1e-3, atol=1e-3)
 
 
 def test_memory_does_not_grow_with_the_clients() -> None:
-    level = Added(4, (20, 30), 4)
+    level = AdapterSum(4, (20, 30), 4)
     for seed in range(50):
         generator = torch.Generator().manual_seed(seed)
         level.add(torch.randn(20, 4, generator=generator), torch.randn(4, 30, generator=generator), 1.0)
@@ -87,6 +95,6 @@ def test_memory_does_not_grow_with_the_clients() -> None:
 
 
 def test_what_nobody_answered_stays_and_what_begins_is_zero() -> None:
-    old = fresh((8, 5), 3, torch.Generator().manual_seed(0))
+    old = initial_adapter((8, 5), 3, torch.Generator().manual_seed(0))
     assert not (old.left @ old.right).any()
-    assert merged([], old, "bands") is old
+    assert merge_adapters([], old, "bands") is old

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.average import Directions, Level, directions, mean_change
+from fedhm.lowrank.average import RankLevel, SingularDirections, mean_by_bands, singular_directions
 from fedhm.lowrank.svd import factorize
 
 M, N = 9, 7
@@ -16,18 +16,18 @@ def matrix(seed: int, rows: int = M, columns: int = N) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def known(seed: int) -> Directions:
-    return directions(factorize(matrix(seed), N))
+def known(seed: int) -> SingularDirections:
+    return singular_directions(factorize(matrix(seed), N))
 
 
-def beyond(change: Tensor, at: Directions, rank: int) -> Tensor:
+def beyond(change: Tensor, at: SingularDirections, rank: int) -> Tensor:
     """What is left of a change that no small step of the factors can make, by two products."""
     left, right = at.left[:, :rank], at.right[:rank]
     rest = change - left @ (left.T @ change)
     return rest - (rest @ right.T) @ right
 
 
-def tangent(change: Tensor, at: Directions, rank: int) -> Tensor:
+def tangent(change: Tensor, at: SingularDirections, rank: int) -> Tensor:
     """T_r(D) as in the formula, with the projections as matrices."""
     left, right = at.left[:, :rank], at.right[:rank]
     outside_left = torch.eye(M, dtype=torch.float64) - left @ left.T
@@ -35,7 +35,7 @@ def tangent(change: Tensor, at: Directions, rank: int) -> Tensor:
     return change - outside_left @ change @ outside_right
 
 
-def bands(change: Tensor, at: Directions, ranks: list[int]) -> list[Tensor]:
+def bands(change: Tensor, at: SingularDirections, ranks: list[int]) -> list[Tensor]:
     """The bands of a change whose own rank is the last of `ranks`."""
     found, so_far = [], torch.zeros_like(change)
     for rank in ranks[:-1]:
@@ -58,7 +58,7 @@ def test_small_steps_of_the_factors_have_nothing_beyond_their_rank(seed: int, ra
     factors = factorize(matrix(seed), rank)
     left, right = factors.prefix(rank)
     step = matrix(seed + 1, M, rank) @ right + left @ matrix(seed + 2, rank, N)
-    assert beyond(step, directions(factors), rank).norm() < 1e-10 * step.norm()
+    assert beyond(step, singular_directions(factors), rank).norm() < 1e-10 * step.norm()
 
 
 @settings(deadline=None)
@@ -76,7 +76,7 @@ def test_the_bands_of_a_change_sum_to_it(seed: int, ranks: list[int]) -> None:
 )
 def test_each_band_is_averaged_over_those_who_reach_it(seed: int, ranks: list[int], weights: list[float]) -> None:
     factors, levels = factorize(matrix(seed), N), sorted(set(ranks))
-    at = directions(factors)
+    at = singular_directions(factors)
     changes = [matrix(seed + 1 + number) for number in range(len(ranks))]
     expected = torch.zeros(M, N, dtype=torch.float64)
     for place, lowest in enumerate(levels):
@@ -84,15 +84,15 @@ def test_each_band_is_averaged_over_those_who_reach_it(seed: int, ranks: list[in
         parts = [w * bands(c, at, [x for x in levels if x <= r])[place] for c, r, w in reaching]
         expected += sum(parts, torch.zeros_like(expected)) / sum(w for _, _, w in reaching)
 
-    given_levels = [Level(r, w * c, w) for c, r, w in zip(changes, ranks, weights, strict=False)]
-    torch.testing.assert_close(mean_change(given_levels, factors), expected, rtol=1e-9, atol=1e-9)
+    given_levels = [RankLevel(r, w * c, w) for c, r, w in zip(changes, ranks, weights, strict=False)]
+    torch.testing.assert_close(mean_by_bands(given_levels, factors), expected, rtol=1e-9, atol=1e-9)
 
     def sent_at(rank: int) -> Tensor:
         left, right = factors.prefix(rank)
         return left @ right
 
-    whole = [Level(r, w * (c + sent_at(r)), w, r) for c, r, w in zip(changes, ranks, weights, strict=False)]
-    torch.testing.assert_close(mean_change(whole, factors), expected, rtol=1e-9, atol=1e-9)
+    whole = [RankLevel(r, w * (c + sent_at(r)), w, r) for c, r, w in zip(changes, ranks, weights, strict=False)]
+    torch.testing.assert_close(mean_by_bands(whole, factors), expected, rtol=1e-9, atol=1e-9)
 
 
 @settings(deadline=None)
@@ -101,30 +101,30 @@ def test_their_speed_is_between_that_mean_and_the_one_over_everybody(seed: int, 
     factors, ranks, weights = factorize(matrix(seed), N), [2, 4, N], [1.0, 3.0, 0.5]
     left, right = factors.left, factors.right
 
-    def levels() -> list[Level]:  # made for each call, which uses their totals up
+    def levels() -> list[RankLevel]:  # made for each call, which uses their totals up
         found = []
         for place, (rank, weight) in enumerate(zip(ranks, weights, strict=True)):
             change = matrix(seed + 1 + place)
             model = change + left[:, :rank] @ right[:rank]
-            found.append(Level(rank, weight * (model if sent else change), weight, rank if sent else 0))
+            found.append(RankLevel(rank, weight * (model if sent else change), weight, rank if sent else 0))
         return found
 
     changes = [weight * matrix(seed + 1 + place) for place, weight in enumerate(weights)]
     everybody = sum(changes, torch.zeros(M, N, dtype=torch.float64)) / sum(weights)
-    expected = torch.lerp(everybody, mean_change(levels(), factors), speed)
-    torch.testing.assert_close(mean_change(levels(), factors, speed), expected, rtol=1e-9, atol=1e-9)
+    expected = torch.lerp(everybody, mean_by_bands(levels(), factors), speed)
+    torch.testing.assert_close(mean_by_bands(levels(), factors, speed), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_one_rank_has_one_band() -> None:
-    levels = [Level(3, matrix(1), 1.0), Level(3, matrix(2), 2.0)]
-    torch.testing.assert_close(mean_change(levels, factorize(matrix(0), N)), (matrix(1) + matrix(2)) / 3)
+    levels = [RankLevel(3, matrix(1), 1.0), RankLevel(3, matrix(2), 2.0)]
+    torch.testing.assert_close(mean_by_bands(levels, factorize(matrix(0), N)), (matrix(1) + matrix(2)) / 3)
 
 
 @pytest.mark.parametrize("zero", [0, 3, N])
 def test_directions_that_became_zero_reach_nothing(zero: int) -> None:
     factors = factorize(matrix(0), N)
     factors.right[zero:] = 0
-    at = directions(factors)
+    at = singular_directions(factors)
     assert bool(at.right.isfinite().all())
     torch.testing.assert_close(at.right[:zero] @ at.right[:zero].T, torch.eye(zero, dtype=torch.float64))
     assert not at.right[zero:].any()

@@ -22,7 +22,7 @@ from fedhm.lowrank.layers import LowRankTransposed, largest_rank
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 from fedhm.lowrank.svd import truncation_error
 from fedhm.measure.cost import measure
-from fedhm.networks.inputs import Inputs, scores
+from fedhm.networks.inputs import Inputs, forward_batch
 from tiny_transformers import tiny_bert, tiny_gpt2, tiny_llama, tiny_masked_bert, tiny_vit
 
 pytest.importorskip("transformers")
@@ -102,7 +102,7 @@ def model(name: str) -> nn.Module:
 @pytest.fixture
 def run(name: str) -> Callable[[nn.Module], Tensor]:
     inputs = batch(name)
-    return lambda network: scores(network, inputs)
+    return lambda network: forward_batch(network, inputs)
 
 
 def test_attention_and_mlp_are_factorized_and_the_rest_has_a_reason(name: str, model: nn.Module) -> None:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedhm.lowrank.svd import Form, join, roll, split, unroll, unrolled_shape
+from fedhm.lowrank.svd import Form, roll, to_layer_factors, to_matrix_factors, unroll, unrolled_shape
 
 forms = st.sampled_from(["spatial", "pufferfish"])
 sizes = st.integers(1, 5)
@@ -79,7 +79,7 @@ def test_join_is_the_inverse_of_split(shape: torch.Size, rank: int, form: Form) 
     rows, columns = unrolled_shape(shape, form)
     left = torch.arange(rows * rank).reshape(rows, rank)
     right = torch.arange(rank * columns).reshape(rank, columns) + 1000
-    u, v = split(left, right, shape)
+    u, v = to_layer_factors(left, right, shape)
     n, m, *kernel = shape
     if len(kernel) == 1:
         assert u.shape == (rank, m, *kernel)
@@ -95,10 +95,10 @@ def test_join_is_the_inverse_of_split(shape: torch.Size, rank: int, form: Form) 
         assert v.shape == (n, rank)
     assert u.is_contiguous()
     assert v.is_contiguous()
-    joined = join(u, v)
+    joined = to_matrix_factors(u, v)
     assert torch.equal(joined[0], left)
     assert torch.equal(joined[1], right)
-    again = split(*joined, shape)
+    again = to_layer_factors(*joined, shape)
     assert torch.equal(again[0], u)
     assert torch.equal(again[1], v)
 
@@ -107,7 +107,7 @@ def test_split_puts_each_direction_in_one_channel() -> None:
     n, m, k1, k2, rank = 2, 3, 4, 5, 6
     left = torch.arange(m * k1 * rank).reshape(m * k1, rank)
     right = torch.arange(rank * n * k2).reshape(rank, n * k2)
-    u, v = split(left, right, torch.Size((n, m, k1, k2)))
+    u, v = to_layer_factors(left, right, torch.Size((n, m, k1, k2)))
     for r in range(rank):
         for into in range(m):
             for down in range(k1):
@@ -121,7 +121,7 @@ def test_split_in_pufferfishs_form_makes_each_direction_a_kernel() -> None:
     n, m, k1, k2, rank = 2, 3, 4, 5, 6
     left = torch.arange(m * k1 * k2 * rank).reshape(m * k1 * k2, rank)
     right = torch.arange(rank * n).reshape(rank, n)
-    u, v = split(left, right, torch.Size((n, m, k1, k2)))
+    u, v = to_layer_factors(left, right, torch.Size((n, m, k1, k2)))
     for r in range(rank):
         assert torch.equal(u[r].flatten(), left[:, r])
         assert torch.equal(v[:, r, 0, 0], right[r])
@@ -130,8 +130,8 @@ def test_split_in_pufferfishs_form_makes_each_direction_a_kernel() -> None:
 def test_strides_of_split_do_not_depend_on_those_of_the_factors() -> None:
     shape = torch.Size((8, 4, 3, 1))
     left, right = torch.randn(12, 2), torch.randn(2, 8)
-    usual = split(left, right, shape)
-    columns_first = split(left.T.contiguous().T, right.T.contiguous().T, shape)
+    usual = to_layer_factors(left, right, shape)
+    columns_first = to_layer_factors(left.T.contiguous().T, right.T.contiguous().T, shape)
     for one, other in zip(usual, columns_first, strict=True):
         assert one.stride() == other.stride()
         assert torch.equal(one, other)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank import svd as warm
-from fedhm.lowrank.svd import TOLERANCE, Factors, decompose, factorize, refactorize, spare, worst_ratio
+from fedhm.lowrank.svd import TOLERANCE, Factors, decompose, factorize, refactorize, spare_directions, worst_ratio
 
 SPECTRA = {
     "flat": lambda n: torch.linspace(1, 0.2, n),
@@ -51,7 +51,7 @@ def test_every_round_is_within_the_tolerance(
         matrix = matrix + drift * matrix.norm() * torch.randn(shape, generator=generator) / math.prod(shape) ** 0.5
         factors, _ = decompose(matrix, rank, factors)
         assert error_ratio(matrix, factors, rank) <= TOLERANCE
-        assert len(factors.right) == rank + spare(rank, 256)
+        assert len(factors.right) == rank + spare_directions(rank, 256)
 
 
 @settings(max_examples=30, deadline=None)

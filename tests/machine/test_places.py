@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedhm.cli import main
 from fedhm.errors import FedhmError
-from fedhm.machine.files import check_file, check_file_names, check_folder, file_name, in_words, make_folder
+from fedhm.machine.files import check_file, check_file_names, check_folder, file_name, make_folder, os_error_sentence
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_a_folder_that_may_not_be_written_is_one_sentence(tmp_path: Path, monkey
 
 def test_what_the_system_refuses_is_said_without_its_number() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "/runs/mine/records.jsonl.tmp")
-    assert in_words(full) == "cannot read or write /runs/mine/records.jsonl: no space left on device"
-    assert in_words(OSError("odd")) == "cannot go on: odd"
+    assert os_error_sentence(full) == "cannot read or write /runs/mine/records.jsonl: no space left on device"
+    assert os_error_sentence(OSError("odd")) == "cannot go on: odd"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fedhm.machine.printable import LONGEST, pasteable, printable, printable_lines
+from fedhm.machine.printable import LONGEST, printable, printable_lines, quoted_command
 
 C1_CLEAR = "\x9b2J"  # what ESC [ 2 J does, in one character less
 TITLE = "\x1b]0;owned\x07"
@@ -66,6 +66,6 @@ def test_rich_shows_it_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("path", ["runs/digits", "my runs/it's", "$HOME;rm", "a*b"])
 def test_an_advised_command_can_be_pasted(path: str) -> None:
-    told = pasteable("echo", path)
+    told = quoted_command("echo", path)
     command = told if "'" in told[1:-1] else told.strip("'")
     assert subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout == path + "\n"

@@ -7,7 +7,7 @@ from fedhm.lowrank.hadamard import HadamardLinear
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.layers import LowRankConv2d
 from fedhm.lowrank.plan import plan_ranks
-from fedhm.measure.cost import Cost, by_layer, measure, training_memory
+from fedhm.measure.cost import Cost, cost_by_layer, measure, training_memory
 from fedhm.models import resnet18
 
 
@@ -258,7 +258,7 @@ class Odd(nn.Module):
     ("model", "shape"), [(resnet18(width=0.25), (3, 32, 32)), (Odd(), (4,)), (nn.Linear(3, 2), (3,))]
 )
 def test_costs_by_layer_add_up(model: nn.Module, shape: tuple[int, ...]) -> None:
-    cost, parts = measure(model, shape), by_layer(model, shape)
+    cost, parts = measure(model, shape), cost_by_layer(model, shape)
     assert sum(part.parameters for part in parts.values()) == cost.parameters
     assert sum(part.macs for part in parts.values()) == cost.macs
     assert all(part.macs >= 0 for part in parts.values())
@@ -266,5 +266,5 @@ def test_costs_by_layer_add_up(model: nn.Module, shape: tuple[int, ...]) -> None
 
 def test_costs_by_layer_are_those_of_the_layers() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2, bias=False))
-    costs = {name: (part.parameters, part.macs) for name, part in by_layer(model, (5,)).items()}
+    costs = {name: (part.parameters, part.macs) for name, part in cost_by_layer(model, (5,)).items()}
     assert costs == {"0": (42, 35), "1": (0, 0), "2": (14, 14)}

@@ -12,7 +12,7 @@ from conftest import small_config
 from fedhm.assembly import assemble, design
 from fedhm.data.federation import gathered
 from fedhm.errors import FedhmError
-from fedhm.measure.self_written import self_written
+from fedhm.measure.self_written import find_self_written
 
 SAMPLE = torch.linspace(-1, 1, 16)[None]
 
@@ -79,7 +79,7 @@ def test_writes_are_seen_and_the_model_and_randomness_stay_as_they_were(
 ) -> None:
     model = Own(act)
     before, randomness = {n: t.clone() for n, t in model.state_dict().items()}, torch.get_rng_state()
-    assert self_written(model, SAMPLE) == written
+    assert find_self_written(model, SAMPLE) == written
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), randomness)
 
@@ -87,7 +87,7 @@ def test_writes_are_seen_and_the_model_and_randomness_stay_as_they_were(
 def test_statistics_of_norms_are_written() -> None:
     network = nn.Sequential(nn.Conv1d(1, 2, 3), nn.InstanceNorm1d(2, track_running_stats=True), nn.BatchNorm1d(2))
     averages = {f"{layer}.{part}" for layer in (1, 2) for part in ("running_mean", "running_var")}
-    assert self_written(network, torch.randn(1, 1, 8)) == {*averages, "2.num_batches_tracked"}
+    assert find_self_written(network, torch.randn(1, 1, 8)) == {*averages, "2.num_batches_tracked"}
 
 
 @pytest.mark.parametrize("act", [clip, clip_elsewhere, clip_without_gradient])
@@ -157,5 +157,5 @@ COPIES: list[int] = []
 def test_of_a_large_network_there_is_one_copy_and_no_more() -> None:
     gc.unfreeze()  # tests begin with what is there frozen, which must not hide anything here
     COPIES.clear()
-    assert self_written(CountsCopies(37, 41), torch.zeros(1, 37)) == frozenset()
+    assert find_self_written(CountsCopies(37, 41), torch.zeros(1, 37)) == frozenset()
     assert COPIES == [2]

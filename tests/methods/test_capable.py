@@ -17,7 +17,7 @@ from fedhm.config.loading import load_config
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.methods.capable import Capable, CapableConfig
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.report.progress import Lines
 from fedhm.report.tables import as_csv, markdown
 from fedhm.runs.folder import RunFolder
@@ -33,7 +33,7 @@ def outcome(data: Federation, /, **sections: dict[str, object]) -> fedhm.Result:
 
 
 def assert_same(one: fedhm.Result, other: fedhm.Result) -> None:
-    ours, theirs = (exchanged(result.networks["full"]) for result in (one, other))
+    ours, theirs = (exchanged_tensors(result.networks["full"]) for result in (one, other))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for a, b in zip(one.records, other.records, strict=True):
         a.seconds = b.seconds = {}

@@ -15,7 +15,7 @@ from fedhm.errors import FedhmError
 from fedhm.methods.fedhm import FedHM, FedHMConfig
 from fedhm.methods.means import CoordinateMean, Rule, robust_mean
 from fedhm.methods.method import Setup
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.work.messages import Participant
 
 
@@ -109,7 +109,7 @@ def test_layers_that_are_merged_side_by_side_are_settled_once(rule: Rule) -> Non
     model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
     setup = Setup(make_mean=partial(CoordinateMean, rule=rule, trim=0.2))
     method = FedHM(model, FedHMConfig(tiers=(1, 1 / 3, 1 / 4)), setup)
-    state = method.start(exchanged(model))
+    state = method.start(exchanged_tensors(model))
     clients = [Participant(number, tier) for number, tier in enumerate(list(method.tiers) * 3)]
     generator = torch.Generator().manual_seed(0)
     updates = []

@@ -19,7 +19,7 @@ from fedhm.experiment import Experiment
 from fedhm.methods.feddf import FedDF, FedDFConfig, FedDFState
 from fedhm.methods.fedmd import FedMD, FedMDConfig, FedMDState
 from fedhm.methods.method import Setup
-from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.runs.result import Result
 from fedhm.seeds import torch_generator
 from fedhm.server.record import Record
@@ -54,7 +54,7 @@ SETUP = Setup("9", INPUTS[:1], 3, Feed(Samples(INPUTS, torch.arange(PUBLIC)), Pr
 def feddf(**settings: object) -> tuple[FedDF, FedDFState]:
     model = small_model().double()
     method = FedDF(model, FedDFConfig.model_validate({**FEDDF, "steps": 4, **settings}), SETUP)
-    return method, method.start(exchanged(model))
+    return method, method.start(exchanged_tensors(model))
 
 
 def answers(method: FedDF, state: FedDFState) -> list[Update]:
@@ -137,7 +137,7 @@ def fedmd() -> tuple[FedMD, FedMDState]:
     sample = torch.zeros(1, 1, 6, 6)
     config = FedMDConfig.model_validate({**FEDMD, "digest_epochs": 3, "digest_lr": 0.2})
     method = FedMD(model, config, Setup("9", sample))
-    return method, method.start(exchanged(model))
+    return method, method.start(exchanged_tensors(model))
 
 
 def told(task: Task, value: float) -> Update:
@@ -164,7 +164,7 @@ def test_fedmd_agrees_on_the_mean_of_the_rounds_scores() -> None:
 def test_every_client_of_fedmd_keeps_a_model_of_its_own() -> None:
     method, state = fedmd()
     initial = {tier: method.weights(state, tier) for tier in method.tiers}
-    assert torch.equal(initial["w0.5"]["0.weight"], exchanged(small_model())["0.weight"][:4])
+    assert torch.equal(initial["w0.5"]["0.weight"], exchanged_tensors(small_model())["0.weight"][:4])
     people = [Participant(1, "w0.5"), Participant(3, "full"), Participant(4, "w0.5")]
     tasks = list(method.tasks(state, people, 1))
     state = method.merge(state, (told(t, float(t.client)) for t in reversed(tasks)), 1)

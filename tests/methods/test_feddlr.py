@@ -17,7 +17,7 @@ from fedhm.lowrank.svd import unroll
 from fedhm.measure.cost import measure
 from fedhm.methods.feddlr import Factored, FedDLR, FedDLRConfig
 from fedhm.methods.method import Setup, State
-from fedhm.networks.exchange import Tensors, exchanged, load, size_in_bytes
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load, size_in_bytes
 from fedhm.runs.result import Result
 from fedhm.work.messages import Participant, Update
 
@@ -25,7 +25,7 @@ LAYERS = ("3", "7")
 
 
 def start(method: FedDLR, model: nn.Module) -> State:
-    return method.start({name: t.clone() for name, t in exchanged(model).items()})
+    return method.start({name: t.clone() for name, t in exchanged_tensors(model).items()})
 
 
 def truncated(weight: torch.Tensor, rank: int) -> torch.Tensor:
@@ -40,7 +40,9 @@ def test_what_travels_is_the_truncated_decomposition() -> None:
     state = start(method, model)
     (task,) = method.tasks(state, [Participant(0, "1/4")], 1)
     hybrid = to_hybrid(model, method.form.plan)
-    assert {name: t.shape for name, t in task.tensors.items()} == {n: t.shape for n, t in exchanged(hybrid).items()}
+    assert {name: t.shape for name, t in task.tensors.items()} == {
+        n: t.shape for n, t in exchanged_tensors(hybrid).items()
+    }
     network = load(method.network("1/4"), task.tensors)
     assert dict(method.form.plan) == {"3": 4, "7": 6}
     for layer, rank in method.form.plan.items():
@@ -62,7 +64,7 @@ def test_the_server_recovers_averages_and_factorizes_again(weighting: str) -> No
             for parameter in full.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
         trained.append({name: t.clone() for name, t in full.state_dict().items()})
-        updates.append(Update("train", 1, client, "1/4", "1/4", exchanged(full), samples, None, 0.1))
+        updates.append(Update("train", 1, client, "1/4", "1/4", exchanged_tensors(full), samples, None, 0.1))
     merged = method.merge(state, iter(updates), 1)
     shares = torch.tensor([1.0, 1.0, 1.0] if weighting == "uniform" else [3.0, 1.0, 4.0], dtype=torch.float64)
     shares /= shares.sum()
@@ -151,9 +153,9 @@ def test_an_interrupted_run_goes_on_and_its_model_is_loaded(federation: Federati
 
 def test_its_model_can_start_another_run(federation: Federation) -> None:
     model = run(federation, small_model(), method={"name": "feddlr"}).networks["1/4"]
-    assert exchanged(model).keys() == exchanged(small_model()).keys()
+    assert exchanged_tensors(model).keys() == exchanged_tensors(small_model()).keys()
     further = run(federation, model, method={"name": "fedhm"}, train={"rounds": 1})
-    assert further.costs["full"].bytes == size_in_bytes(exchanged(small_model()))
+    assert further.costs["full"].bytes == size_in_bytes(exchanged_tensors(small_model()))
 
 
 def test_a_client_that_diverges_is_refused_for_its_loss(federation: Federation) -> None:
@@ -169,7 +171,7 @@ def test_a_layer_that_is_used_twice_travels_once() -> None:
     assert {name for name in state.packed if name.startswith(("1.", "3."))} == {"1.u", "1.v", "1.bias"}
     network = load(method.network("1/4"), state.packed)
     assert network[1] is network[3]
-    assert exchanged(network).keys() == state.packed.keys()
+    assert exchanged_tensors(network).keys() == state.packed.keys()
 
 
 def test_what_it_cannot_do_is_said() -> None:

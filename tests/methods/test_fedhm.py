@@ -23,7 +23,7 @@ from fedhm.lowrank.svd import Form, truncation_error, unroll
 from fedhm.methods.fedavg import FedAvg, FedAvgConfig
 from fedhm.methods.fedhm import FedHM, FedHMConfig, weight_of
 from fedhm.methods.method import Method, Setup, State
-from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.work.messages import Participant, Task, Update
 
 TIERS = ("full", "1/2", "1/4", "1/8")
@@ -37,7 +37,7 @@ def paper(settings: Mapping[str, object]) -> FedHMConfig:
 
 
 def start(method: Method, model: nn.Module) -> State:
-    return method.start({name: t.clone() for name, t in exchanged(model).items()})
+    return method.start({name: t.clone() for name, t in exchanged_tensors(model).items()})
 
 
 def answer(task: Task, seed: int = 0, labels: tuple[int, ...] | None = None, samples: int = 10) -> Update:
@@ -228,7 +228,7 @@ def test_after_the_warm_up_every_tier_trains_its_own_network(tiers: tuple[float,
         )
         for task in tasks:
             network = load(method.network(task.network), task.tensors)
-            assert exchanged(network).keys() == task.tensors.keys()
+            assert exchanged_tensors(network).keys() == task.tensors.keys()
             assert (plan_of(network) == {}) == (task.network == "full")
         state = method.merge(state, (answer(task) for task in tasks), round_number)
     assert set(method.tiers) == {tier_name(ratio) for ratio in tiers}

@@ -17,7 +17,7 @@ from fedhm.lowrank.svd import Form, unroll
 from fedhm.methods.fedavg import FedAvg, FedAvgConfig
 from fedhm.methods.fedhm import FedHM, FedHMConfig, FedHMState
 from fedhm.methods.method import Setup
-from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.work.messages import Participant, Task, Update
 
 TIERS = ("full", "1/2", "1/4", "1/8")
@@ -34,7 +34,7 @@ def method_of(dtype: torch.dtype = torch.float64, nested: tuple[float, float] | 
 
 
 def begun(method: FedHM) -> FedHMState:
-    return method.start({name: t.clone() for name, t in exchanged(method._model).items()})
+    return method.start({name: t.clone() for name, t in exchanged_tensors(method._model).items()})
 
 
 def tasks_of(method: FedHM, state: FedHMState, tiers: Sequence[str]) -> list[Task]:
@@ -117,7 +117,7 @@ def test_with_full_clients_only_bands_are_fedavg_bit_for_bit() -> None:
     merged = []
     model = small_model()
     for method in (FedHM(model, FedHMConfig(start="whole"), Setup("9")), FedAvg(model, FedAvgConfig(), Setup("9"))):
-        state = method.start(exchanged(model))
+        state = method.start(exchanged_tensors(model))
         tasks = method.tasks(state, [Participant(number, "full") for number in range(3)], 1)
         merged.append(method.merge(state, [answer(task) for task in tasks], 1).weights)
     assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])
@@ -181,7 +181,7 @@ def test_a_whole_run(federation: Federation, tiers: list[object], form: str, whi
 
 def test_what_a_full_client_trains_inside_is_the_smaller_tier_itself() -> None:
     """Before any step, the network inside gives the logits that the smaller tier's own network gives."""
-    from fedhm.lowrank.hybrid import inside_of
+    from fedhm.lowrank.hybrid import nested_tiers
     from fedhm.work.nested import BASIS, Nested
 
     method = method_of(nested=(0.5, 0.5), start="whole")
@@ -192,7 +192,7 @@ def test_what_a_full_client_trains_inside_is_the_smaller_tier_itself() -> None:
         network = load(method.network(task.network), Nested().loaded(task))
         bases = {n.removeprefix(BASIS): t for n, t in task.tensors.items() if n.startswith(BASIS)}
         assert bool(bases) == (tier == "full")
-        inside, before = inside_of(network), [buffer.clone() for buffer in network.buffers()]
+        inside, before = nested_tiers(network), [buffer.clone() for buffer in network.buffers()]
         for number, smaller in enumerate(TIERS[TIERS.index(tier) + 1 :]):
             alone = load(method.network(smaller), method.weights(state, smaller)).train()
             found = inside.forward(number, network.train(), bases, x)

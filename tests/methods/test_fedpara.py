@@ -14,12 +14,12 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_full
 from fedhm.methods.fedpara import FedPara, FedParaConfig
 from fedhm.methods.method import Setup, State
-from fedhm.networks.exchange import exchanged, load
+from fedhm.networks.exchange import exchanged_tensors, load
 from fedhm.work.messages import Participant, Update
 
 
 def start(method: FedPara, model: nn.Module) -> State:
-    return method.start({name: t.clone() for name, t in exchanged(model).items()})
+    return method.start({name: t.clone() for name, t in exchanged_tensors(model).items()})
 
 
 def test_everybody_gets_the_factors_and_the_dense_layers() -> None:
@@ -28,7 +28,7 @@ def test_everybody_gets_the_factors_and_the_dense_layers() -> None:
     state = start(method, model)
     assert dict(method.plan) == {"3": 3, "7": 5}
     sent = [task.tensors for task in method.tasks(state, [Participant(0, method.tier), Participant(1, method.tier)], 1)]
-    assert sent[0].keys() == sent[1].keys() == exchanged(method.network(method.tier)).keys()
+    assert sent[0].keys() == sent[1].keys() == exchanged_tensors(method.network(method.tier)).keys()
     assert "3.weight" not in sent[0]
     assert torch.equal(sent[0]["0.weight"], model[0].weight)
     assert torch.equal(sent[0]["7.bias"], model[7].bias)

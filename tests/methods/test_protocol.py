@@ -16,7 +16,7 @@ from fedhm.config.method import MethodConfig
 from fedhm.data.federation import Federation
 from fedhm.methods.means import WeightedMean
 from fedhm.methods.method import Method, ModelState
-from fedhm.networks.exchange import Tensors, exchanged
+from fedhm.networks.exchange import Tensors, exchanged_tensors
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -33,7 +33,9 @@ class Slices(Method[ModelState]):
     widths = {"full": 8, "half": 4}  # noqa: RUF012
 
     def __init__(self) -> None:
-        self._shapes = {tier: {n: t.shape for n, t in exchanged(slim(w)).items()} for tier, w in self.widths.items()}
+        self._shapes = {
+            tier: {n: t.shape for n, t in exchanged_tensors(slim(w)).items()} for tier, w in self.widths.items()
+        }
 
     def start(self, weights: Tensors) -> ModelState:
         return ModelState(weights)
@@ -76,7 +78,9 @@ class Mix(Method[ModelState]):
 
     def start(self, weights: Tensors) -> ModelState:
         torch.manual_seed(0)
-        return ModelState({f"{base}/{n}": t.clone() for base in range(3) for n, t in exchanged(slim(3)).items()})
+        return ModelState(
+            {f"{base}/{n}": t.clone() for base in range(3) for n, t in exchanged_tensors(slim(3)).items()}
+        )
 
     def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:

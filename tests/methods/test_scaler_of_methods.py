@@ -10,7 +10,7 @@ from fedhm.methods.heterofl import HeteroFL, HeteroFLConfig
 from fedhm.methods.method import Setup
 from fedhm.methods.splitmix import SplitMix, SplitMixConfig
 from fedhm.models import resnet18
-from fedhm.networks.exchange import exchanged, load
+from fedhm.networks.exchange import exchanged_tensors, load
 from fedhm.work.messages import Participant
 
 SETUP = Setup("9", torch.zeros(1, 1, 6, 6), seed=3)
@@ -26,7 +26,7 @@ def prefix(network: nn.Module, count: int) -> nn.Module:
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_tier_is_handed_out_at_the_scale_at_which_it_trains(rule: type, config: type, mode: bool) -> None:
     method = rule(small_model(), config(tiers=(1.0, 0.5)), SETUP)
-    state = method.start(exchanged(small_model()))
+    state = method.start(exchanged_tensors(small_model()))
     (task,) = method.tasks(state, [Participant(0, "w0.5")], 1)
     trained = load(method.network(task.network), task.tensors).train(mode)
     handed_out = load(method.network("w0.5"), method.weights(state, "w0.5")).train(mode)
@@ -40,7 +40,7 @@ def test_a_tier_is_handed_out_at_the_scale_at_which_it_trains(rule: type, config
 @pytest.mark.parametrize("scaler", [True, False])
 def test_splitmix_ensembles_networks_at_the_scale_at_which_they_train(scaler: bool) -> None:
     method = SplitMix(small_model(), SplitMixConfig(base=0.25, tiers=(2, 1), scaler=scaler), SETUP)
-    state = method.start(exchanged(small_model()))
+    state = method.start(exchanged_tensors(small_model()))
     x = torch.randn(5, 1, 6, 6)
     singles = [load(method.network(f"base {n}"), base).eval() for n, base in enumerate(state.bases)]
     mixed = load(method.network("2x0.25"), method.weights(state, "2x0.25")).eval()
@@ -54,7 +54,7 @@ def test_the_largest_tier_of_heterofl_is_the_whole_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 10))
     method = HeteroFL(model, HeteroFLConfig(tiers=(0.5, 0.25)), Setup("4", torch.zeros(1, 50)))
-    state = method.start(exchanged(model))
+    state = method.start(exchanged_tensors(model))
     largest, smallest = method.tasks(state, [Participant(0, "w0.5"), Participant(1, "w0.25")], 1)
     assert (largest.network, smallest.network) == ("w0.5", "scaled w0.25")
     fresh = nn.Linear(200, 200).weight.std().item()
@@ -71,5 +71,5 @@ def test_the_largest_tier_of_heterofl_is_the_whole_model() -> None:
 def test_behind_a_normalisation_there_is_no_scaler(rule: type, config: object) -> None:
     model = resnet18(4, width=0.125)
     method = rule(model, config, Setup("fc", torch.zeros(1, 3, 8, 8)))
-    tasks = list(method.tasks(method.start(exchanged(model)), [Participant(0, t) for t in method.tiers], 1))
+    tasks = list(method.tasks(method.start(exchanged_tensors(model)), [Participant(0, t) for t in method.tiers], 1))
     assert [task.network for task in tasks] == [task.tier for task in tasks]

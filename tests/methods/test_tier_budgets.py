@@ -13,7 +13,7 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.measure.cost import training_memory
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.result import Result
 
@@ -127,8 +127,8 @@ def test_a_run_is_resumed_exactly_across_a_replan(
     with RunFolder.open(tmp_path / "run") as folder:
         result = experiment_of(federation, config).run(folder)
     for tier, network in whole[1].networks.items():
-        again = exchanged(result.networks[tier])
-        assert all(torch.equal(again[name], tensor) for name, tensor in exchanged(network).items())
+        again = exchanged_tensors(result.networks[tier])
+        assert all(torch.equal(again[name], tensor) for name, tensor in exchanged_tensors(network).items())
     assert [record.plans for record in result.records] == [record.plans for record in whole[1].records]
 
 
@@ -144,18 +144,18 @@ def test_the_best_models_are_loaded_by_the_plan_of_their_round(federation: Feder
         again = experiment_of(federation, config).run(folder)
     assert again.best_round == first.best_round
     for tier, network in first.best.items():
-        loaded = exchanged(again.best[tier])
-        assert loaded.keys() == exchanged(network).keys()
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in exchanged(network).items())
+        loaded = exchanged_tensors(again.best[tier])
+        assert loaded.keys() == exchanged_tensors(network).keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in exchanged_tensors(network).items())
 
 
 def test_a_nodes_method_knows_networks_by_their_names_alone(federation: Federation) -> None:
     here = experiment_of(federation, planned()).method
-    state = here.start(exchanged(small_model()))
+    state = here.start(exchanged_tensors(small_model()))
     elsewhere = assemble(small_model(7), federation, planned()).method  # of other weights
     for tier in NAMES:
         name = here.network_name(state, tier)
-        shapes = {n: t.shape for n, t in exchanged(elsewhere.network(name)).items()}
+        shapes = {n: t.shape for n, t in exchanged_tensors(elsewhere.network(name)).items()}
         assert shapes == {n: t.shape for n, t in here.weights(state, tier).items()}
 
 
@@ -168,7 +168,7 @@ def test_a_budget_of_memory_says_how_to_train(federation: Federation) -> None:
     )
     with pytest.warns(UserWarning, match="micro-batches of .*BatchNorm"):
         experiment = assemble(model, federation, config)
-    planned_tier = experiment.method.start(exchanged(model)).planned[experiment.method.tiers[1]]
+    planned_tier = experiment.method.start(exchanged_tensors(model)).planned[experiment.method.tiers[1]]
     assert planned_tier.options == {"micro_batch": float(planned_tier.micro_batch), "checkpointing": 0.0}
     assert planned_tier.micro_batch
     assert experiment.run().records[-1].metrics

@@ -22,7 +22,7 @@ from fedhm.methods.heterofl import HeteroFL, HeteroFLConfig
 from fedhm.methods.method import Setup
 from fedhm.methods.slimmed import Slimmed, SlimmedConfig
 from fedhm.methods.splitmix import SplitMix, SplitMixConfig
-from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.runs.models import load_tier, save_tier
 from fedhm.runs.result import Result
 from fedhm.work.messages import Participant, Reply, Task, Update
@@ -71,7 +71,7 @@ class Renaming:
 def test_heterofl_at_width_one_is_fedavg(federation: Federation, weighting: str) -> None:
     fedavg = run(federation, {"name": "fedavg", "weighting": weighting})
     heterofl = run(federation, {"name": "heterofl", "tiers": [1], "weighting": weighting})
-    one, other = exchanged(heterofl.networks["full"]), exchanged(fedavg.networks["full"])
+    one, other = exchanged_tensors(heterofl.networks["full"]), exchanged_tensors(fedavg.networks["full"])
     assert_same(one, other, exactly=weighting == "uniform")  # αₚ = 20 samples is multiplied and divided out
 
 
@@ -82,8 +82,8 @@ def test_splitmix_with_one_base_is_fedavg_on_that_width(federation: Federation, 
     experiment = assemble(small_model(), federation, small_config(method=method, train={"rounds": 3, "epochs": 1}))
     experiment.engine = Renaming(experiment.engine, "base 0", width_name(base))
     splitmix = experiment.run()
-    ours = {n.removeprefix("members.0."): t for n, t in exchanged(splitmix.networks[f"1x{base:g}"]).items()}
-    assert_same(ours, exchanged(slimmed.networks[width_name(base)]))
+    ours = {n.removeprefix("members.0."): t for n, t in exchanged_tensors(splitmix.networks[f"1x{base:g}"]).items()}
+    assert_same(ours, exchanged_tensors(slimmed.networks[width_name(base)]))
 
 
 @pytest.mark.parametrize("scaler", [True, False])
@@ -92,10 +92,12 @@ def test_fedrolex_that_never_rolls_is_heterofl(federation: Federation, scaler: b
     still = run(federation, {"name": "fedrolex", "tiers": widths, "roll": 0, "scaler": scaler})
     heterofl = run(federation, {"name": "heterofl", "tiers": widths, "scaler": scaler})
     for tier, network in heterofl.networks.items():
-        assert_same(exchanged(still.networks[tier]), exchanged(network))
+        assert_same(exchanged_tensors(still.networks[tier]), exchanged_tensors(network))
     rolling = run(federation, {"name": "fedrolex", "tiers": widths, "scaler": scaler})
     name = "3.weight"
-    assert not torch.equal(exchanged(rolling.networks["full"])[name], exchanged(still.networks["full"])[name])
+    assert not torch.equal(
+        exchanged_tensors(rolling.networks["full"])[name], exchanged_tensors(still.networks["full"])[name]
+    )
 
 
 def test_fjord_with_one_width_is_heterofl_of_that_width(federation: Federation) -> None:
@@ -105,21 +107,21 @@ def test_fjord_with_one_width_is_heterofl_of_that_width(federation: Federation) 
     experiment.engine = Renaming(experiment.engine, "w0.5", "ordered w0.5")
     heterofl = experiment.run()
     # drawing the width of a batch uses the network's generator, which nothing else here does
-    assert_same(exchanged(fjord.networks["w0.5"]), exchanged(heterofl.networks["w0.5"]))
+    assert_same(exchanged_tensors(fjord.networks["w0.5"]), exchanged_tensors(heterofl.networks["w0.5"]))
 
 
 def test_fjord_has_nothing_to_distil_at_one_width(federation: Federation) -> None:
     plain, distilling = (
         run(federation, {"name": "fjord", "tiers": [0.5], "distil": distil}) for distil in (False, True)
     )
-    assert_same(exchanged(plain.networks["w0.5"]), exchanged(distilling.networks["w0.5"]))
+    assert_same(exchanged_tensors(plain.networks["w0.5"]), exchanged_tensors(distilling.networks["w0.5"]))
 
 
 def test_heterofl_averages_each_number_over_those_who_hold_it() -> None:
     """Against the rule written out: two clients of half the width, one of all of it; labels are missing."""
     model = small_model()
     method = HeteroFL(model, HeteroFLConfig(tiers=(1.0, 0.5)), SETUP)
-    state = method.start(exchanged(model))
+    state = method.start(exchanged_tensors(model))
     people = [Participant(0, "full"), Participant(1, "w0.5"), Participant(2, "w0.5")]
     tasks = list(method.tasks(state, people, 1))
     assert tasks[1].tensors["3.weight"].shape == (8, 4, 3, 3)
@@ -145,28 +147,30 @@ def test_heterofl_averages_each_number_over_those_who_hold_it() -> None:
 def test_fedrolex_trains_every_channel_in_turn() -> None:
     model = small_model()
     method = FedRolex(model, FedRolexConfig(tiers=(0.5,)), SETUP)
-    state = method.start(exchanged(model))
+    state = method.start(exchanged_tensors(model))
     for round_number in range(1, 17):
         tasks = list(method.tasks(state, [Participant(0, "w0.5")], round_number))
         window = [(round_number - 1 + i) % 16 for i in range(8)]
         assert torch.equal(tasks[0].tensors["4.weight"], state.weights["4.weight"][window])
         state = method.merge(state, [answer(t, {n: x + 1 for n, x in t.tensors.items()}) for t in tasks], round_number)
         assert torch.equal(method.weights(state, "w0.5")["4.weight"], state.weights["4.weight"][window])
-    torch.testing.assert_close(state.weights["4.weight"], exchanged(model)["4.weight"] + 8)  # each in half the rounds
+    torch.testing.assert_close(
+        state.weights["4.weight"], exchanged_tensors(model)["4.weight"] + 8
+    )  # each in half the rounds
 
 
 def test_ordered_dropout_trains_the_leading_channels_of_every_width_up_to_its_own() -> None:
     model = small_model()
     method = FjORD(model, FjORDConfig(tiers=(1.0, 0.5, 0.25)), SETUP)
-    tasks = method.tasks(method.start(exchanged(model)), [Participant(0, "w0.5")], 1)
+    tasks = method.tasks(method.start(exchanged_tensors(model)), [Participant(0, "w0.5")], 1)
     network = load(method.network("ordered w0.5"), next(tasks).tensors).train()
     narrow = method.slices
     x = torch.randn(8, 1, 6, 6)
-    own = {n.removeprefix("network."): t for n, t in exchanged(network).items()}
+    own = {n.removeprefix("network."): t for n, t in exchanged_tensors(network).items()}
     expected = {}
     for tier in ("w0.5", "w0.25"):
         smaller = narrow.network(tier).train()
-        shapes = {n: t.shape for n, t in exchanged(smaller).items()}
+        shapes = {n: t.shape for n, t in exchanged_tensors(smaller).items()}
         load(smaller, {n: own[n][tuple(slice(s) for s in shape)] for n, shape in shapes.items()})
         expected[tier] = smaller(x).detach()
     seen = Counter[str]()
@@ -192,7 +196,7 @@ def test_a_client_of_the_smallest_tier_trains_only_its_width() -> None:
 
 def test_splitmix_trains_all_bases_equally_often() -> None:
     method = SplitMix(small_model(), SplitMixConfig(base=0.25, tiers=(4, 2, 1)), SETUP)
-    state = method.start(exchanged(small_model()))
+    state = method.start(exchanged_tensors(small_model()))
     smallest = [Participant(client, "1x0.25") for client in range(3)]
     counts = Counter(t.network for r in range(1, 9) for t in method.tasks(state, smallest, r))
     assert set(counts.values()) == {6}  # 8 rounds × 3 participants over 4 bases
@@ -205,7 +209,7 @@ def test_splitmix_trains_all_bases_equally_often() -> None:
 def test_splitmix_ensembles_logits_of_the_first_bases() -> None:
     model = small_model()
     method = SplitMix(model, SplitMixConfig(base=0.5, tiers=(3, 2, 1)), SETUP)
-    state = method.start(exchanged(model))
+    state = method.start(exchanged_tensors(model))
     x = torch.randn(5, 1, 6, 6)
     singles = [load(method.network(f"base {n}"), base).eval()(x) for n, base in enumerate(state.bases)]
     for tier, count in (("3x0.5", 3), ("2x0.5", 2), ("1x0.5", 1)):
@@ -217,7 +221,7 @@ def test_splitmix_ensembles_logits_of_the_first_bases() -> None:
 def test_splitmix_averages_each_base_over_those_who_trained_it() -> None:
     model = small_model()
     method = SplitMix(model, SplitMixConfig(base=0.5, tiers=(2, 1)), SETUP)
-    state = method.start(exchanged(model))
+    state = method.start(exchanged_tensors(model))
     tasks = list(method.tasks(state, [Participant(0, "2x0.5"), Participant(1, "1x0.5")], 1))
     assert len(tasks) == 3
     updates = [answer(t, {n: torch.full_like(x, float(i)) for n, x in t.tensors.items()}) for i, t in enumerate(tasks)]
@@ -232,7 +236,7 @@ def test_initial_scales() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 10))
     setup = Setup("4", torch.zeros(1, 50))
-    full = exchanged(model)
+    full = exchanged_tensors(model)
     slimmed = Slimmed(model, SlimmedConfig(width=0.25), setup).start(full).weights
     bases = SplitMix(model, SplitMixConfig(base=0.25, tiers=(2, 1)), setup).start(full).bases
     fresh = nn.Linear(100, 100).weight.std().item()

@@ -11,7 +11,7 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.plan import plan_ranks
 from fedhm.models import vit
 from fedhm.networks.saving import find_blocks
-from fedhm.networks.structure import initialise
+from fedhm.networks.structure import reinitialise
 
 SMALL: dict[str, Any] = {"width": 0.25, "depth": 2, "patch": 2, "image": (8, 8)}
 CHANGES = [
@@ -69,7 +69,7 @@ def test_patches_and_positions_are_where_they_should_be() -> None:
 
 
 def test_positions_are_drawn_small_also_anew() -> None:
-    for model in (vit(10, 1, **SMALL), initialise(vit(10, 1, **SMALL))):
+    for model in (vit(10, 1, **SMALL), reinitialise(vit(10, 1, **SMALL))):
         assert 0.01 < model.get_parameter("positions.weight").std() < 0.03
 
 

@@ -16,10 +16,10 @@ from fedhm.models import resnet18
 from fedhm.networks.saving import (
     can_checkpoint,
     check_blocks,
-    check_repeats,
+    check_repeatable,
     checkpoint_blocks,
     find_blocks,
-    unrepeatable,
+    find_unrepeatable_block,
 )
 
 DATA = [(torch.randn(12, 6, generator=torch.Generator().manual_seed(n)), torch.arange(12) % 3) for n in range(2)]
@@ -97,7 +97,7 @@ def test_what_a_pass_changes_is_changed_once_and_was_as_before() -> None:
     ours, theirs = trained(remembering, (6,), True), trained(remembering, (6,), False)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert find_blocks(remembering())
-    assert unrepeatable(remembering(), True, torch.zeros(1, 6)) is None
+    assert find_unrepeatable_block(remembering(), True, torch.zeros(1, 6)) is None
 
 
 def test_hooks_of_a_block_run_once() -> None:
@@ -161,7 +161,7 @@ def test_what_does_not_repeat_itself_is_told_and_never_checkpointed(kind: type[n
         fedhm.run(build(), DATA, DATA[0], {"train": {"checkpointing": True}})
     assert "\n" not in str(error.value)
     assert not can_checkpoint(build(), torch.zeros(1, 6))
-    check_repeats(build(), ["1"], torch.zeros(1, 6))
+    check_repeatable(build(), ["1"], torch.zeros(1, 6))
     least = training_memory(build(), (6,), 64, checkpointing=["1"])
     assert least < training_memory(build(), (6,), 64)
     assert not fedhm.fit(build(), (6,), 64, memory=least).checkpointing
@@ -169,7 +169,7 @@ def test_what_does_not_repeat_itself_is_told_and_never_checkpointed(kind: type[n
 
 def test_what_repeats_itself_is_not_refused() -> None:
     for build in (plain, remembering):
-        check_repeats(build(), True, torch.zeros(1, 6))
+        check_repeatable(build(), True, torch.zeros(1, 6))
     assert can_checkpoint(resnet18(4, width=0.125), torch.zeros(1, 3, 16, 16))
     assert not can_checkpoint(nn.Linear(2, 2), torch.zeros(1, 2))
 

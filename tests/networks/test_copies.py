@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conftest import small_model
-from fedhm.networks.structure import copied
+from fedhm.networks.structure import copy_network
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Odd(nn.Module):
 )
 def test_they_hold_what_a_deep_copy_holds(build: Callable[[], nn.Module]) -> None:
     model = build()
-    ours, theirs = copied(model), copy.deepcopy(model)
+    ours, theirs = copy_network(model), copy.deepcopy(model)
     assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
     for one, other in zip(ours.modules(), theirs.modules(), strict=True):
         assert type(one) is type(other)
@@ -77,7 +77,7 @@ def tensors(model: nn.Module) -> list[Tensor]:
 
 def test_what_is_one_thing_is_one_thing_in_the_copy() -> None:
     model = Odd()
-    new = copied(model)
+    new = copy_network(model)
     assert isinstance(new, Odd)
     assert new.again is new.layer is new.lists[0]
     assert new.tied.weight is new.layer.weight
@@ -110,7 +110,7 @@ def test_modules_that_say_themselves_how_they_are_copied_are_asked() -> None:
             return {**super().__getstate__(), "seen": [len(vars(self))]}  # type: ignore[misc]
 
     model = nn.Sequential(Own(2, 2), Stated(2, 2), Stated(2, 2))
-    new = copied(model)
+    new = copy_network(model)
     assert new[0] is model[0]
     assert new[1].seen == new[2].seen == [len(vars(model[1]))]
     assert new[1].seen is not new[2].seen
@@ -118,6 +118,6 @@ def test_modules_that_say_themselves_how_they_are_copied_are_asked() -> None:
 
 def test_a_copy_can_be_written_and_copied_again() -> None:
     model = small_model()
-    again = pickle.loads(pickle.dumps(copied(copied(model))))
+    again = pickle.loads(pickle.dumps(copy_network(copy_network(model))))
     batch = torch.rand(2, 1, 6, 6)
     assert torch.equal(again.eval()(batch), model.eval()(batch))

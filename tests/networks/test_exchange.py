@@ -11,8 +11,8 @@ from fedhm.config.schema import TrainConfig
 from fedhm.data.samples import Preprocessing, Samples
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import measure
-from fedhm.networks.exchange import Tensors, exchanged, load, travels_as
-from fedhm.networks.reuse import Networks
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load, set_packing
+from fedhm.networks.reuse import NetworkPool
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 
@@ -29,13 +29,13 @@ class Halved:
 
 
 def network() -> nn.Module:
-    return travels_as(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), Halved())
+    return set_packing(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), Halved())
 
 
 def test_a_network_is_sent_and_loaded_in_its_wire_form() -> None:
     first, second = network(), network()
-    sent = exchanged(first)
-    assert sent.keys() == exchanged(travels_as(copy.deepcopy(first), None)).keys()
+    sent = exchanged_tensors(first)
+    assert sent.keys() == exchanged_tensors(set_packing(copy.deepcopy(first), None)).keys()
     assert all(tensor.dtype == torch.float16 for tensor in sent.values())
     load(second, {"0.weight": sent["0.weight"]})
     assert torch.equal(second[0].weight, first[0].weight.half().float())
@@ -47,14 +47,14 @@ def test_a_network_is_sent_and_loaded_in_its_wire_form() -> None:
 def test_cost_counts_the_bytes_of_the_wire_form() -> None:
     own = network()
     wire = measure(own, (6,))
-    plain = measure(travels_as(own, None), (6,))
+    plain = measure(set_packing(own, None), (6,))
     assert (wire.parameters, wire.macs, wire.bytes) == (plain.parameters, plain.macs, plain.bytes // 2)
 
 
 def test_a_client_answers_in_the_form_in_which_it_was_asked() -> None:
     samples = Samples(torch.randn(20, 6), torch.arange(20) % 3)
-    client = Client(samples, Preprocessing(), Networks(lambda _: network()), TrainConfig(batch=5), seed=0)
-    sent = {name: t for name, t in exchanged(network()).items() if "running" not in name}
+    client = Client(samples, Preprocessing(), NetworkPool(lambda _: network()), TrainConfig(batch=5), seed=0)
+    sent = {name: t for name, t in exchanged_tensors(network()).items() if "running" not in name}
     update = client.run(Task("train", 1, 0, "full", "full", sent))
     assert {name: t.dtype for name, t in update.tensors.items()} == dict.fromkeys(sent, torch.float16)
     assert not torch.equal(update.tensors["0.weight"], sent["0.weight"])

@@ -6,8 +6,8 @@ from torch import nn
 
 from conftest import small_model
 from fedhm.models import cnn, mlp, resnet18
-from fedhm.networks.exchange import exchanged
-from fedhm.networks.structure import initialise
+from fedhm.networks.exchange import exchanged_tensors
+from fedhm.networks.structure import reinitialise
 
 
 def fan_in(layer: nn.Module) -> int:
@@ -28,8 +28,8 @@ def test_convolutions_begin_with_variance_two_over_outputs(make: object, again: 
     torch.manual_seed(0)
     network = make()  # type: ignore[operator]
     if again:
-        before = exchanged(network)["conv1.weight"].clone()
-        assert not torch.equal(exchanged(initialise(network))["conv1.weight"], before)
+        before = exchanged_tensors(network)["conv1.weight"].clone()
+        assert not torch.equal(exchanged_tensors(reinitialise(network))["conv1.weight"], before)
     for name, layer in layers(network).items():
         if not isinstance(layer, nn.Conv2d):
             assert layer.weight.abs().max().item() <= fan_in(layer) ** -0.5, name  # torch's own
@@ -52,7 +52,7 @@ def test_the_weights_are_root_six_times_torchs() -> None:
 @pytest.mark.parametrize("make", [small_model, mlp], ids=["own", "mlp"])
 def test_other_networks_are_drawn_anew_as_torch_draws_their_layers(make: object) -> None:
     torch.manual_seed(0)
-    network = initialise(make())  # type: ignore[operator]
+    network = reinitialise(make())  # type: ignore[operator]
     for name, layer in layers(network).items():
         bound = fan_in(layer) ** -0.5  # of a uniform distribution
         assert 0.8 * bound < layer.weight.abs().max().item() <= bound, name

@@ -17,8 +17,8 @@ from conftest import adapters, small_config
 from fedhm.assembly import assemble
 from fedhm.config.registry import known
 from fedhm.data.federation import Federation
-from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.networks.reuse import Networks
+from fedhm.networks.exchange import Tensors, exchanged_tensors
+from fedhm.networks.reuse import NetworkPool
 from fedhm.runs.result import Result
 
 
@@ -79,17 +79,17 @@ def run(data: Federation, method: str, static_from: int | str) -> Result:
 def test_no_method_can_tell(
     method: str, static_from: int | str, federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Networks] = []
+    made: list[NetworkPool] = []
 
-    class Watched(Networks):
+    class Watched(NetworkPool):
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)  # type: ignore[arg-type]
             made.append(self)
 
-    monkeypatch.setattr(assembly, "Networks", Watched)
+    monkeypatch.setattr(assembly, "NetworkPool", Watched)
     reused = run(federation, method, static_from)
     assert made[0]._prepared
-    monkeypatch.setattr(assembly, "Networks", partial(Networks, most=0))
+    monkeypatch.setattr(assembly, "NetworkPool", partial(NetworkPool, most=0))
     fresh = run(federation, method, static_from)
     assert reused.metrics == fresh.metrics
     for tier, network in fresh.networks.items():
@@ -110,7 +110,7 @@ class Counted:
         return self.build()
 
 
-def use(networks: Networks, name: str, tensors: Tensors) -> Tensors:
+def use(networks: NetworkPool, name: str, tensors: Tensors) -> Tensors:
     """Everything that a network holds when it is handed out; then it is trained."""
     with networks.loaded(name, tensors) as ready:
         held = {n: t.detach().clone() for n, t in (*ready.network.named_parameters(), *ready.network.named_buffers())}
@@ -130,8 +130,8 @@ def same(first: Tensors, second: Tensors) -> bool:
 
 def test_what_a_task_leaves_out_is_as_in_a_new_network() -> None:
     build = Counted(restless_model)
-    networks = Networks(build)
-    sent = {name: tensor.clone() for name, tensor in exchanged(restless_model()).items()}
+    networks = NetworkPool(build)
+    sent = {name: tensor.clone() for name, tensor in exchanged_tensors(restless_model()).items()}
     some = {name: tensor for name, tensor in sent.items() if not name.startswith("9")}
     first = use(networks, "a", some)
     assert same(use(networks, "a", some), first)
@@ -143,14 +143,14 @@ def test_what_a_task_leaves_out_is_as_in_a_new_network() -> None:
 
 
 def test_a_network_that_was_left_with_other_tensors_than_it_had_is_as_new() -> None:
-    networks = Networks(Counted(restless_model))
+    networks = NetworkPool(Counted(restless_model))
     first = use(networks, "frozen", {})
     assert same(use(networks, "frozen", {}), first)
 
 
 def test_only_the_last_networks_are_kept() -> None:
     build = Counted(restless_model)
-    networks = Networks(build, most=2)
+    networks = NetworkPool(build, most=2)
     for name in ("a", "b", "a", "b", "c", "b", "c", "a"):
         use(networks, name, {})
     assert build.built == 4
@@ -159,7 +159,7 @@ def test_only_the_last_networks_are_kept() -> None:
 
 def test_a_network_whose_task_failed_is_not_used_again() -> None:
     build = Counted(restless_model)
-    networks = Networks(build)
+    networks = NetworkPool(build)
     first = use(networks, "a", {})
     with pytest.raises(RuntimeError, match="shape"), networks.loaded("a", {}) as ready:
         ready.forward(torch.randn(4, 1, 7, 7))
@@ -181,7 +181,7 @@ class Rolling(nn.Module):
 
 
 def test_a_network_with_a_generator_of_its_own_draws_the_same_in_every_task() -> None:
-    networks = Networks(lambda _: Rolling())
+    networks = NetworkPool(lambda _: Rolling())
     drawn = []
     for _ in range(3):
         with networks.loaded("a", {}) as ready:

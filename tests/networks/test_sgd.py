@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.networks.sgd import SGD, Group
+from fedhm.networks.sgd import SGD, ParameterGroup
 
 
 @pytest.mark.parametrize("fused", [True, None])
@@ -26,7 +26,7 @@ def test_it_steps_as_torchs_own(settings: dict[str, float], fused: bool | None) 
     network.register_parameter("unused", nn.Parameter(torch.ones(2)))  # it never has a gradient
     twin = copy.deepcopy(network)
     first, *others = network.parameters()
-    ours = SGD([Group([first], 0.1), Group(others)], 0.05, fused=fused, **settings)  # type: ignore[arg-type]
+    ours = SGD([ParameterGroup([first], 0.1), ParameterGroup(others)], 0.05, fused=fused, **settings)  # type: ignore[arg-type]
     first, *others = twin.parameters()
     groups = [{"params": [first], "weight_decay": 0.1}, {"params": others}]
     theirs = torch.optim.SGD(groups, lr=0.05, fused=fused, **settings)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def test_sparse_gradients_step_too() -> None:
     network = nn.EmbeddingBag(9, 4, sparse=True)
     twin = copy.deepcopy(network)
     for model, optimizer in (
-        (network, SGD([Group(list(network.parameters()))], 0.1)),
+        (network, SGD([ParameterGroup(list(network.parameters()))], 0.1)),
         (twin, torch.optim.SGD(twin.parameters(), lr=0.1)),
     ):
         model(torch.tensor([[1, 2], [3, 1]])).sum().backward()

@@ -12,7 +12,7 @@ from fedhm.lowrank.hybrid import plan_of, to_hybrid
 from fedhm.lowrank.plan import plan_ranks
 from fedhm.lowrank.svd import Form
 from fedhm.machine.tensors import read_tensors, write_tensors
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.runs.models import load_tier, save_tier
 
 
@@ -32,7 +32,7 @@ def test_a_file_that_names_no_form_is_refused(tmp_path: Path) -> None:
     save_tier(tmp_path / "tier", network, "1/4")
     _, header = read_tensors(tmp_path / "tier")
     del header["form"]
-    write_tensors(tmp_path / "old", exchanged(network), header)
+    write_tensors(tmp_path / "old", exchanged_tensors(network), header)
     with pytest.raises(FedhmError, match=r"has a header that describes no network: KeyError\('form'\)"):
         load_tier(tmp_path / "old", small_model(seed=5))
 

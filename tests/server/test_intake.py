@@ -9,7 +9,7 @@ from torch import nn
 from conftest import small_config
 from fedhm.data.federation import gathered
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.server.collect import Intake
 from fedhm.server.record import Record
 from fedhm.work.messages import Reply, Task, Update
@@ -29,7 +29,7 @@ def admitted(mask: torch.Tensor, *, fp16: bool) -> Update:
     engine = {"name": "flower", "fp16": fp16, "threads": 1}
     config = small_config(federation={"clients": 1}, engine=engine, train={"on_bad_update": "stop"}).resolved()
     intake = Intake(lambda _: model(), gathered([(X, Y)], (X, Y)), config, (X[:1], Y[:1]), [])
-    task = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged(model()).items()})
+    task = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged_tensors(model()).items()})
 
     def run(tasks: Sequence[Task]) -> Iterator[Reply]:
         tensors = {**tasks[0].tensors, "mask": mask}

@@ -15,7 +15,7 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.methods.means import factorized
 from fedhm.methods.method import ModelState
-from fedhm.networks.batchnorm import running_names
+from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.runs.checkpoint import newest_checkpoint
 from fedhm.runs.folder import RunFolder
 from fedhm.server.filters.optimizer import Moments, ServerOptimizer
@@ -89,7 +89,7 @@ def test_it_steps_after_every_methods_mean(method: str, federation: Federation) 
     half = assemble(small_model(), federation, small_config(**sections, server={"optimizer": "momentum", "lr": 0.5}))
     start, mean, moved = plain.method.start(plain.initial), next_state(plain), next_state(half)
     assert half.optimizer.steps
-    running = running_names(small_model())
+    running = running_statistic_names(small_model())
     for field in mean.averaged:
         olds, means, news = (flatten(getattr(state, field))[0] for state in (start, mean, moved))
         if method == "feddlr":  # which truncates what comes of the step

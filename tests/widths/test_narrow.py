@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from conftest import small_model
 from fedhm.errors import FedhmError
 from fedhm.models import MODELS
-from fedhm.networks.inputs import probe
-from fedhm.widths.narrow import check_alignment, narrowed, spots, take, where
+from fedhm.networks.inputs import probe_model
+from fedhm.widths.narrow import assignable_indices, channel_indices, check_alignment, narrow_network, select_channels
 from fedhm.widths.plan import Axis, plan_widths
 
 
@@ -27,14 +27,14 @@ def test_narrowing_gives_the_network_that_is_built_at_that_width(
     model = MODELS[name](num_classes=7, in_channels=3)
     plan = plan_widths(model, width, torch.zeros(1, 3, 8, 8), classifier)
     built = MODELS[name](num_classes=7, in_channels=3, width=width)
-    shapes = {n: t.shape for n, t in narrowed(model, plan).state_dict().items()}
+    shapes = {n: t.shape for n, t in narrow_network(model, plan).state_dict().items()}
     assert shapes == {n: t.shape for n, t in built.state_dict().items()}
     check_alignment(model, plan, torch.zeros(1, 3, 8, 8))
 
 
 def test_width_one_keeps_everything() -> None:
     model = small_model()
-    network = narrowed(model, plan_widths(model, 1.0, torch.zeros(1, 1, 6, 6), "9"))
+    network = narrow_network(model, plan_widths(model, 1.0, torch.zeros(1, 1, 6, 6), "9"))
     x = torch.randn(3, 1, 6, 6)
     assert torch.equal(network.eval()(x), model.eval()(x))
 
@@ -63,13 +63,13 @@ def test_windows_hold_each_channel_at_most_once(kept: int, more: int, offset: in
 def test_taking_and_putting_back_are_inverse(offset: int) -> None:
     model = small_model()
     plan = plan_widths(model, 0.4, torch.zeros(1, 1, 6, 6), "9")
-    shapes = {n: t.shape for n, t in narrowed(model, plan).state_dict().items()}
+    shapes = {n: t.shape for n, t in narrow_network(model, plan).state_dict().items()}
     for name, tensor in model.state_dict().items():
-        indices = where(plan, name, tensor.ndim, offset)
-        part = take(tensor, indices)
+        indices = channel_indices(plan, name, tensor.ndim, offset)
+        part = select_channels(tensor, indices)
         assert part.shape == shapes[name]
         if tensor.ndim:
-            assert torch.equal(tensor[spots(indices, tensor.shape)], part)
+            assert torch.equal(tensor[assignable_indices(indices, tensor.shape)], part)
 
 
 class Mixed(nn.Module):
@@ -93,11 +93,11 @@ class Mixed(nn.Module):
 
 def test_models_that_know_nothing_of_widths() -> None:
     model, x = Mixed(), torch.randn(2, 3, 6, 6)
-    classifier = probe(model, x, lambda _: None)
+    classifier = probe_model(model, x, lambda _: None)
     assert classifier == "head"
     plan = plan_widths(model, 0.5, x[:1], classifier)
     check_alignment(model, plan, x)
-    network = narrowed(model, plan)
+    network = narrow_network(model, plan)
     assert network(x).shape == (2, 5)
     assert network.depth.weight.shape == (4, 1, 3, 3)  # type: ignore[union-attr]
     assert parameters(network) < parameters(model) / 2
@@ -148,10 +148,10 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("width", [0.5, 0.25])
 def test_odd_models_are_narrowed_all_the_same(width: float) -> None:
     model, x = Odd(), torch.randn(3, 2, 6, 6)
-    assert probe(model, x, lambda _: None) is None
+    assert probe_model(model, x, lambda _: None) is None
     plan = plan_widths(model, width, x[:1], None)
     check_alignment(model, plan, x)
-    network = narrowed(model, plan)
+    network = narrow_network(model, plan)
     assert network(x).shape == (3, 5)
     assert parameters(network) < width * parameters(model)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm.config.registry import make
-from fedhm.widths.narrow import narrowed
+from fedhm.widths.narrow import narrow_network
 from fedhm.widths.plan import plan_widths
 from fedhm.widths.wrappers import OrderedDropout
 
@@ -23,7 +23,7 @@ def widest() -> nn.Module:
 
 
 def narrower(width: float) -> nn.Module:
-    return narrowed(widest(), plan_widths(widest(), width, X[:1], "5"))
+    return narrow_network(widest(), plan_widths(widest(), width, X[:1], "5"))
 
 
 def at_width(network: nn.Module, width: float, x: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ import pickle
 import torch
 from torch import nn
 
-from fedhm.networks.exchange import exchanged, load
-from fedhm.widths.narrow import narrowed
+from fedhm.networks.exchange import exchanged_tensors, load
+from fedhm.widths.narrow import narrow_network
 from fedhm.widths.plan import plan_widths
-from fedhm.widths.wrappers import divided, scaled_layers, with_scaler
+from fedhm.widths.wrappers import divide_weights, scaled_layers, with_scaler
 
 SHARE = 0.5
 
@@ -22,8 +22,8 @@ def test_the_scaler_divides_where_no_normalisation_follows_in_training_and_evalu
     full = model()
     plan = plan_widths(full, 0.5, torch.zeros(2, 4), "4")
     assert scaled_layers(plan) == {"2"}
-    plain = narrowed(full, plan)
-    scaled = with_scaler(narrowed(full, plan), plan, SHARE)
+    plain = narrow_network(full, plan)
+    scaled = with_scaler(narrow_network(full, plan), plan, SHARE)
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     for mode in (True, False):
         plain.train(mode), scaled.train(mode)
@@ -40,8 +40,8 @@ def test_without_a_normalisation_every_layer_but_the_classifier_is_scaled() -> N
 def test_divided_weights_compute_the_same_without_a_scaler() -> None:
     full = model().double()
     plan = plan_widths(full, 0.5, torch.zeros(2, 4).double(), "4")
-    scaled = with_scaler(narrowed(full, plan), plan, SHARE)
-    plain = load(narrowed(full, plan), divided(exchanged(scaled), plan, SHARE))
+    scaled = with_scaler(narrow_network(full, plan), plan, SHARE)
+    plain = load(narrow_network(full, plan), divide_weights(exchanged_tensors(scaled), plan, SHARE))
     x = torch.randn(6, 4).double()
     for mode in (True, False):
         torch.testing.assert_close(plain.train(mode)(x), scaled.train(mode)(x), rtol=1e-12, atol=1e-12)
@@ -49,7 +49,7 @@ def test_divided_weights_compute_the_same_without_a_scaler() -> None:
 
 def test_a_scaled_network_can_be_copied_and_pickled() -> None:
     plan = plan_widths(model(), 0.5, torch.zeros(2, 4), "4")
-    scaled = with_scaler(narrowed(model(), plan), plan, SHARE).eval()
+    scaled = with_scaler(narrow_network(model(), plan), plan, SHARE).eval()
     x = torch.randn(6, 4)
     for twin in (copy.deepcopy(scaled), pickle.loads(pickle.dumps(scaled))):
         assert torch.equal(twin(x), scaled(x))

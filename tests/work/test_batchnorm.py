@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from conftest import example
-from fedhm.networks.batchnorm import running_names
+from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import load
 from fedhm.work.statistics import Statistics, gather, pool
 
@@ -45,8 +45,8 @@ def test_layers_without_stored_statistics_are_left_alone() -> None:
     network = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.LayerNorm(3))
     assert gather(network, [torch.randn(5, 3)]) == {}
     assert pool([{}, {}]) == {}
-    assert running_names(network) == set()
-    assert running_names(nn.BatchNorm1d(3)) == {"running_mean", "running_var"}
+    assert running_statistic_names(network) == set()
+    assert running_statistic_names(nn.BatchNorm1d(3)) == {"running_mean", "running_var"}
 
 
 def test_a_layer_that_never_runs_is_not_expected() -> None:

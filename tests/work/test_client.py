@@ -14,8 +14,8 @@ from fedhm.config.schema import TrainConfig
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.networks.reuse import Networks
+from fedhm.networks.exchange import Tensors, exchanged_tensors
+from fedhm.networks.reuse import NetworkPool
 from fedhm.objectives.classification import masked_cross_entropy
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
@@ -36,11 +36,11 @@ def model() -> nn.Module:
 
 def client(network: nn.Module, **train: object) -> Client:
     config = TrainConfig.model_validate({"batch": 5, "epochs": 2, "lr": 0.1, **train})
-    return Client(samples(), Preprocessing(), Networks(lambda _: copy.deepcopy(network)), config, seed=3)
+    return Client(samples(), Preprocessing(), NetworkPool(lambda _: copy.deepcopy(network)), config, seed=3)
 
 
 def task(network: nn.Module, **changes: object) -> Task:
-    base = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged(network).items()})
+    base = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged_tensors(network).items()})
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -128,7 +128,7 @@ class Watchful(nn.Module):
 
 def test_tensors_that_share_memory_go_on_sharing_it() -> None:
     network = Watchful()
-    own, other = (replace(client(network), networks=Networks(lambda _: Watchful())) for _ in range(2))
+    own, other = (replace(client(network), networks=NetworkPool(lambda _: Watchful())) for _ in range(2))
     expected = other.run(task(network, round=2)).tensors
     own.run(task(network))
     assert all(torch.equal(t, expected[name]) for name, t in own.run(task(network, round=2)).tensors.items())
@@ -136,7 +136,7 @@ def test_tensors_that_share_memory_go_on_sharing_it() -> None:
 
 def test_a_client_sends_back_what_it_was_sent_and_changes_nothing_else() -> None:
     network = model()
-    sent: Tensors = {name: t.clone() for name, t in exchanged(network).items() if name != "3.bias"}
+    sent: Tensors = {name: t.clone() for name, t in exchanged_tensors(network).items() if name != "3.bias"}
     copies = {name: t.clone() for name, t in sent.items()}
     update = client(network).run(task(network, tensors=sent))
     assert list(update.tensors) == list(sent)
@@ -163,7 +163,7 @@ def test_frobenius_decay_takes_the_place_of_weight_decay_on_factors() -> None:
 
 
 def test_the_learning_rate_and_clipping_limit_the_step() -> None:
-    start = exchanged(model())["0.weight"]
+    start = exchanged_tensors(model())["0.weight"]
 
     def step(**train: object) -> float:
         network = model()
@@ -179,7 +179,7 @@ def test_sparse_gradients_train_too() -> None:
     words = Samples(torch.arange(44).reshape(22, 2) % 9, torch.arange(22) % 3)
     own = replace(client(network, weight_decay=0), samples=words)
     update = own.run(task(network))
-    assert not torch.equal(update.tensors["0.weight"], exchanged(network)["0.weight"])
+    assert not torch.equal(update.tensors["0.weight"], exchanged_tensors(network)["0.weight"])
 
 
 @pytest.mark.parametrize(

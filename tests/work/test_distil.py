@@ -11,9 +11,9 @@ from conftest import example, small_model
 from fedhm.config.registry import known
 from fedhm.config.schema import TrainConfig
 from fedhm.data.samples import Feed, Preprocessing, Samples
-from fedhm.networks.batchnorm import by_batch
-from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.networks.reuse import Networks
+from fedhm.networks.batchnorm import normalise_by_batch
+from fedhm.networks.exchange import Tensors, exchanged_tensors
+from fedhm.networks.reuse import NetworkPool
 from fedhm.objectives.classification import Classification
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
@@ -41,11 +41,11 @@ def network() -> nn.Module:
 def client(**train: object) -> Client:
     config = TrainConfig.model_validate({"batch": 8, "epochs": 2, "lr": 0.05, **train})
     own = Samples(inputs(20, seed=1), torch.arange(20) % 3)
-    return Client(own, Preprocessing(), Networks(lambda _: network()), config, 3, public())
+    return Client(own, Preprocessing(), NetworkPool(lambda _: network()), config, 3, public())
 
 
 def kept() -> Tensors:
-    return {name: t.clone() for name, t in exchanged(network()).items()}
+    return {name: t.clone() for name, t in exchanged_tensors(network()).items()}
 
 
 def task(tensors: Tensors, epochs: int = 2, lr: float = 0.3) -> Task:
@@ -72,8 +72,8 @@ def test_learning_from_scores_saves_memory_too(how: dict[str, object]) -> None:
             network[2].register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
             return network
 
-        one = replace(client(**train), networks=Networks(lambda _, build=build: build()))
-        own = {name: t.clone() for name, t in exchanged(blocks()).items()}
+        one = replace(client(**train), networks=NetworkPool(lambda _, build=build: build()))
+        own = {name: t.clone() for name, t in exchanged_tensors(blocks()).items()}
         asked = Task(
             "distil", 4, 6, "full", "full", {"consensus": consensus()}, own, {"digest_epochs": 2, "digest_lr": 0.3}
         )
@@ -101,7 +101,7 @@ def test_batch_statistics_are_used_and_stored_ones_left_alone(training: bool) ->
     model = nn.Sequential(network(), nn.Dropout(0.5))
     before = {name: t.clone() for name, t in model.state_dict().items()}
     model.train(training)
-    with by_batch(model):
+    with normalise_by_batch(model):
         batches = model[0](inputs())
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(module.training == training for module in model.modules())

@@ -11,8 +11,8 @@ from conftest import small_model
 from fedhm.config.schema import PrivacyConfig, TrainConfig
 from fedhm.data.samples import Preprocessing, Samples
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.networks.exchange import exchanged
-from fedhm.networks.reuse import Networks
+from fedhm.networks.exchange import exchanged_tensors
+from fedhm.networks.reuse import NetworkPool
 from fedhm.seeds import Secret
 from fedhm.work.client import Client, LocalNoise
 from fedhm.work.messages import Failure, Task
@@ -24,12 +24,12 @@ def client(network: nn.Module, noise: float, secret: bytes = b"s" * 32, **train:
     inputs = torch.randn(20, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     settings = TrainConfig.model_validate({"batch": 5, "lr": 0.1, "masked_loss": False, **train})
     hidden = LocalNoise(PrivacyConfig(clip=CLIP, noise=noise, where="client"), Secret(secret))
-    networks = Networks(lambda _: copy.deepcopy(network))
+    networks = NetworkPool(lambda _: copy.deepcopy(network))
     return Client(Samples(inputs, torch.arange(20) % 4), Preprocessing(), networks, settings, 3, noise=hidden)
 
 
 def task(network: nn.Module, **changes: object) -> Task:
-    base = Task("train", 1, 0, "1/2", "1/2", {name: t.clone() for name, t in exchanged(network).items()})
+    base = Task("train", 1, 0, "1/2", "1/2", {name: t.clone() for name, t in exchanged_tensors(network).items()})
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

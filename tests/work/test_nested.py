@@ -11,8 +11,8 @@ from fedhm.config.schema import TrainConfig
 from fedhm.data.samples import Preprocessing, Samples
 from fedhm.methods.fedhm import FedHM, FedHMConfig
 from fedhm.methods.method import Setup
-from fedhm.networks.exchange import exchanged
-from fedhm.networks.reuse import Networks
+from fedhm.networks.exchange import exchanged_tensors
+from fedhm.networks.reuse import NetworkPool
 from fedhm.seeds import numpy_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Participant
@@ -39,10 +39,10 @@ def test_one_step_of_a_full_client(form: str, weight: float, which: Literal["sma
     shares = (1 - weight, weight) if form == "instead" else (1.0, 1.0)
     setup = Setup("4", nested=shares, nested_tier=which)
     method = FedHM(model(), FedHMConfig(tiers=(1, 1 / 3, 1 / 6), start="whole"), setup)
-    (task,) = method.tasks(method.start(exchanged(model())), [Participant(0, "full")], 1)
+    (task,) = method.tasks(method.start(exchanged_tensors(model())), [Participant(0, "full")], 1)
     train = {"batch": 10, "lr": LR, "momentum": 0, "weight_decay": 0, "frobenius_decay": 0, "nested": weight}
     config = TrainConfig.model_validate({**train, "nested_form": form})
-    client = Client(one_batch(), Preprocessing(), Networks(method.network), config, seed=3)
+    client = Client(one_batch(), Preprocessing(), NetworkPool(method.network), config, seed=3)
     update = client.run(task)
 
     draw = numpy_generator(3, "nested", 1, 0, "nested full")
@@ -79,10 +79,10 @@ def test_steps_are_longer_where_something_normalises(layer: nn.Module) -> None:
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(6, 12), layer, nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
         method = FedHM(network, FedHMConfig(tiers=(1, 1 / 4)), Setup("4", nested=(1.0, 1.0)))
-        (task,) = method.tasks(method.start(exchanged(network)), [Participant(0, "full")], 1)
+        (task,) = method.tasks(method.start(exchanged_tensors(network)), [Participant(0, "full")], 1)
         config = TrainConfig.model_validate({"batch": 10, "lr": LR, "nested_form": form})
         samples = Samples(one_batch().inputs.float(), one_batch().labels)
-        return Client(samples, Preprocessing(), Networks(method.network), config, seed=3).run(task).tensors
+        return Client(samples, Preprocessing(), NetworkPool(method.network), config, seed=3).run(task).tensors
 
     same, other = ("beside", "sum") if isinstance(layer, nn.ReLU) else ("sum", "beside")
     found = trained("auto")

@@ -13,10 +13,10 @@ from fedhm.config.schema import TrainConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.measure.cost import training_memory
-from fedhm.networks.exchange import exchanged
-from fedhm.networks.reuse import Networks
-from fedhm.networks.saving import backward
-from fedhm.networks.structure import copied
+from fedhm.networks.exchange import exchanged_tensors
+from fedhm.networks.reuse import NetworkPool
+from fedhm.networks.saving import backward_in_parts
+from fedhm.networks.structure import copy_network
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.train import at_once
@@ -60,7 +60,7 @@ def test_gradients_of_parts_add_up(most: int) -> None:
     for size in (0, most):
         network = model().double()
         trained = list(network.parameters())
-        loss = backward(
+        loss = backward_in_parts(
             lambda x, y, net=network: nn.functional.cross_entropy(net(x), y), inputs.double(), targets, size, trained
         )
         gradients.append((loss, *(p.grad for p in trained)))
@@ -162,7 +162,7 @@ class Widest(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Widest":
         other = Widest(self._seen)
-        other.inner = copied(self.inner)
+        other.inner = copy_network(self.inner)
         return other
 
 
@@ -175,12 +175,12 @@ def test_statistics_and_evaluation_at_clients_keep_to_it(
     client = Client(
         federation.clients[0],
         federation.preprocessing,
-        Networks(lambda _: Widest(seen)),
+        NetworkPool(lambda _: Widest(seen)),
         TrainConfig(batch=8, **train),
         0,
         tests=federation.clients[0],
     )
-    tensors = exchanged(Widest([]))
+    tensors = exchanged_tensors(Widest([]))
     client.run(Task("statistics", 1, 0, "full", "full", tensors))
     assert max(seen) == min(most, len(federation.clients[0]))
     seen.clear()

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedhm.adapters.wire import AdapterForm
+from fedhm.adapters.packing import AdapterPacking
 from fedhm.errors import FedhmError
 from fedhm.networks.batchnorm import hold_statistics
-from fedhm.networks.exchange import Tensors, base_of, everybody_has, travels_as
-from fedhm.networks.structure import sharing_copy, with_own_base
+from fedhm.networks.exchange import Tensors, set_packing, set_shared_parameters, shared_parameters
+from fedhm.networks.structure import copy_sharing_parameters, unshare_base
 
 HEADS = ("classifier", "score")  # how transformers call the layer that is made for the task
 
@@ -92,7 +92,7 @@ DIGESTED = 64  # numbers of each tensor of a base, or a few more: all of them wo
 
 
 @dataclass(frozen=True)
-class Adapting:
+class AdapterSettings:
     """What adapters are put into a model, and what is trained beside them."""
 
     target: tuple[str, ...]  # layers by the ends of their names, or ALL_LINEAR alone
@@ -100,12 +100,12 @@ class Adapting:
     head: tuple[str, ...] = ()  # modules that are trained whole
 
 
-class Base:
+class FrozenBase:
     """A model, frozen and read in the memory where it lies, and the layers of it that get adapters."""
 
-    def __init__(self, model: nn.Module, adapting: Adapting) -> None:
+    def __init__(self, model: nn.Module, adapting: AdapterSettings) -> None:
         self.adapting = adapting
-        self._model = sharing_copy(model)
+        self._model = copy_sharing_parameters(model)
         hold_statistics(self._model)
         self._heads = head_modules(self._model, adapting.head)
         self._check_target()
@@ -191,11 +191,11 @@ class Base:
             self._part(network, own)
             vars(network)["fedhm_folded"] = True
         frozen = {n for n, p in network.named_parameters() if not p.requires_grad and ".lora_" not in n}
-        everybody_has(network, frozenset(frozen - own))
+        set_shared_parameters(network, frozenset(frozen - own))
         held = frozenset(f"{layer}.{part}" for layer in self.shapes for part in fixed)
         weights = {layer: self._model.get_submodule(layer).weight for layer in self.shapes} if folded else {}
-        form = AdapterForm(tuple(self.shapes), self.adapting.scale, held, weights, parts, self._heads)  # type: ignore[arg-type]
-        return travels_as(network, form)
+        form = AdapterPacking(tuple(self.shapes), self.adapting.scale, held, weights, parts, self._heads)  # type: ignore[arg-type]
+        return set_packing(network, form)
 
     def check_rank(self, rank: int) -> None:
         """Refuse a rank that a layer cannot have."""
@@ -222,7 +222,7 @@ class Base:
 
 def base_digest(network: nn.Module) -> str:
     """Return what tells an adapted network's base from others, by some numbers of each tensor; "" without a base."""
-    base = {name: t for name, t in base_of(network).items() if ".original_module." not in name}  # of the head
+    base = {name: t for name, t in shared_parameters(network).items() if ".original_module." not in name}  # of the head
     digest = hashlib.sha256()
     for name in sorted(base):
         flat = base[name].detach().flatten()
@@ -231,7 +231,7 @@ def base_digest(network: nn.Module) -> str:
     return digest.hexdigest()[:16] if base else ""
 
 
-def described(network: nn.Module) -> dict[str, Any] | None:
+def describe_adapter(network: nn.Module) -> dict[str, Any] | None:
     """Return what tells an adapted network from its base, as JSON; None for other networks."""
     config = getattr(network, "peft_config", {}).get("default")
     if config is None:
@@ -242,14 +242,14 @@ def described(network: nn.Module) -> dict[str, Any] | None:
     return {"rank": config.r, "scale": scale, "target": target, "head": head, "folded": folded, "base": base}
 
 
-def rebuilt(model: nn.Module, told: dict[str, Any]) -> nn.Module:
+def rebuild_adapted(model: nn.Module, told: dict[str, Any]) -> nn.Module:
     """Return the network that was described, around a model, as it travels in no special form."""
-    adapting = Adapting(tuple(told["target"]), float(told["scale"]), tuple(told["head"]))
-    network = Base(model, adapting).network(int(told["rank"]), folded=bool(told["folded"]))
+    adapting = AdapterSettings(tuple(told["target"]), float(told["scale"]), tuple(told["head"]))
+    network = FrozenBase(model, adapting).network(int(told["rank"]), folded=bool(told["folded"]))
     if told.get("base", base_digest(network)) != base_digest(network):
         raise FedhmError("the adapter was trained on another base: give it the very model that the run began with")
-    with_own_base([network])
-    return travels_as(network, None)
+    unshare_base([network])
+    return set_packing(network, None)
 
 
 def save_adapter(network: nn.Module, folder: Path) -> None:

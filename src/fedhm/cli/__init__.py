@@ -14,16 +14,16 @@ from typing import NoReturn
 from fedhm.cli.interrupts import STOPPED, ended_at_once
 from fedhm.cli.parser import make_parser
 from fedhm.errors import FedhmError, show_warnings
-from fedhm.machine.files import in_words
+from fedhm.machine.files import os_error_sentence
 from fedhm.machine.printable import printable_lines
-from fedhm.machine.process import run_to_the_end
+from fedhm.machine.process import run_and_exit
 
 __all__ = ["command", "main"]
 
 
 def command() -> NoReturn:
     """Be the command `fedhm`."""
-    run_to_the_end(main)
+    run_and_exit(main)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _failed(f"stopped{_resume_hint(options)}", STOPPED, before="\n")
     except OSError as error:  # a full disk, a folder that may not be written
-        return _failed(f"{in_words(error)}{_resume_hint(options)}", 1)
+        return _failed(f"{os_error_sentence(error)}{_resume_hint(options)}", 1)
     except UnicodeEncodeError as error:  # of a path in a config, in an argument or in the environment
         line = error.object[: error.start].rpartition("\n")[2] + error.object[error.start :].partition("\n")[0]
         shown = line.encode(errors="surrogateescape").decode(errors="backslashreplace").strip()

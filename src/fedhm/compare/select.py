@@ -20,9 +20,9 @@ from fedhm.config.schema import CompareConfig, Config
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import plan_ranks
-from fedhm.measure.cost import LayerCost, by_layer, form_of
+from fedhm.measure.cost import LayerCost, cost_by_layer, sample_spec
 from fedhm.methods.budgets import budgets_of
-from fedhm.widths.narrow import narrowed
+from fedhm.widths.narrow import narrow_network
 from fedhm.widths.plan import plan_widths
 
 Number = TypeVar("Number", int, float)
@@ -99,9 +99,9 @@ class Reference:
 
     def layers(self) -> dict[str, dict[str, LayerCost]]:
         """Return tier → layer → cost, of the full model and FedHM's tiers."""
-        method, (shape, _) = self._design.method, form_of(self._design.sample)
+        method, (shape, _) = self._design.method, sample_spec(self._design.sample)
         networks = {"full": self._design.model} | {tier: method.network(tier) for tier in method.tiers}
-        return {tier: by_layer(network, shape) for tier, network in networks.items()}
+        return {tier: cost_by_layer(network, shape) for tier, network in networks.items()}
 
     @cached_property
     def _design(self) -> Design:
@@ -119,7 +119,7 @@ class Reference:
         model, sample, classifier = self._design.model, self._design.sample, self._design.classifier
         if not isinstance(sample, Tensor):
             raise FedhmError("methods of widths are for models whose input is one tensor: leave them out of --methods")
-        return _parameters(narrowed(model, plan_widths(model, width, sample, classifier)))
+        return _parameters(narrow_network(model, plan_widths(model, width, sample, classifier)))
 
     def _nearest_width(self, size: int) -> float:
         return _nearest(WIDTHS, self._narrow_size, size)

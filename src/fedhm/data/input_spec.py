@@ -20,7 +20,7 @@ from fedhm.data.text import READ
 from fedhm.data.tokens import IDS, Tokens
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
-from fedhm.networks.inputs import Inputs, scores, shape_of
+from fedhm.networks.inputs import Inputs, forward_batch, sample_shape
 
 TYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "bool"),
@@ -129,9 +129,9 @@ def _zeros(inputs: Any, dtype: torch.dtype, normalised: bool) -> Tensor:
 @torch.no_grad()
 def _outputs(model: nn.Module, batch: Inputs) -> int:
     try:
-        return int(scores(model.eval(), batch).shape[1:].numel())
+        return int(forward_batch(model.eval(), batch).shape[1:].numel())
     except Exception as error:  # whatever a foreign model raises
-        raise FedhmError(f"the model does not accept one input of shape {shape_of(batch)}: {error}") from error
+        raise FedhmError(f"the model does not accept one input of shape {sample_shape(batch)}: {error}") from error
 
 
 def _targets(objective: Objective, outputs: int, dtype: torch.dtype) -> Tensor:

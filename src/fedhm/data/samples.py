@@ -13,7 +13,7 @@ from fedhm.data.tokens import TARGETS, Tokens, joined
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU
 from fedhm.networks.inputs import Inputs
-from fedhm.networks.saving import split
+from fedhm.networks.saving import split_batches
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Feed:
             yield from map(self._padded, self.samples.inputs.buckets(size, generator))
             return
         order = torch.randperm(len(self.samples), generator=generator)
-        for indices in split(order, size):
+        for indices in split_batches(order, size):
             yield self._augmented(indices, generator), self._labels(indices)
 
     def ordered(self, size: int) -> Iterator[Batch]:
@@ -158,7 +158,7 @@ class Feed:
         if isinstance(self.samples.inputs, Tokens):
             yield from map(self._padded, self.samples.inputs.by_length(size))
             return
-        for indices in split(torch.arange(len(self.samples)), size):
+        for indices in split_batches(torch.arange(len(self.samples)), size):
             yield self._plain(indices), self._labels(indices)
 
     def one(self) -> Batch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.networks.saving import split
+from fedhm.networks.saving import split_batches
 
 IDS, MASK, TYPES, TARGETS = "input_ids", "attention_mask", "token_type_ids", "labels"
 PADDING = {MASK: 0, TYPES: 0, TARGETS: -100}  # of all else, the number that the token ids are padded with
@@ -91,13 +91,13 @@ class Tokens:
 
     def by_length(self, size: int) -> list[Tensor]:
         """Return batches of indices of all sequences, the shortest first."""
-        return split(self.lengths.argsort(stable=True), size)
+        return split_batches(self.lengths.argsort(stable=True), size)
 
     def buckets(self, size: int, generator: torch.Generator) -> list[Tensor]:
         """Return batches of indices of all sequences at random, each of nearly the same length."""
         order = torch.randperm(len(self), generator=generator)
         pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * size)]
-        batches = split(torch.cat(pools), size)
+        batches = split_batches(torch.cat(pools), size)
         return [batches[number] for number in torch.randperm(len(batches), generator=generator).tolist()]
 
     def largest(self, name: str) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.machine.printable import pasteable
+from fedhm.machine.printable import quoted_command
 from fedhm.work.client import Client
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of
@@ -382,7 +382,7 @@ class Pool:
         for worker in self._workers:
             stopped = os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
             if stopped and worker.number not in self._told_of:
-                doing, go_on = self._doing(worker, under_way), pasteable("kill", "-CONT", worker.pid)
+                doing, go_on = self._doing(worker, under_way), quoted_command("kill", "-CONT", worker.pid)
                 print(f"fedhm: worker process {worker.pid} was stopped{doing}: {go_on} lets it go on", file=sys.stderr)
             (self._told_of.add if stopped else self._told_of.discard)(worker.number)
 

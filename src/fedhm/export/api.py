@@ -15,7 +15,7 @@ from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.export.subject import COMPARED, Subject, subjects_of_run
 from fedhm.export.write import Exported, write
-from fedhm.networks.inputs import one_tensor
+from fedhm.networks.inputs import require_tensor
 
 MADE_UP = 8  # random inputs
 
@@ -74,7 +74,7 @@ def _own(
         raise FedhmError(f"mean and std are for images (C, H, W), not for inputs of shape {tuple(shape)}")
     learned = make("objectives", objective) if isinstance(objective, str) else objective
     test = None if given is None else own_samples(given, "samples", dtype_of(model), learned)
-    inputs = _random(model, shape, images=bool(mean)) if test is None else one_tensor(test.inputs, "export")
+    inputs = _random(model, shape, images=bool(mean)) if test is None else require_tensor(test.inputs, "export")
     if tuple(inputs.shape[1:]) != tuple(shape):
         raise FedhmError(f"the samples have inputs of shape {tuple(inputs.shape[1:])}, not {tuple(shape)}")
     if (inputs.dtype == torch.uint8) != bool(mean):

@@ -13,12 +13,12 @@ from fedhm.errors import FedhmError
 from fedhm.export.subject import RawImages, Subject
 from fedhm.lowrank.hadamard import Hadamard, HadamardConv1d, HadamardConvolution, HadamardTransposed
 from fedhm.machine.printable import printable
-from fedhm.networks.structure import copied
+from fedhm.networks.structure import copy_network
 
 
 def as_program(subject: Subject, most: int | None = None) -> ExportedProgram:
     """Return the subject's network as a graph of operations; `most` samples at once, or any number of them."""
-    network = _composed(copied(subject.network))
+    network = _composed(copy_network(subject.network))
     if subject.preprocessing is not None:
         network = RawImages(network, subject.preprocessing)
     network.eval().requires_grad_(False)

@@ -14,9 +14,9 @@ from fedhm.data.federation import Federation
 from fedhm.data.samples import Preprocessing, Samples, concatenate
 from fedhm.data.sources import CLASS_NAMES
 from fedhm.errors import FedhmError
-from fedhm.machine.printable import pasteable
+from fedhm.machine.printable import quoted_command
 from fedhm.models.build import build_model
-from fedhm.networks.inputs import one_tensor
+from fedhm.networks.inputs import require_tensor
 from fedhm.runs.history import Run, read_runs
 from fedhm.runs.models import load_tier, tier_file
 
@@ -82,7 +82,7 @@ def subjects_of_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[str
         Subject(
             load_tier(tier_file(path / "models", tier), model),
             tier,
-            one_tensor(test.inputs, "export")[:COMPARED],
+            require_tensor(test.inputs, "export")[:COMPARED],
             random=False,
             preprocessing=federation.preprocessing if test.are_images else None,
             classes=names,
@@ -104,7 +104,7 @@ def _finished(path: Path) -> Run:
         )
     missing = [tier for tier in run.tiers if not tier_file(path / "models", tier).exists()]
     if not run.complete or missing:
-        raise FedhmError(f"{path} is not finished, so it has no models yet: {pasteable('fedhm', 'resume', path)}")
+        raise FedhmError(f"{path} is not finished, so it has no models yet: {quoted_command('fedhm', 'resume', path)}")
     return run
 
 
@@ -117,7 +117,7 @@ def _class_names(config: Config, federation: Federation) -> tuple[str, ...]:
 
 def _calibration(clients: Sequence[Samples]) -> Tensor:
     each = -(-CALIBRATION // len(clients))
-    return torch.cat([one_tensor(samples.inputs, "export")[:each] for samples in clients])
+    return torch.cat([require_tensor(samples.inputs, "export")[:each] for samples in clients])
 
 
 def _origin(run: Run) -> dict[str, str]:

@@ -17,7 +17,7 @@ from fedhm.export.program import as_program
 from fedhm.export.subject import Subject
 from fedhm.machine.files import file_name, make_folder
 from fedhm.machine.printable import printable
-from fedhm.networks.inputs import one_tensor
+from fedhm.networks.inputs import require_tensor
 
 TOLERANCE = 1e-4  # of the largest output: sums in another order differ by less, anything wrong by more
 BATCH = 128
@@ -112,7 +112,7 @@ def measured(subject: Subject, outputs: Outputs, most: int | None) -> dict[str, 
         return {}
     sums: dict[str, torch.Tensor] = {}
     for indices in torch.arange(len(subject.test)).split(most or BATCH):
-        found = outputs(one_tensor(subject.test.inputs, "export")[indices])
+        found = outputs(require_tensor(subject.test.inputs, "export")[indices])
         for name, value in subject.objective.sums(found, subject.test.labels[indices]).items():
             sums[name] = sums.get(name, torch.zeros(())) + value.double()
     return dict(subject.objective.results(sums, len(subject.test)))

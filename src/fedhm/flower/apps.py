@@ -15,7 +15,7 @@ from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.flower.wire import Terms, read_tasks, reply_parcel
-from fedhm.machine.process import give_back_at_once
+from fedhm.machine.process import return_freed_memory
 from fedhm.work.client import Client
 from fedhm.work.messages import Failure, Reply, Task
 
@@ -53,7 +53,7 @@ def make_client_app(make_client: MakeClient, samples_of: ReadSamples) -> ClientA
         engine, number = terms.config.engine, client_number(context)
         torch.set_num_threads(engine.threads)
         if any(context.node_config.get(name) for name in ("memory", "device-file")):
-            give_back_at_once()  # its plan counts what is alive, not what was freed
+            return_freed_memory()  # its plan counts what is alive, not what was freed
         client = make_client(context, terms)
         replies = [_answer(client, number, task) for task in read_tasks(message.content)]
         return Message(reply_parcel(replies, engine.fp16), reply_to=message)

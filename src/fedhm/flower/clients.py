@@ -21,7 +21,7 @@ from fedhm.flower.apps import ClientApp, Context, client_number, make_client_app
 from fedhm.flower.wire import Terms
 from fedhm.machine.device import find_device
 from fedhm.models.build import build_model
-from fedhm.networks.reuse import Networks
+from fedhm.networks.reuse import NetworkPool
 from fedhm.seeds import derive
 from fedhm.work.client import Client
 
@@ -174,9 +174,9 @@ def _designed(model: Model, terms: Terms, inputs: Format) -> Design:
 
 
 @lru_cache(maxsize=1)
-def _networks(model: Model, terms: Terms, device: str, inputs: Format) -> Networks:
+def _networks(model: Model, terms: Terms, device: str, inputs: Format) -> NetworkPool:
     """Return the networks of the method, which needs no public samples here: those are the server's and the tasks'."""
     built = _designed(model, terms, inputs)
     if terms.base and base_digest(built.method.network(built.method.tiers[0])) != terms.base:
         raise FedhmError("this node's base is not the server's: adapters need the same pretrained model everywhere")
-    return Networks(built.method.network, find_device(device), terms.config.engine.compile)
+    return NetworkPool(built.method.network, find_device(device), terms.config.engine.compile)

@@ -37,11 +37,11 @@ from fedhm.flower.follow import StatusFile
 from fedhm.flower.nodes import Node, Roster
 from fedhm.flower.wire import Terms, greeting
 from fedhm.machine.printable import printable
-from fedhm.measure.cost import form_of
+from fedhm.measure.cost import sample_spec
 from fedhm.methods.method import AnyMethod
 from fedhm.methods.tier_work import TierWork, plan_fleet
-from fedhm.networks.exchange import digest_of
-from fedhm.networks.inputs import Inputs, shape_of
+from fedhm.networks.exchange import structure_digest
+from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.report.progress import progress
 from fedhm.run import as_begun, report_on
 from fedhm.runs.folder import RunFolder
@@ -353,9 +353,9 @@ def _with_tiers(
     nodes: Mapping[int, Node],
 ) -> tuple[ResolvedConfig, dict[int, str]]:
     """Return the settings with the tiers that clients get by what their nodes say or by their devices, and who none."""
-    by_file = with_devices(config, nodes, digest_of(model, shape_of(batch)))
+    by_file = with_devices(config, nodes, structure_digest(model, sample_shape(batch)))
     config = config.model_copy(update={"federation": by_file.federation})
-    work = TierWork(method, model, config, *form_of(batch))
+    work = TierWork(method, model, config, *sample_spec(batch))
     tiers = chosen_tiers(config, work, nodes)
     config = config.model_copy(update={"federation": tiers.federation})
     planned: list[Planned] = []

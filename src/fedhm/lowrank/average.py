@@ -30,14 +30,14 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.svd import Factors
 
 
-class Directions(NamedTuple):
+class SingularDirections(NamedTuple):
     """Singular directions of a matrix, of length 1; smaller ranks are prefixes."""
 
     left: Tensor  # (M, k)
     right: Tensor  # (k, N)
 
 
-class Level(NamedTuple):
+class RankLevel(NamedTuple):
     """What all that have one rank made of the matrix that they were sent."""
 
     rank: int
@@ -46,20 +46,20 @@ class Level(NamedTuple):
     sent: int = 0  # so many of the server's leading directions, at most `rank`, are in each and are no change
 
 
-def directions(factors: Factors) -> Directions:
+def singular_directions(factors: Factors) -> SingularDirections:
     """Return the directions of a decomposition. Those that it has lost, since they became 0, stay 0."""
     return _with_lengths(factors)[0]
 
 
-def _with_lengths(factors: Factors) -> tuple[Directions, Tensor]:
+def _with_lengths(factors: Factors) -> tuple[SingularDirections, Tensor]:
     """Return the directions, and the lengths of the left factor's columns."""
     left, right = factors.left, factors.right
     tiny, lengths = torch.finfo(left.dtype).tiny, left.norm(dim=0)
-    unit = Directions(left / lengths.clamp(min=tiny), right / right.norm(dim=1, keepdim=True).clamp(min=tiny))
+    unit = SingularDirections(left / lengths.clamp(min=tiny), right / right.norm(dim=1, keepdim=True).clamp(min=tiny))
     return unit, lengths
 
 
-def mean_change(levels: Sequence[Level], factors: Factors, speed: float = 1.0) -> Tensor:
+def mean_by_bands(levels: Sequence[RankLevel], factors: Factors, speed: float = 1.0) -> Tensor:
     """Return the mean of all changes (M, N), each band over those whose rank reaches it. The totals are used up by it.
 
     speed  of what lies beyond a rank: 1 is that mean, 0 the one over everybody, to which those count who change nothing
@@ -103,7 +103,7 @@ def _remove(matrix: Tensor, left: Tensor, right: Tensor, also: Tensor) -> None:
     matrix.addmm_(left, rows.add_(also), alpha=-1).addmm_(columns, right, alpha=-1)
 
 
-def _shares_sent(levels: Sequence[Level], count: int, speed: float) -> Tensor:
+def _shares_sent(levels: Sequence[RankLevel], count: int, speed: float) -> Tensor:
     """Return how much of each of so many directions is in the mean since it was sent.
 
     At full speed, it is the share of those who were sent it among those whose rank reaches it.
@@ -118,12 +118,14 @@ def _shares_sent(levels: Sequence[Level], count: int, speed: float) -> Tensor:
     return shares
 
 
-def _one_for_each_rank(levels: Sequence[Level]) -> list[Level]:
+def _one_for_each_rank(levels: Sequence[RankLevel]) -> list[RankLevel]:
     """Return the levels, those of one rank together, the largest rank first."""
-    found: dict[int, Level] = {}
+    found: dict[int, RankLevel] = {}
     for rank, total, weight, _ in levels:
         old = found.get(rank)
-        found[rank] = Level(rank, old.total.add_(total), old.weight + weight) if old else Level(rank, total, weight)
+        found[rank] = (
+            RankLevel(rank, old.total.add_(total), old.weight + weight) if old else RankLevel(rank, total, weight)
+        )
     return [found[rank] for rank in sorted(found, reverse=True)]
 
 
@@ -142,7 +144,7 @@ LENGTH = 1 / math.sqrt(3)  # of a row of A, as peft draws it
 
 
 @dataclass
-class Added:
+class AdapterSum:
     """What the clients of one rank have added to a weight of shape (m, n), each times how much it counts."""
 
     rank: int
@@ -169,7 +171,7 @@ class Added:
             self.lefts, self.rights = [], []
 
 
-def merged(levels: Sequence[Added], old: Factors, aggregate: Aggregate, speed: float = 1.0) -> Factors:
+def merge_adapters(levels: Sequence[AdapterSum], old: Factors, aggregate: Aggregate, speed: float = 1.0) -> Factors:
     """Return what the server has after a round, at as many directions as before, and all its singular values.
 
     models      Σ αₚ Lₚ Rₚ / Σ αₚ
@@ -203,7 +205,7 @@ def merged(levels: Sequence[Added], old: Factors, aggregate: Aggregate, speed: f
 
 
 def _mean(
-    levels: Sequence[Added], totals: Sequence[Tensor], left: Tensor, right: Tensor, how: Aggregate, speed: float
+    levels: Sequence[AdapterSum], totals: Sequence[Tensor], left: Tensor, right: Tensor, how: Aggregate, speed: float
 ) -> Tensor:
     weight = sum(level.weight for level in levels)
     if how == "models":
@@ -213,8 +215,8 @@ def _mean(
         return sum(means[1:], means[0])
     pairs = list(zip(levels, totals, strict=True))
     if how == "bands":
-        whole = [Level(level.rank, total, level.weight, level.sent) for level, total in pairs]
-        step = mean_change(whole, Factors(left, right, right[:, 0]), speed)
+        whole = [RankLevel(level.rank, total, level.weight, level.sent) for level, total in pairs]
+        step = mean_by_bands(whole, Factors(left, right, right[:, 0]), speed)
     else:
         changes = [
             torch.addmm(total, left[:, : level.sent], right[: level.sent], alpha=-level.weight)
@@ -241,11 +243,11 @@ def _decomposed(matrix: Tensor, rank: int) -> Factors:
     return Factors(leading * LENGTH, leading.T @ matrix / LENGTH, spectrum)
 
 
-def _recovered(level: Added) -> Tensor:
+def _recovered(level: AdapterSum) -> Tensor:
     return torch.cat(level.lefts, 1) @ torch.cat(level.rights) if level.whole is None else level.whole
 
 
-def fresh(shape: tuple[int, int], rank: int, generator: torch.Generator) -> Factors:
+def initial_adapter(shape: tuple[int, int], rank: int, generator: torch.Generator) -> Factors:
     """Return factors of a zero matrix (m, n) that can be learnt, as adapters begin: orthogonal rows of A, and B = 0."""
     drawn, _ = torch.linalg.qr(torch.randn(shape[0], rank, generator=generator))
     return Factors(drawn * LENGTH, torch.zeros(rank, shape[1]), torch.zeros(rank))
@@ -255,10 +257,10 @@ def fresh(shape: tuple[int, int], rank: int, generator: torch.Generator) -> Fact
 #
 # (v₁, v₂, …)(u₁; u₂; …)     has Σr · (n + m) numbers, and n · m once it is multiplied out
 
-Stacked = tuple[Tensor] | tuple[Tensor, Tensor]  # the sum (n, m), or u (Σr, m) and v (n, Σr)
+StackedProducts = tuple[Tensor] | tuple[Tensor, Tensor]  # the sum (n, m), or u (Σr, m) and v (n, Σr)
 
 
-class Stack:
+class ProductSum:
     """Products that are added one at a time, each times how much it counts; memory does not grow with their number."""
 
     def __init__(self, shape: torch.Size) -> None:
@@ -270,36 +272,36 @@ class Stack:
 
     def add(self, u: Tensor, v: Tensor, weight: float) -> None:
         u, v = u.float(), v.float()
-        if self._whole is None and smaller_stacked(self._rank + len(u), self._shape):
+        if self._whole is None and stacking_is_smaller(self._rank + len(u), self._shape):
             self._rank += len(u)
             self._us.append(u)
             self._vs.append(v * weight)
             return
         if self._whole is None:
-            self._whole = multiplied(self.over(1.0)) if self._us else torch.zeros(self._shape)
+            self._whole = multiply_out(self.over(1.0)) if self._us else torch.zeros(self._shape)
             self._us, self._vs = [], []
         self._whole.addmm_(v, u, alpha=weight)
 
-    def over(self, total: float) -> Stacked:
+    def over(self, total: float) -> StackedProducts:
         """Return the sum of all products that were added, divided by a number."""
         if self._whole is not None:
             return (self._whole / total,)
         return torch.cat(self._us), torch.cat(self._vs, 1) / total
 
 
-def smaller_stacked(rank: int, shape: torch.Size) -> bool:
+def stacking_is_smaller(rank: int, shape: torch.Size) -> bool:
     """Tell whether factors of so many directions take fewer numbers than their product."""
     return rank * sum(shape) < shape.numel()
 
 
-def multiplied(stacked: Stacked) -> Tensor:
+def multiply_out(stacked: StackedProducts) -> Tensor:
     return stacked[0] if len(stacked) == 1 else stacked[1] @ stacked[0]
 
 
-def both(first: Stacked, second: Stacked) -> Stacked:
+def add_stacked(first: StackedProducts, second: StackedProducts) -> StackedProducts:
     """Return the sum of two."""
     if len(first) == 2 and len(second) == 2:
         shape = torch.Size((len(first[1]), first[0].shape[1]))
-        if smaller_stacked(len(first[0]) + len(second[0]), shape):
+        if stacking_is_smaller(len(first[0]) + len(second[0]), shape):
             return torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]], 1)
-    return (multiplied(first) + multiplied(second),)
+    return (multiply_out(first) + multiply_out(second),)

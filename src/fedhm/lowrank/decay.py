@@ -13,10 +13,10 @@ from fedhm.lowrank.layers import LowRank
 
 def add_frobenius_decay(hybrid: nn.Module, strength: float) -> None:
     """Add the Frobenius decay to the gradients, after `backward` and before the optimizer's step."""
-    add_decay(factorized_layers(hybrid), strength)
+    add_decay(low_rank_layers(hybrid), strength)
 
 
-def factorized_layers(hybrid: nn.Module) -> list[LowRank]:
+def low_rank_layers(hybrid: nn.Module) -> list[LowRank]:
     return [layer for layer in hybrid.modules() if isinstance(layer, LowRank)]
 
 

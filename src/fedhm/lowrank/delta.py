@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.svd import join
-from fedhm.networks.exchange import Tensors, averages
+from fedhm.lowrank.svd import to_matrix_factors
+from fedhm.networks.exchange import Tensors, is_averageable
 
 HALVINGS = 60  # of the way, to find a point on it: more than a float64 has digits
 
 
 @dataclass(frozen=True)
-class Change:
+class FactorizedDelta:
     """What a client made of the tensors that it was sent, of which some are pairs of factors."""
 
     sent: Mapping[str, Tensor]
@@ -44,16 +44,18 @@ class Change:
         """
         return dict(self.at_length(min(length, self.norm)).returned)
 
-    def at_length(self, length: float) -> "Change":
+    def at_length(self, length: float) -> "FactorizedDelta":
         """Return the change that goes the same way until it is `length` long, beyond what was returned if need be."""
         along = self.share(length)
         if along == 1.0:
             return self
         tensors = {name: _between(self.sent[name], tensor, along) for name, tensor in self.returned.items()}
         if not along:
-            return Change(self.sent, tensors, 0.0, 0.0, 0.0)
+            return FactorizedDelta(self.sent, tensors, 0.0, 0.0, 0.0)
         squared, cubed = along * along, along**3
-        return Change(self.sent, tensors, squared * self.linear, cubed * self.mixed, squared * squared * self.square)
+        return FactorizedDelta(
+            self.sent, tensors, squared * self.linear, cubed * self.mixed, squared * squared * self.square
+        )
 
     def share(self, length: float) -> float:
         """Return how much of the way is to be gone until the change is as long as `length`; 1 is all of it."""
@@ -72,46 +74,48 @@ class Change:
         return math.sqrt(max(squared, 0.0))  # rounding may leave less than 0 of it; NaN, of an overflow, stays NaN
 
 
-def change(returned: Tensors, sent: Tensors, factorized: Collection[str], left_out: Collection[str] = ()) -> Change:
+def factorized_delta(
+    returned: Tensors, sent: Tensors, factorized: Collection[str], left_out: Collection[str] = ()
+) -> FactorizedDelta:
     """Return the change of all tensors but those `left_out`, which count as unchanged; `factorized` are layers."""
     linear = mixed = square = 0.0
     # in one order, whatever the collection's: that of a set differs from process to process, and sums with it
     pairs = {layer: (f"{layer}.u", f"{layer}.v") for layer in sorted(factorized)}
     apart = {name for pair in pairs.values() for name in pair} | {*left_out}
     for name, tensor in returned.items():
-        if name not in apart and averages(tensor):
+        if name not in apart and is_averageable(tensor):
             linear += _distance(tensor, sent[name]) ** 2
     for pair in pairs.values():
         left, right = _matrices(sent, *pair)
         a, b = (after - before for after, before in zip(_matrices(returned, *pair), (left, right), strict=True))
         first, second, both = (a, right), (left, b), (a, b)
-        linear += inner(first, first) + 2 * inner(first, second) + inner(second, second)
-        mixed += inner(first, both) + inner(second, both)
-        square += inner(both, both)
-    return Change(sent, returned, linear, mixed, square)
+        linear += inner_product(first, first) + 2 * inner_product(first, second) + inner_product(second, second)
+        mixed += inner_product(first, both) + inner_product(second, both)
+        square += inner_product(both, both)
+    return FactorizedDelta(sent, returned, linear, mixed, square)
 
 
-def within(returned: Tensors, sent: Tensors, factorized: Collection[str], length: float) -> Tensors:
+def clip_delta(returned: Tensors, sent: Tensors, factorized: Collection[str], length: float) -> Tensors:
     """Return what is left of `returned` if its change may be no longer than `length`, as it is after rounding.
 
     Nothing but what was sent, if numbers so large came back that there is no way towards them.
     """
-    whole = change(returned, sent, factorized)
+    whole = factorized_delta(returned, sent, factorized)
     for share in (1.0, 1 - 1e-6, 1 - 1e-3, 1 / 2):  # of which the later ones are for numbers of 16 bits
         cut = whole.at_most(share * length)
-        if change(cut, sent, factorized).norm <= length:
+        if factorized_delta(cut, sent, factorized).norm <= length:
             return cut
     return {name: sent[name] for name in returned}
 
 
-def inner(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
+def inner_product(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:
     """Return the inner product of two products of factors, (M, r)(r, N) and (M, s)(s, N), by way of r × s matrices."""
     return ((one[0].T @ other[0]) * (one[1] @ other[1].T)).sum().item()
 
 
 def _matrices(tensors: Tensors, u: str, v: str) -> tuple[Tensor, Tensor]:
     """Return a layer's factors in double precision: sums of inner products lose digits."""
-    left, right = join(tensors[u], tensors[v])
+    left, right = to_matrix_factors(tensors[u], tensors[v])
     return left.double(), right.double()
 
 
@@ -122,4 +126,4 @@ def _distance(tensor: Tensor, sent: Tensor) -> float:
 
 
 def _between(sent: Tensor, returned: Tensor, along: float) -> Tensor:
-    return torch.lerp(sent, returned, along) if averages(returned) else returned
+    return torch.lerp(sent, returned, along) if is_averageable(returned) else returned

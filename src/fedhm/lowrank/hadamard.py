@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhm.lowrank.layers import LowRankTransposed, forms_of
+from fedhm.lowrank.layers import LowRankTransposed, factorized_types
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 
 
@@ -102,7 +102,7 @@ def hadamard_of(layer: nn.Module) -> type[Hadamard]:
     """Return what a layer is composed as."""
     if isinstance(layer, nn.Conv1d | nn.Conv2d):
         return HadamardConv1d if isinstance(layer, nn.Conv1d) else HadamardConv2d
-    transposed = (forms_of(layer) or {}).get("spatial") is LowRankTransposed
+    transposed = (factorized_types(layer) or {}).get("spatial") is LowRankTransposed
     return HadamardTransposed if transposed else HadamardLinear
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import Hadamard, hadamard_of
-from fedhm.lowrank.layers import LowRank, PufferfishConv2d, forms_of, largest_rank
-from fedhm.lowrank.plan import RankPlan, obstacle
-from fedhm.lowrank.svd import split, unroll
-from fedhm.networks.structure import copied, weight_owners
+from fedhm.lowrank.layers import LowRank, PufferfishConv2d, factorized_types, largest_rank
+from fedhm.lowrank.plan import RankPlan, reason_to_stay_dense
+from fedhm.lowrank.svd import to_layer_factors, unroll
+from fedhm.networks.structure import copy_network, weight_owners
 
 
 def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:
@@ -29,7 +29,7 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
         rank, largest = plan[name], largest_rank(cast(Tensor, dense.weight).shape, form)
         if not isinstance(rank, Integral) or not 1 <= rank <= largest:
             raise FedhmError(f"rank {rank} is impossible for layer '{name}': it must lie between 1 and {largest}")
-        forms = forms_of(dense)
+        forms = factorized_types(dense)
         assert forms is not None
         return forms[form](dense, rank, spectral=spectral)
 
@@ -71,14 +71,14 @@ def plan_of(hybrid: nn.Module, kind: type[LowRank | Hadamard] = LowRank) -> Rank
 
 def _with_new_layers(model: nn.Module, names: Iterable[str], make: Callable[[str, nn.Module], nn.Module]) -> nn.Module:
     """Return a copy of `model` in which `make` has replaced every layer of `names`."""
-    hybrid = copied(model)
+    hybrid = copy_network(model)
     layers = dict(hybrid.named_modules())
     owners = weight_owners(hybrid)
     for name in names:
         dense = layers.get(name)
         if dense is None:
             raise FedhmError(f"the rank plan factorizes '{name}', but the model has no such layer")
-        if reason := obstacle(dense, owners):
+        if reason := reason_to_stay_dense(dense, owners):
             raise FedhmError(f"the rank plan factorizes '{name}', but it must stay dense: {reason}")
         new = make(name, dense)
         if dense is hybrid:
@@ -104,7 +104,7 @@ def _replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None
 
 
 @dataclass(frozen=True)
-class Inside:
+class NestedTiers:
     """The networks of the smaller tiers inside another, and their rank plans."""
 
     networks: Sequence[nn.Module]
@@ -130,10 +130,10 @@ def _leading(
     if f"{layer}.u" in own:
         return own[f"{layer}.u"][:rank], own[f"{layer}.v"][:, :rank]
     weight, left = own[f"{layer}.weight"], bases[layer][:, :rank]
-    return split(left, left.T @ unroll(weight, plan.form), weight.shape)
+    return to_layer_factors(left, left.T @ unroll(weight, plan.form), weight.shape)
 
 
-def contain(network: nn.Module, inside: Inside, own: float, smaller: float) -> nn.Module:
+def nest_tiers(network: nn.Module, inside: NestedTiers, own: float, smaller: float) -> nn.Module:
     """Put smaller networks inside `network`, whose state they do not add to, and return it.
 
     own, smaller  the shares of the batches in which the network itself runs, and one of those inside
@@ -144,6 +144,6 @@ def contain(network: nn.Module, inside: Inside, own: float, smaller: float) -> n
     return network
 
 
-def inside_of(network: nn.Module) -> Inside:
-    inside: Inside = vars(network)["fedhm_inside"]
+def nested_tiers(network: nn.Module) -> NestedTiers:
+    inside: NestedTiers = vars(network)["fedhm_inside"]
     return inside

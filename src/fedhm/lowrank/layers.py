@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedhm.lowrank.svd import Form, factorize, join, roll, split, unroll, unrolled_shape
+from fedhm.lowrank.svd import Form, factorize, roll, to_layer_factors, to_matrix_factors, unroll, unrolled_shape
 
 ROW = 8  # pixels: in longer rows oneDNN is as fast
 WORTHWHILE = 2**25  # multiply-accumulates: fewer take no longer than calling the operations for them
@@ -108,7 +108,7 @@ class LowRank(nn.Module):
         else:
             rows, columns = unrolled_shape(weight.shape, self.form)
             left, right = weight.new_zeros(rows, rank), weight.new_zeros(rank, columns)
-        u, v = split(left, right, weight.shape)
+        u, v = to_layer_factors(left, right, weight.shape)
         self.u = nn.Parameter(u, requires_grad=trained.requires_grad)
         self.v = nn.Parameter(v, requires_grad=trained.requires_grad)
         self.bias = cast(nn.Parameter | None, dense.bias)
@@ -117,7 +117,7 @@ class LowRank(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Return the recovered dense weight, for owners that reach for `layer.weight` instead of calling the layer."""
-        left, right = join(self.u, self.v)
+        left, right = to_matrix_factors(self.u, self.v)
         return roll(left @ right, self.dense_shape)
 
 
@@ -230,13 +230,13 @@ FOREIGN: dict[str, dict[Form, type[LowRank]]] = {
 }
 
 
-def forms_of(layer: nn.Module) -> dict[Form, type[LowRank]] | None:
+def factorized_types(layer: nn.Module) -> dict[Form, type[LowRank]] | None:
     """Return what a layer is factorized as, in each form; None if its type is not known."""
     kind = type(layer)
     return LAYERS.get(kind) or FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def whole_rank(shape: torch.Size) -> int:
+def rank_at_ratio_one(shape: torch.Size) -> int:
     """Return the rank that stands for a ratio of 1: as many as output channels, or as a matrix has directions."""
     return shape[0] if len(shape) > 2 else min(shape)
 

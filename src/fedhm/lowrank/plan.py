@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.layers import LAYERS, forms_of, largest_rank, whole_rank
+from fedhm.lowrank.layers import LAYERS, factorized_types, largest_rank, rank_at_ratio_one
 from fedhm.lowrank.svd import Form, unroll, unrolled_shape
 from fedhm.machine.device import parallel_map
 from fedhm.networks.structure import weight_owners
@@ -106,7 +106,7 @@ def plan_ranks(
     decisions: dict[str, int | str] = {}
     counted = 0
     for name, layer in layers.items():
-        reason = obstacle(layer, owners)
+        reason = reason_to_stay_dense(layer, owners)
         if isinstance(layer, CONVOLUTIONS) and set(layer.kernel_size) == {1} and not pointwise:
             reason = reason or "a 1×1 convolution"
         elif name == classifier:
@@ -132,13 +132,13 @@ def find_classifier(model: nn.Module) -> str | None:
     return layers[-1][0] if layers and isinstance(layers[-1][1], nn.Linear) else None
 
 
-def obstacle(layer: nn.Module, owners: Counter[int]) -> str | None:
+def reason_to_stay_dense(layer: nn.Module, owners: Counter[int]) -> str | None:
     """Return why a layer of this kind cannot be replaced at all, whatever the ratio; None if it can."""
     if is_parametrized(layer):
         return "its weight is computed from other parameters"
     if any(is_lazy(p) for p in layer.parameters(recurse=False)):
         return "its weight has no shape before the model has run once"
-    if forms_of(layer) is None:
+    if factorized_types(layer) is None:
         return _unknown(layer)
     weight = layer._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
@@ -167,7 +167,7 @@ def _unknown(layer: nn.Module) -> str:
 
 def _counts(layer: nn.Module) -> bool:
     """Tell whether a layer is one of those of which the first are kept dense."""
-    return isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) or forms_of(layer) is not None
+    return isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) or factorized_types(layer) is not None
 
 
 def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -182,7 +182,7 @@ def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _affordable_rank(shape: torch.Size, ratio: float, form: Form) -> int | str:
     """Return the rank at this ratio, or why it does not pay."""
-    rank = min(max(1, round(ratio * whole_rank(shape))), largest_rank(shape, form))
+    rank = min(max(1, round(ratio * rank_at_ratio_one(shape))), largest_rank(shape, form))
     factored = rank * sum(unrolled_shape(shape, form))
     if factored >= shape.numel():
         return f"rank {rank} would hold {factored:,} parameters instead of {shape.numel():,}"
@@ -208,7 +208,7 @@ PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the directions, where that is looked
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSpectrum:
     """What ranks of a layer are to be chosen by."""
 
     energies: Sequence[float]  # σ², the largest first: all of them
@@ -253,7 +253,7 @@ def random_share(shape: tuple[int, int], part: float) -> float:
     return float(energy[:reached].sum() / energy.sum())
 
 
-def order_of(layers: Mapping[str, Layer]) -> list[str]:
+def rank_order(layers: Mapping[str, LayerSpectrum]) -> list[str]:
     """Return the layers in the order in which each gets one rank more, after all have rank 1; the last makes it dense.
 
     Whatever the budget, its ranks are a beginning of this order.
@@ -270,7 +270,7 @@ def order_of(layers: Mapping[str, Layer]) -> list[str]:
     return [name for _, _, _, name in sorted(steps())]
 
 
-def levels_after(layers: Mapping[str, Layer], order: Sequence[str], count: int) -> dict[str, int]:
+def levels_after(layers: Mapping[str, LayerSpectrum], order: Sequence[str], count: int) -> dict[str, int]:
     """Return each layer's rank after so many steps; `most` + 1 stands for dense."""
     levels = dict.fromkeys(layers, 1)
     for name in itertools.islice(order, count):
@@ -278,7 +278,7 @@ def levels_after(layers: Mapping[str, Layer], order: Sequence[str], count: int) 
     return levels
 
 
-def plan_of_levels(start: RankPlan, layers: Mapping[str, Layer], levels: Mapping[str, int]) -> RankPlan:
+def plan_of_levels(start: RankPlan, layers: Mapping[str, LayerSpectrum], levels: Mapping[str, int]) -> RankPlan:
     """Return the rank plan at these levels; `start` says which layers can be factorized at all."""
     decisions: dict[str, int | str] = dict(start.decisions)
     for name, level in levels.items():
@@ -287,29 +287,31 @@ def plan_of_levels(start: RankPlan, layers: Mapping[str, Layer], levels: Mapping
     return RankPlan(decisions, start.form)
 
 
-def levels_of_plan(layers: Mapping[str, Layer], plan: Mapping[str, int]) -> dict[str, int]:
+def levels_of_plan(layers: Mapping[str, LayerSpectrum], plan: Mapping[str, int]) -> dict[str, int]:
     """Return the levels of a rank plan: what it leaves dense is one above the largest rank."""
     return {name: min(plan.get(name, layer.most + 1), layer.most + 1) for name, layer in layers.items()}
 
 
-def layers_of(weights: Mapping[str, Tensor], start: RankPlan) -> dict[str, Layer]:
+def layer_spectra(weights: Mapping[str, Tensor], start: RankPlan) -> dict[str, LayerSpectrum]:
     """Return what ranks are chosen by, of every layer that `start` factorizes; the cost of a rank is its parameters."""
 
-    def layer_of(name: str) -> Layer:
+    def layer_of(name: str) -> LayerSpectrum:
         weight = weights[f"{name}.weight"].detach()
         shape = unrolled_shape(weight.shape, start.form)
-        return Layer(energies(unroll(weight, start.form)), shape, whole_rank(weight.shape), sum(shape))
+        return LayerSpectrum(
+            squared_singular_values(unroll(weight, start.form)), shape, rank_at_ratio_one(weight.shape), sum(shape)
+        )
 
     names = list(start)
     return dict(zip(names, parallel_map(layer_of, names), strict=True))
 
 
-def at_cost(layers: Mapping[str, Layer], costs: Mapping[str, float]) -> dict[str, Layer]:
+def with_rank_costs(layers: Mapping[str, LayerSpectrum], costs: Mapping[str, float]) -> dict[str, LayerSpectrum]:
     """Return the layers with other costs of a rank."""
     return {name: replace(layer, cost=costs[name]) for name, layer in layers.items()}
 
 
-def energies(matrix: Tensor) -> list[float]:
+def squared_singular_values(matrix: Tensor) -> list[float]:
     """Return the squares of all singular values, the largest first."""
     if not bool(matrix.isfinite().all()):
         raise FedhmError("a weight matrix holds NaN or infinite values: there is no rank to plan for it")

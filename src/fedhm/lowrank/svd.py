@@ -46,7 +46,7 @@ def roll(matrix: Tensor, shape: torch.Size) -> Tensor:
     return matrix.reshape(m, k1, n, k2).permute(2, 0, 1, 3).contiguous()
 
 
-def split(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def to_layer_factors(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Turn matrix factors (rows, r), (r, columns) into the two layers' weights u, v for a dense weight of `shape`.
 
     Convolution: u (r, m, k₁, 1), v (n, r, 1, k₂); in Pufferfish's form u (r, m, k₁, k₂), v (n, r, 1, 1).
@@ -64,8 +64,8 @@ def split(left: Tensor, right: Tensor, shape: torch.Size) -> tuple[Tensor, Tenso
     return u.clone(memory_format=torch.contiguous_format), v.clone(memory_format=torch.contiguous_format)
 
 
-def join(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert `split`: turn the layers' weights back into matrix factors."""
+def to_matrix_factors(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert `to_layer_factors`: turn the layers' weights back into matrix factors."""
     return u.flatten(1).T, v.transpose(0, 1).flatten(1)
 
 
@@ -262,7 +262,7 @@ WORTHWHILE = 0.6  # of the full rank; beyond it, an exact decomposition is not d
 FALLING = 0.7  # a spectrum that falls so far within the spare directions has left the old ones behind
 
 
-def spare(rank: int, full_rank: int) -> int:
+def spare_directions(rank: int, full_rank: int) -> int:
     """Return how many directions to carry beyond `rank`: they make room between what is kept and what is cut off."""
     wanted = min(max(16, rank // 2), SPARE)
     return wanted if full_rank >= SMALL and rank + wanted <= WORTHWHILE * full_rank else 0
@@ -273,7 +273,7 @@ def decompose(matrix: Tensor, rank: int, known: Factors | None) -> tuple[Factors
 
     known  a decomposition by this function, of a matrix not far from this one
     """
-    count = rank + spare(rank, min(matrix.shape))
+    count = rank + spare_directions(rank, min(matrix.shape))
     if known is not None and count > rank and matrix.dtype == torch.float32:
         found = refactorize(matrix, rank, known)
         if found is not None:

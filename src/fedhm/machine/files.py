@@ -16,7 +16,7 @@ from fedhm.errors import FedhmError
 Found = TypeVar("Found")
 
 
-def check_name(path: Path) -> None:
+def check_utf8_name(path: Path) -> None:
     """Refuse a name that is no text: it could neither be written into files nor shown."""
     try:
         str(path).encode()
@@ -70,7 +70,7 @@ def check_folder(path: Path) -> None:
         if there.exists() and not there.is_dir():
             raise FedhmError(f"cannot make the folder {path}: {there} is a file; choose another place")
     except OSError as error:
-        raise FedhmError(f"cannot make the folder {path}: {reason(error)}") from None
+        raise FedhmError(f"cannot make the folder {path}: {os_error_reason(error)}") from None
     if not os.access(there, os.W_OK | os.X_OK):
         raise FedhmError(f"cannot write into the folder {there}: {os.strerror(errno.EACCES).lower()}")
 
@@ -90,20 +90,20 @@ def make_folder(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise FedhmError(f"cannot write into the folder {path}: {reason(error)}") from None
+        raise FedhmError(f"cannot write into the folder {path}: {os_error_reason(error)}") from None
 
 
-def reason(error: OSError) -> str:
+def os_error_reason(error: OSError) -> str:
     """Return why the system refused something, as the end of a sentence."""
     said = error.strerror or str(error) or type(error).__name__
     return said[:1].lower() + said[1:]
 
 
-def in_words(error: OSError) -> str:
+def os_error_sentence(error: OSError) -> str:
     """Return a sentence for what the system refused."""
     if error.strerror is None or not isinstance(error.filename, str):
-        return f"cannot go on: {reason(error)}"
-    return f"cannot read or write {error.filename.removesuffix('.tmp')}: {reason(error)}"
+        return f"cannot go on: {os_error_reason(error)}"
+    return f"cannot read or write {error.filename.removesuffix('.tmp')}: {os_error_reason(error)}"
 
 
 # Locks between processes: a file is locked by one process at a time, and free once that has ended in any way.

@@ -19,7 +19,7 @@ def printable(text: str, longest: int = LONGEST) -> str:
     return shown if len(shown) <= longest and len(text) <= 4 * longest else shown[: longest - 1] + "…"
 
 
-def pasteable(*words: object) -> str:
+def quoted_command(*words: object) -> str:
     """Return a command that can be pasted into a shell, in quotes of a sentence unless it has some of its own."""
     command = shlex.join(str(word) for word in words)
     return command if "'" in command else f"'{command}'"

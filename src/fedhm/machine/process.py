@@ -15,7 +15,7 @@ from typing import NoReturn
 MOST_PROCESSES = 1024  # of workers, or threads; OpenMP dies of many more
 
 
-def memory() -> float:
+def memory_limit() -> float:
     """Return how many bytes of memory the machine has, or its container may use; infinitely many if that is unknown."""
     try:
         whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -47,14 +47,14 @@ def usable_cores() -> int:
 # what is alive. Fixed, the size costs a few percent of the time, for pages that are mapped again.
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
-SMALLEST = 2**18  # bytes: what is smaller stays in the heap
+MMAP_THRESHOLD = 2**18  # bytes: what is smaller stays in the heap
 
 
-def give_back_at_once() -> bool:
+def return_freed_memory() -> bool:
     """Have this process, and those forked from it, give back freed memory; return whether that can be done here."""
     if platform.libc_ver()[0] != "glibc":
         return False
-    return bool(ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALLEST))
+    return bool(ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD))
 
 
 # Ending a process without taking apart all that it has imported.
@@ -64,7 +64,7 @@ def give_back_at_once() -> bool:
 # ever.
 
 
-def run_to_the_end(run: Callable[[], object]) -> NoReturn:
+def run_and_exit(run: Callable[[], object]) -> NoReturn:
     """Run the rest of this process, and end it with the exit code that `sys.exit(run())` would give."""
     try:
         code = run()

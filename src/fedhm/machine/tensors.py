@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fedhm.machine.files import check_name, write_atomically
+from fedhm.machine.files import check_utf8_name, write_atomically
 
 Found = TypeVar("Found")
 
@@ -34,7 +34,7 @@ def read_shapes(path: Path) -> tuple[dict[str, list[int]], dict[str, Any]]:
 
 
 def _read(path: Path, what: Callable[[Any, str], Found]) -> tuple[dict[str, Found], dict[str, Any]]:
-    check_name(path)
+    check_utf8_name(path)
     with path.open("rb"):  # which says what is wrong with the place: safetensors calls much of it damage
         pass
     try:

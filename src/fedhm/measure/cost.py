@@ -21,15 +21,15 @@ from torch.utils.flop_counter import FlopCounterMode, _FlopCounterMode
 
 from fedhm.config.schema import TrainConfig
 from fedhm.errors import FedhmError
-from fedhm.machine.process import SMALLEST
-from fedhm.networks.exchange import exchanged, size_in_bytes
-from fedhm.networks.inputs import Inputs, repeated, rows_of, scores, shape_of
+from fedhm.machine.process import MMAP_THRESHOLD
+from fedhm.networks.exchange import exchanged_tensors, size_in_bytes
+from fedhm.networks.inputs import Inputs, forward_batch, repeat_batch, sample_shape, select_rows
 from fedhm.networks.saving import checkpoint_blocks
-from fedhm.networks.sgd import SGD, Group, Steps
-from fedhm.networks.structure import heaviest_in_training, run_in_training
+from fedhm.networks.sgd import SGD, Optimizer, ParameterGroup
+from fedhm.networks.structure import heaviest_in_training, networks_in_training
 
 
-class Watch(TorchDispatchMode):
+class OperationWatch(TorchDispatchMode):
     """Sees every operation inside its context, by `__torch_dispatch__`."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ COPIES = {torch.ops.aten.convolution.default: (1, 1), torch.ops.aten.convolution
 FORWARD, OF_INPUTS, OF_WEIGHTS = 90_000, 120_000, 50_000
 
 
-class AliveBytes(Watch):
+class AliveBytes(OperationWatch):
     """Knows how many bytes are alive, and how many were at most, with what convolutions take while they run."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class AliveBytes(Watch):
 
     def _count(self, size: int) -> None:
         self.alive += size
-        if abs(size) < SMALLEST:
+        if abs(size) < MMAP_THRESHOLD:
             self._small += size
             self._heap = max(self._heap, self._small)
         self.peak = max(self.peak, self.resident)
@@ -173,29 +173,29 @@ class LayerCost:
     macs: int
 
 
-Form = tuple[int, ...] | dict[str, Tensor]  # of an input: its shape, or of several tensors a batch of one
+SampleSpec = tuple[int, ...] | dict[str, Tensor]  # of an input: its shape, or of several tensors a batch of one
 ROOT = "(model)"  # what a model has or computes outside its parts
 WHOLE = "Global"  # how the counter calls the model
 
 
-def measure(model: nn.Module, input_shape: Form, dtype: torch.dtype | None = None) -> Cost:
+def measure(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None = None) -> Cost:
     """Measure the cost of `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
 
     Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens. For a
     model that takes several tensors by name, `input_shape` is a batch of one of these.
     """
     macs = sum(
-        share * _macs(each, input_shape, dtype, by_module=False)[WHOLE] for each, share in run_in_training(model)
+        share * _macs(each, input_shape, dtype, by_module=False)[WHOLE] for each, share in networks_in_training(model)
     )
-    return Cost(_trainable(model.parameters()), int(macs), size_in_bytes(exchanged(model)))
+    return Cost(_trainable(model.parameters()), int(macs), size_in_bytes(exchanged_tensors(model)))
 
 
-def form_of(inputs: Inputs) -> tuple[Form, torch.dtype | None]:
+def sample_spec(inputs: Inputs) -> tuple[SampleSpec, torch.dtype | None]:
     """Return what `measure` is to be told of inputs like these, a batch of one."""
     return (inputs, None) if isinstance(inputs, dict) else (tuple(inputs.shape[1:]), inputs.dtype)
 
 
-def by_layer(model: nn.Module, input_shape: Form, dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
+def cost_by_layer(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
     """Return each top-level part's share of what `measure` counts; a shared weight is its first owner's."""
     macs = _macs(model, input_shape, dtype, by_module=True)
     name_of_model = type(model).__name__  # how the counter calls the parts: CNN.conv1
@@ -214,10 +214,10 @@ def _trainable(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def _macs(model: nn.Module, input_shape: Form, dtype: torch.dtype | None, by_module: bool) -> dict[str, int]:
+def _macs(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None, by_module: bool) -> dict[str, int]:
     """Count one sample's multiply-accumulates, by module and as a whole, without composing weights for each batch."""
     try:
-        one, two = (_flops(model, sample_of(model, batch, input_shape, dtype), by_module) for batch in (1, 2))
+        one, two = (_flops(model, zero_batch(model, batch, input_shape, dtype), by_module) for batch in (1, 2))
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {_shape(input_shape)}: {error}") from error
     return {module: (flops - one.get(module, 0)) // 2 for module, flops in two.items()}
@@ -225,7 +225,7 @@ def _macs(model: nn.Module, input_shape: Form, dtype: torch.dtype | None, by_mod
 
 def training_memory(
     model: nn.Module,
-    input_shape: Form,
+    input_shape: SampleSpec,
     batch: int,
     dtype: torch.dtype | None = None,
     *,
@@ -243,9 +243,9 @@ def training_memory(
     model = heaviest_in_training(model)
     watch = AliveBytes()
     parts = -(-batch // micro_batch) if 0 < micro_batch < batch else 1
-    checkpoint_blocks([each for each, _ in run_in_training(model)], checkpointing)
+    checkpoint_blocks([each for each, _ in networks_in_training(model)], checkpointing)
     try:
-        inputs = sample_of(model, batch, input_shape, dtype)
+        inputs = zero_batch(model, batch, input_shape, dtype)
         stepping = optimizer_of(optimizer, (p for p in model.train().parameters() if p.requires_grad))
         given = list(inputs.values()) if isinstance(inputs, dict) else [inputs]
         for tensor in [*model.parameters(), *model.buffers(), *given]:
@@ -254,12 +254,12 @@ def training_memory(
             _make_averages(stepping, model)
             # a third part finds in memory what the second did
             for rows in torch.arange(batch).split(micro_batch)[:2] if parts > 1 else [None]:
-                part = inputs if rows is None else rows_of(inputs, rows)
-                output = scores(model, part)
+                part = inputs if rows is None else select_rows(inputs, rows)
+                output = forward_batch(model, part)
                 output.logsumexp(-1).sum().backward()
             stepping.step()
-            for other, _ in run_in_training(model)[1:]:  # which run in other batches, or beside it
-                scores(other.train(), part).logsumexp(-1).sum().backward()
+            for other, _ in networks_in_training(model)[1:]:  # which run in other batches, or beside it
+                forward_batch(other.train(), part).logsumexp(-1).sum().backward()
                 other.zero_grad()
     except Exception as error:
         shape = (batch, *_shape(input_shape))
@@ -267,7 +267,7 @@ def training_memory(
     return watch.peak + watch.kept
 
 
-def _make_averages(stepping: Steps, model: nn.Module) -> None:
+def _make_averages(stepping: Optimizer, model: nn.Module) -> None:
     """Let an optimizer make the averages that it has from its second step on."""
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -276,16 +276,16 @@ def _make_averages(stepping: Steps, model: nn.Module) -> None:
     stepping.zero_grad()
 
 
-def optimizer_of(name: str, parameters: Iterator[nn.Parameter]) -> Steps:
+def optimizer_of(name: str, parameters: Iterator[nn.Parameter]) -> Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-3)
-    return SGD([Group(list(parameters))], lr=1e-3, momentum=0.9)
+    return SGD([ParameterGroup(list(parameters))], lr=1e-3, momentum=0.9)
 
 
 def _flops(model: nn.Module, inputs: Inputs, by_module: bool) -> dict[str, int]:
     counter = flop_counter({torch.ops.aten.mkldnn_rnn_layer: _lstm_flops}, by_module)
     with torch.no_grad(), _evaluating(model), _unfused_attention(), counter:
-        scores(model, inputs)
+        forward_batch(model, inputs)
     return {WHOLE: 0} | {module: sum(by_kind.values()) for module, by_kind in counter.get_flop_counts().items()}
 
 
@@ -319,13 +319,13 @@ def _lstm_flops(x: Sequence[int], to_input: Sequence[int], to_hidden: Sequence[i
     return 2 * x[0] * x[1] * (math.prod(to_input) + math.prod(to_hidden))
 
 
-def _shape(form: Form) -> tuple[int, ...]:
-    return shape_of(form) if isinstance(form, dict) else tuple(form)
+def _shape(form: SampleSpec) -> tuple[int, ...]:
+    return sample_shape(form) if isinstance(form, dict) else tuple(form)
 
 
-def sample_of(model: nn.Module, batch: int, shape: Form, dtype: torch.dtype | None) -> Inputs:
+def zero_batch(model: nn.Module, batch: int, shape: SampleSpec, dtype: torch.dtype | None) -> Inputs:
     if isinstance(shape, dict):
-        return repeated(shape, batch)
+        return repeat_batch(shape, batch)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     return torch.zeros(batch, *shape, dtype=dtype or like.dtype, device=like.device)
 
@@ -333,8 +333,8 @@ def sample_of(model: nn.Module, batch: int, shape: Form, dtype: torch.dtype | No
 # What training takes by a run's settings.
 
 
-def memory_of_training(
-    network: nn.Module, input_shape: Form, train: TrainConfig, dtype: torch.dtype | None = None
+def configured_training_memory(
+    network: nn.Module, input_shape: SampleSpec, train: TrainConfig, dtype: torch.dtype | None = None
 ) -> int:
     """Measure the most bytes of tensors alive at once in a step of training as `[train]` has it."""
     return training_memory(

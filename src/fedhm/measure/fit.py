@@ -18,28 +18,28 @@ from fedhm.config.units import KINDS, Kind, read_size, size_text
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import (
-    Layer,
+    LayerSpectrum,
     RankPlan,
-    at_cost,
-    layers_of,
+    layer_spectra,
     levels_after,
     levels_of_plan,
-    order_of,
     plan_of_levels,
     plan_ranks,
+    rank_order,
+    with_rank_costs,
 )
 from fedhm.lowrank.svd import Form
-from fedhm.measure.cost import Cost, measure, sample_of, training_memory
-from fedhm.networks.batchnorm import running_names
+from fedhm.measure.cost import Cost, measure, training_memory, zero_batch
+from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.saving import can_checkpoint
-from fedhm.networks.structure import copied
+from fedhm.networks.structure import copy_network
 
 SMALLEST = 1e-9  # a ratio at which every layer has rank 1
 Amount = TypeVar("Amount")
 
 
 @dataclass(frozen=True)
-class Mode:
+class TrainingMode:
     """How a version is trained: what saves memory, at the price of time."""
 
     micro_batch: int = 0  # 0: a batch goes through the network at once
@@ -52,7 +52,7 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSetup:
     """On what, and how, versions are to be trained."""
 
     shape: tuple[int, ...]  # of one input
@@ -61,7 +61,7 @@ class Training:
     dtype: torch.dtype | None = None  # of the inputs; None: that of the weights
 
 
-class Versions:
+class ModelVersions:
     """Versions of `model`, whose spectrum is that of `weights`, the model's own or those of a later round.
 
     by  what directions are weighed against: the parameters of one more rank, or its MACs
@@ -70,7 +70,7 @@ class Versions:
     def __init__(
         self,
         model: nn.Module,
-        training: Training,
+        training: TrainingSetup,
         keep: int = 1,
         classifier: str | None = "auto",
         form: Form = "spatial",
@@ -79,14 +79,14 @@ class Versions:
     ) -> None:
         self.training = training
         self.smallest_plan = plan_ranks(model, SMALLEST, keep, classifier=classifier, form=form)
-        self.layers: dict[str, Layer] = layers_of(weights or model.state_dict(), self.smallest_plan)
+        self.layers: dict[str, LayerSpectrum] = layer_spectra(weights or model.state_dict(), self.smallest_plan)
         self._bounds: tuple[Mapping[str, int], Mapping[str, int]] = {}, {}
         self.model, self.keep = model, keep
         self._costs: _Found[Cost] = _Found(self._network)
-        self._memories: dict[Mode, _Found[int]] = {}
+        self._memories: dict[TrainingMode, _Found[int]] = {}
         if by == "macs":
-            self.layers = at_cost(self.layers, self._macs_of_a_rank())
-        self.order = order_of(self.layers)
+            self.layers = with_rank_costs(self.layers, self._macs_of_a_rank())
+        self.order = rank_order(self.layers)
 
     @property
     def last(self) -> int:
@@ -110,27 +110,27 @@ class Versions:
         levels = levels_of_plan(self.layers, plan)
         return {name: layer.kept(levels[name]) for name, layer in self.layers.items()}
 
-    def modes(self) -> list[Mode]:
+    def modes(self) -> list[TrainingMode]:
         """Return the ways to train, the cheapest first: checkpointing gives the same weights, so it comes early."""
         given = self.training
-        blocks = can_checkpoint(self.model, sample_of(self.model, 1, given.shape, given.dtype))
-        least = 2 if running_names(self.model) else 1  # BatchNorm has no variance of a single value
-        found = [Mode(), *([Mode(checkpointing=True)] if blocks else [])]
+        blocks = can_checkpoint(self.model, zero_batch(self.model, 1, given.shape, given.dtype))
+        least = 2 if running_statistic_names(self.model) else 1  # BatchNorm has no variance of a single value
+        found = [TrainingMode(), *([TrainingMode(checkpointing=True)] if blocks else [])]
         size = self.training.batch
         while size // 2 >= least:
             size //= 2
-            found.append(Mode(size, blocks))
+            found.append(TrainingMode(size, blocks))
         return found
 
     @cached_property
     def _abstract(self) -> nn.Module:
-        return copied(self.model).to("meta")
+        return copy_network(self.model).to("meta")
 
     def cost(self, plan: RankPlan) -> Cost:
         """Return what a version costs."""
         return self._costs.found(plan, lambda network: measure(network, self.training.shape, self.training.dtype))
 
-    def memory(self, plan: RankPlan, mode: Mode) -> int:
+    def memory(self, plan: RankPlan, mode: TrainingMode) -> int:
         """Return the memory that training a version takes."""
         given = self.training
 
@@ -198,8 +198,8 @@ class Fit:
     number: int = 0  # of the version, counted from the smallest
 
     @property
-    def mode(self) -> Mode:
-        return Mode(self.micro_batch, self.checkpointing)
+    def mode(self) -> TrainingMode:
+        return TrainingMode(self.micro_batch, self.checkpointing)
 
 
 def fit(
@@ -239,30 +239,30 @@ def fit(
     if batch < 1:
         raise FedhmError(f"a batch has at least one sample, not {batch}")
     by: Literal["parameters", "macs"] = "macs" if set(limits) == {"macs"} else "parameters"
-    training = Training(sample_shape, batch, optimizer, dtype)
-    return fit_versions(Versions(model, training, keep, classifier, form, by=by), limits)
+    training = TrainingSetup(sample_shape, batch, optimizer, dtype)
+    return fit_versions(ModelVersions(model, training, keep, classifier, form, by=by), limits)
 
 
-def fit_versions(versions: Versions, limits: Mapping[Kind, int], modes: list[Mode] | None = None) -> Fit:
+def fit_versions(versions: ModelVersions, limits: Mapping[Kind, int], modes: list[TrainingMode] | None = None) -> Fit:
     """Find the largest of a model's versions that meets its limits, trained in one of the modes."""
     static: dict[Kind, int] = {kind: amount for kind, amount in limits.items() if kind != "memory"}
     for kind, amount in static.items():
         _check_smallest(versions, kind, amount)
-    number = _largest(lambda n: meets(versions.cost(versions.plan(n)), static), versions.last)
-    mode = Mode()
+    number = _largest(lambda n: within_limits(versions.cost(versions.plan(n)), static), versions.last)
+    mode = TrainingMode()
     if "memory" in limits:
         number, mode = _in_memory(versions, number, limits["memory"], modes or versions.modes())
-    return fitted(versions, versions.plan(number), mode, number)
+    return describe_fit(versions, versions.plan(number), mode, number)
 
 
-def fitted(versions: Versions, plan: RankPlan, mode: Mode, number: int = 0) -> Fit:
+def describe_fit(versions: ModelVersions, plan: RankPlan, mode: TrainingMode, number: int = 0) -> Fit:
     """Return a version with what it is expected to take."""
     cost = versions.cost(plan)
     expected = Expected(versions.memory(plan, mode), cost.macs, cost.bytes, cost.parameters)
     return Fit(plan, mode.micro_batch, mode.checkpointing, expected, versions.kept(plan), number)
 
 
-def meets(cost: Cost, limits: Mapping[Kind, int]) -> bool:
+def within_limits(cost: Cost, limits: Mapping[Kind, int]) -> bool:
     return all(getattr(cost, kind) <= amount for kind, amount in limits.items())
 
 
@@ -277,13 +277,13 @@ def _largest(fits: Callable[[int], bool], last: int) -> int:
     return low
 
 
-def _in_memory(versions: Versions, number: int, limit: int, modes: list[Mode]) -> tuple[int, Mode]:
+def _in_memory(versions: ModelVersions, number: int, limit: int, modes: list[TrainingMode]) -> tuple[int, TrainingMode]:
     """Return the largest version up to `number`, and the cheapest mode in which it fits."""
 
-    def fits(n: int, mode: Mode) -> bool:
+    def fits(n: int, mode: TrainingMode) -> bool:
         return versions.memory(versions.plan(n), mode) <= limit
 
-    few = FEWEST_NORMALISED if running_names(versions.model) else FEWEST
+    few = FEWEST_NORMALISED if running_statistic_names(versions.model) else FEWEST
     usual = [mode for mode in modes if not mode.micro_batch or mode.micro_batch >= few] or modes[:1]
     last = next((mode for mode in (usual[-1], *modes[len(usual) :]) if fits(0, mode)), None)
     if last is None:
@@ -297,7 +297,7 @@ def _in_memory(versions: Versions, number: int, limit: int, modes: list[Mode]) -
     return number, next(mode for mode in usual if fits(number, mode))
 
 
-def _check_smallest(versions: Versions, kind: Kind, limit: int) -> None:
+def _check_smallest(versions: ModelVersions, kind: Kind, limit: int) -> None:
     least = getattr(versions.cost(versions.plan(0)), kind)
     if least <= limit:
         return
@@ -308,7 +308,7 @@ def _check_smallest(versions: Versions, kind: Kind, limit: int) -> None:
     )
 
 
-def _refuse_memory(versions: Versions, limit: int, modes: list[Mode]) -> None:
+def _refuse_memory(versions: ModelVersions, limit: int, modes: list[TrainingMode]) -> None:
     plan = versions.plan(0)
     needed, mode = min(((versions.memory(plan, mode), mode) for mode in modes), key=lambda pair: pair[0])
     raise FedhmError(

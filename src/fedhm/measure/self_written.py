@@ -7,24 +7,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fedhm.machine.device import seeded
-from fedhm.measure.cost import Watch
-from fedhm.networks.inputs import Inputs, repeated, scores
-from fedhm.networks.structure import copied
+from fedhm.measure.cost import OperationWatch
+from fedhm.networks.inputs import Inputs, forward_batch, repeat_batch
+from fedhm.networks.structure import copy_network
 
 
-def self_written(network: nn.Module, sample: Inputs) -> frozenset[str]:
+def find_self_written(network: nn.Module, sample: Inputs) -> frozenset[str]:
     """Return the names of the tensors that a pass in training writes to, also where that changes nothing this time.
 
     `sample` is a batch of one input. Raises whatever the network raises, which may need other batches to train.
     """
     given = network.state_dict()
-    network = copied(network).train()
+    network = copy_network(network).train()
     own = {name: t for name, t in network.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     memory = {name: tensor.untyped_storage() for name, tensor in own.items()}  # alive, so that none gets its address
     # what was copied is as it was in the network that was given: another copy of a large one may fill the memory
     before = {name: given[name] if _apart(given.get(name), t) else t.detach().clone() for name, t in own.items()}
     with torch.no_grad(), seeded(0), _Writes() as watch:
-        scores(network, repeated(sample, 2), "in training, ")  # one sample alone may have no variance
+        forward_batch(network, repeat_batch(sample, 2), "in training, ")  # one sample alone may have no variance
     after = network.state_dict(keep_vars=True)
     return frozenset(
         name
@@ -41,7 +41,7 @@ def _apart(given: Any, copy: Tensor) -> bool:
     return isinstance(given, Tensor) and given.untyped_storage()._cdata != copy.untyped_storage()._cdata
 
 
-class _Writes(Watch):
+class _Writes(OperationWatch):
     """Remembers the memory that operations write to."""
 
     def __init__(self) -> None:

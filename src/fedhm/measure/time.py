@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 
 from fedhm.config.schema import DeviceConfig, TrainConfig
 from fedhm.errors import FedhmError
-from fedhm.measure.fit import Fit, Mode, Versions, fitted
+from fedhm.measure.fit import Fit, ModelVersions, TrainingMode, describe_fit
 
 TRIES = 5  # times are noise: as often a smaller version is tried
 
 
-def timed(versions: Versions, found: Fit, seconds: Callable[[Fit], float], most: float | None = None) -> Fit:
+def fit_to_seconds(
+    versions: ModelVersions, found: Fit, seconds: Callable[[Fit], float], most: float | None = None
+) -> Fit:
     """Return a version with the seconds of its step; with `most`, the largest below it that does not take longer."""
     measured = seconds(found)
     for _ in range(TRIES if most is not None else 0):
@@ -18,10 +20,10 @@ def timed(versions: Versions, found: Fit, seconds: Callable[[Fit], float], most:
         if measured <= most or not found.number:
             break
         number = int(found.number * min(0.9, 0.95 * most / measured))
-        found = fitted(versions, versions.plan(number), found.mode, number)
+        found = describe_fit(versions, versions.plan(number), found.mode, number)
         measured = seconds(found)
     if most is not None and measured > most:
-        how = "" if found.mode == Mode() else f", trained with {found.mode}"
+        how = "" if found.mode == TrainingMode() else f", trained with {found.mode}"
         raise FedhmError(
             f"seconds = {most:g} is too little for a step of training here: the closest version, of "
             f"{found.expected.parameters:,} parameters{how}, takes {measured:.3g} s: give at least so much, or a "
@@ -49,7 +51,7 @@ class ClientSeconds:
         return self.computation + self.down + self.up
 
 
-def computation(
+def computation_seconds(
     device: DeviceConfig, reference: float, network: str, macs: int, passes: int, train: TrainConfig
 ) -> float:
     """Return the seconds in which a device trains `network` on so many samples, counting each as often as it passes.
@@ -67,6 +69,6 @@ def computation(
     return again * macs * passes / device.profile.macs_per_second(macs)
 
 
-def transfer(size: int, rate: float | None) -> float:
+def transfer_seconds(size: int, rate: float | None) -> float:
     """Return the seconds that bytes take on a link; a device without one is beside the server."""
     return size / rate if rate else 0.0

@@ -6,13 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
-from fedhm.adapters.adapted import Adapting, Base, find_head
-from fedhm.adapters.wire import FOLDED
+from fedhm.adapters.adapted import AdapterSettings, FrozenBase, find_head
+from fedhm.adapters.packing import FOLDED
 from fedhm.config.method import MethodConfig, Settings
 from fedhm.config.section import Positive, tier_name
 from fedhm.errors import FedhmError
-from fedhm.lowrank.average import fresh
-from fedhm.lowrank.svd import Factors, split
+from fedhm.lowrank.average import initial_adapter
+from fedhm.lowrank.svd import Factors, to_layer_factors
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import torch_generator
@@ -40,9 +40,9 @@ class AdapterConfig(MethodConfig):
     head: Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_listed)] = "auto"  # modules trained whole
     weighting: Literal["uniform", "samples"] = "uniform"
 
-    def base(self, model: nn.Module, setup: Setup) -> Base:
+    def base(self, model: nn.Module, setup: Setup) -> FrozenBase:
         head = find_head(model, self.head, setup.classifier, setup.objective.per_token)
-        return Base(model, Adapting(self.target, self.scale, head))
+        return FrozenBase(model, AdapterSettings(self.target, self.scale, head))
 
     @property
     def adapters(self) -> Settings:
@@ -93,10 +93,10 @@ def of_rank(name: str, adapters: Settings, rank: int) -> Settings:
     return {"name": name, "rank": rank, **{key: value for key, value in adapters.items() if key != "ranks"}}
 
 
-def drawn(base: Base, rank: int, seed: int, *when: int) -> dict[str, Factors]:
+def drawn(base: FrozenBase, rank: int, seed: int, *when: int) -> dict[str, Factors]:
     """Return what adapters begin with, by layer, the same for all clients; `when` is the round, if they begin anew."""
     return {
-        layer: fresh((shape[1], shape[0]), rank, torch_generator(seed, "adapters", layer, *when))
+        layer: initial_adapter((shape[1], shape[0]), rank, torch_generator(seed, "adapters", layer, *when))
         for layer, shape in base.shapes.items()
     }
 
@@ -105,7 +105,7 @@ def as_sent(factors: dict[str, Factors], rank: int, shapes: dict[str, Any]) -> T
     """Return the leading directions of all layers as they travel: u (r, m) and v (n, r)."""
     found: dict[str, Tensor] = {}
     for layer, each in factors.items():
-        found[f"{layer}.u"], found[f"{layer}.v"] = split(*each.prefix(rank), shapes[layer])
+        found[f"{layer}.u"], found[f"{layer}.v"] = to_layer_factors(*each.prefix(rank), shapes[layer])
     return found
 
 

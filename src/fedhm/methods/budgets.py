@@ -14,11 +14,11 @@ from fedhm.config.units import Budget, Kind
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.lowrank.plan import RankPlan, plan_ranks
 from fedhm.lowrank.svd import Form
-from fedhm.measure.fit import SMALLEST, Fit, Mode, Training, Versions, fit_versions
+from fedhm.measure.fit import SMALLEST, Fit, ModelVersions, TrainingMode, TrainingSetup, fit_versions
 from fedhm.methods.method import Setup
-from fedhm.networks.batchnorm import running_names
-from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.networks.inputs import one_tensor
+from fedhm.networks.batchnorm import running_statistic_names
+from fedhm.networks.exchange import Tensors, exchanged_tensors
+from fedhm.networks.inputs import require_tensor
 
 
 def tier_plan(model: nn.Module, ratio: float, keep: int, classifier: str | None, form: Form = "spatial") -> RankPlan:
@@ -76,23 +76,23 @@ class TierBudgets:
     @cached_property
     def first(self) -> dict[str, Planned]:
         """Return the versions by the weights that the model comes with."""
-        return self.planned(exchanged(self._model), check=True)
+        return self.planned(exchanged_tensors(self._model), check=True)
 
     def planned(self, weights: Tensors, *, check: bool = False) -> dict[str, Planned]:
         """Return the version of each budget; with `check`, refuse tiers that are not in the order of their sizes."""
         sample, train = self._setup.sample, self._setup.train
         if sample is None or train is None:
             raise FedhmError("tiers that are budgets need a sample and the training's settings: use fedhm.assemble")
-        sample = one_tensor(sample, "a tier that is a budget")
-        training = Training(tuple(sample.shape[1:]), train.batch, train.optimizer, sample.dtype)
+        sample = require_tensor(sample, "a tier that is a budget")
+        training = TrainingSetup(tuple(sample.shape[1:]), train.batch, train.optimizer, sample.dtype)
         scarce = {kind for tier in self._tiers.values() if isinstance(tier, Budget) for kind in tier.limits}
         classifier = self._setup.classifier or "auto"
-        versions = Versions(
+        versions = ModelVersions(
             self._model, training, self._keep, classifier, self._form, weights,
             "macs" if scarce == {"macs"} else "parameters",
         )  # fmt: skip
         settled = bool(train.micro_batch or train.checkpointing)
-        modes = [Mode(train.micro_batch, bool(train.checkpointing))] if settled else None
+        modes = [TrainingMode(train.micro_batch, bool(train.checkpointing))] if settled else None
         found: dict[str, Planned] = {}
         above = self.plan({})  # the full network's
         for tier, budget in self._tiers.items():
@@ -112,7 +112,9 @@ class TierBudgets:
             found[tier] = Planned(dict(fitted.plan), *how)
         return found
 
-    def _check_order(self, tier: str, versions: Versions, above: RankPlan, fit: Callable[[Versions], Fit]) -> None:
+    def _check_order(
+        self, tier: str, versions: ModelVersions, above: RankPlan, fit: Callable[[ModelVersions], Fit]
+    ) -> None:
         """Refuse a tier that affords less than a ratio after it, or more than the tier before it."""
         free = fit(versions.between(self._smallest, above))
         parameters = {name: versions.cost(plan).parameters for name, plan in (("own", free.plan), ("above", above))}
@@ -129,7 +131,7 @@ class TierBudgets:
         after = (self._tiers[name] for name in names[names.index(tier) + 1 :])
         return next((plan for plan in after if isinstance(plan, RankPlan)), None)
 
-    def _amounts(self, budget: Budget, versions: Versions) -> dict[Kind, int]:
+    def _amounts(self, budget: Budget, versions: ModelVersions) -> dict[Kind, int]:
         classifier = self._setup.classifier or "auto"
 
         def amount(kind: Kind, limit: int | Fraction) -> int:
@@ -142,7 +144,7 @@ class TierBudgets:
         return {kind: amount(kind, limit) for kind, limit in budget.limits.items()}
 
     def _warn(self, tier: str, fitted: Fit) -> None:
-        if fitted.micro_batch and running_names(self._model):
+        if fitted.micro_batch and running_statistic_names(self._model):
             warn(
                 f"tier {tier} trains in micro-batches of {fitted.micro_batch}, and BatchNorm layers normalise by the "
                 "statistics of so many samples",

@@ -15,7 +15,7 @@ from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.methods.budgets import tier_plan
 from fedhm.methods.means import average
 from fedhm.methods.method import Homogeneous, ModelState, Setup
-from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.work.messages import Update
 
 
@@ -48,7 +48,7 @@ class FedAvg(Homogeneous):
 
     def start(self, weights: Tensors) -> ModelState:
         model = load(to_hybrid(self._model, {}), weights)
-        return ModelState({name: t.clone() for name, t in exchanged(to_hybrid(model, self.plan)).items()})
+        return ModelState({name: t.clone() for name, t in exchanged_tensors(to_hybrid(model, self.plan)).items()})
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))

@@ -22,7 +22,7 @@ from fedhm.config.section import Positive, Ratios
 from fedhm.methods.means import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
-from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.networks.structure import channels_last
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.distil import follow, logits
@@ -105,7 +105,7 @@ class FedDF(Method[FedDFState]):
             torch.manual_seed(derive(self._seed, "dropout", round_number, tier))
             batches = islice(chain.from_iterable(epochs), self.config.steps)
             follow(student, teacher, self._objective.divergence, optimizer, batches)
-        return exchanged(student)
+        return exchanged_tensors(student)
 
 
 ENTRY_POINT = FedDFConfig

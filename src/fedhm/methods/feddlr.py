@@ -19,11 +19,11 @@ from fedhm.config.method import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Ratio, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.lowrank.svd import factorize, join, roll, split, unroll
+from fedhm.lowrank.svd import factorize, roll, to_layer_factors, to_matrix_factors, unroll
 from fedhm.methods.budgets import tier_plan
 from fedhm.methods.means import average
 from fedhm.methods.method import Method, Setup, State
-from fedhm.networks.exchange import Tensors, travels_as
+from fedhm.networks.exchange import Tensors, set_packing
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -45,7 +45,7 @@ class Factored:
         for layer in self.plan:
             if f"{layer}.u" in tensors:
                 u, v = unpacked.pop(f"{layer}.u"), unpacked.pop(f"{layer}.v")
-                left, right = join(u, v)
+                left, right = to_matrix_factors(u, v)
                 # (n, m, k₁, k₂) of u (r, m, k₁, 1) and v (n, r, 1, k₂), or (n, m) of u (r, m) and v (n, r)
                 shape = torch.Size((v.shape[0], *u.shape[1:3], *v.shape[3:]))
                 unpacked[f"{layer}.weight"] = roll(left @ right, shape)
@@ -100,7 +100,7 @@ class FedDLR(Method[FedDLRState]):
     def network(self, name: str) -> nn.Module:
         if name not in self.tiers:
             raise FedhmError(f"FedDLR has one network, '{self.tiers[0]}', not '{name}'")
-        return travels_as(to_hybrid(self._model, {}), self.form)
+        return set_packing(to_hybrid(self._model, {}), self.form)
 
     def weights(self, state: FedDLRState, tier: str) -> Tensors:
         return state.packed
@@ -116,7 +116,7 @@ def _factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         left, right = factorize(matrix, rank).prefix(rank)
     else:  # a client that diverged has no decomposition to send; admission says why it is refused
         left, right = (matrix.new_full(shape, torch.nan) for shape in ((len(matrix), rank), (rank, matrix.shape[1])))
-    return split(left, right, weight.shape)
+    return to_layer_factors(left, right, weight.shape)
 
 
 ENTRY_POINT = FedDLRConfig

@@ -13,11 +13,11 @@ from fedhm.config.method import Family, MethodConfig, NamedEntry, Settings, Size
 from fedhm.config.section import Positive, Tiers, tier_name
 from fedhm.config.units import read_budget
 from fedhm.errors import FedhmError
-from fedhm.lowrank.average import directions
+from fedhm.lowrank.average import singular_directions
 from fedhm.lowrank.diagnostics import layer_constants, tier_energies
-from fedhm.lowrank.hybrid import Inside, contain, to_hybrid
+from fedhm.lowrank.hybrid import NestedTiers, nest_tiers, to_hybrid
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors, roll, split
+from fedhm.lowrank.svd import Factors, roll, to_layer_factors
 from fedhm.methods.budgets import Planned, TierBudgets, budgets_of, tier_plan
 from fedhm.methods.means import Aggregate, RecoveredMean, factorized, unbounded
 from fedhm.methods.method import Method, Setup, State
@@ -45,7 +45,7 @@ def tensors_at(state: FedHMState, plan: RankPlan) -> Tensors:
     tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in plan}
     for layer, rank in plan.items():
         shape = state.weights[f"{layer}.weight"].shape
-        tensors[f"{layer}.u"], tensors[f"{layer}.v"] = split(*state.factors[layer].prefix(rank), shape)
+        tensors[f"{layer}.u"], tensors[f"{layer}.v"] = to_layer_factors(*state.factors[layer].prefix(rank), shape)
     return tensors
 
 
@@ -236,7 +236,7 @@ class FedHM(Method[FedHMState]):
         smaller = [plans[each] for each in inside]
         layers = {layer for plan in smaller for layer in plan} - plans[tier].keys()
         ranks = {layer: max(plan.get(layer, 0) for plan in smaller) for layer in sorted(layers)}
-        bases = {f"{BASIS}{layer}": directions(state.factors[layer]).left[:, :r] for layer, r in ranks.items()}
+        bases = {f"{BASIS}{layer}": singular_directions(state.factors[layer]).left[:, :r] for layer, r in ranks.items()}
         if self._budgets:  # the name says the ranks of all of them
             name = INSIDE.join([name, *(self.network_name(state, each) for each in inside)])
         return "nested", f"{NESTED}{name}", weights | bases
@@ -308,7 +308,7 @@ class FedHM(Method[FedHMState]):
             inside = list(self._inside(own))
         plans = [self._plan_of_name(each) for each in inside]
         smaller = [to_hybrid(self._model, plan, spectral=False) for plan in plans]
-        return contain(network, Inside(smaller, plans), *self._nested)
+        return nest_tiers(network, NestedTiers(smaller, plans), *self._nested)
 
     def _plan_of_name(self, name: str) -> RankPlan:
         return self.plans[name] if self._budgets is None or name in self.plans else self._budgets.plan_of_name(name)

@@ -18,7 +18,7 @@ from fedhm.lowrank.hadamard import plan_hadamard
 from fedhm.lowrank.hybrid import to_hadamard, to_hybrid
 from fedhm.methods.means import average
 from fedhm.methods.method import Homogeneous, ModelState, Setup
-from fedhm.networks.exchange import Tensors, exchanged, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.seeds import torch_generator
 from fedhm.work.messages import Update
 
@@ -59,7 +59,7 @@ class FedPara(Homogeneous):
     def start(self, weights: Tensors) -> ModelState:
         model = load(to_hybrid(self._model, {}), weights)
         generator = torch_generator(self._setup.seed, "fedpara")
-        return ModelState(exchanged(to_hadamard(model, self.plan, generator)))
+        return ModelState(exchanged_tensors(to_hadamard(model, self.plan, generator)))
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         return ModelState(

@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from fedhm.adapters.wire import FOLDED
+from fedhm.adapters.packing import FOLDED
 from fedhm.config.method import Family, NamedEntry
-from fedhm.lowrank.average import Stack, Stacked, both
+from fedhm.lowrank.average import ProductSum, StackedProducts, add_stacked
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, Setup, State
@@ -63,7 +63,7 @@ class FLoRA(Method[FLoRAState]):
 
     def merge(self, state: FLoRAState, updates: Iterable[Update], round_number: int) -> FLoRAState:
         head, total = WeightedMean(state.weights), 0.0
-        stacks = {layer: Stack(shape) for layer, shape in self.base.shapes.items()}
+        stacks = {layer: ProductSum(shape) for layer, shape in self.base.shapes.items()}
         for update in updates:
             weight, rows = influence(update, self.config.weighting), trained_rows(update, self._setup.classifier)
             total += weight
@@ -77,7 +77,7 @@ class FLoRA(Method[FLoRAState]):
         added: Tensors = {}
         for layer, stack in stacks.items():
             before, now = _of(state.added, layer), stack.over(total)
-            now = both(before, now) if before else now
+            now = add_stacked(before, now) if before else now
             added |= {layer: now[0]} if len(now) == 1 else {f"{layer}.u": now[0], f"{layer}.v": now[1]}
         return FLoRAState(head.result(), added, round_number)
 
@@ -96,7 +96,7 @@ class FLoRA(Method[FLoRAState]):
         return {**state.weights, **as_sent(begin, self.ranks[tier], self.base.shapes), **folded}
 
 
-def _of(added: Tensors, layer: str) -> Stacked | None:
+def _of(added: Tensors, layer: str) -> StackedProducts | None:
     """Return what was added to a layer's weight; None before the first round."""
     if layer in added:
         return (added[layer],)

@@ -17,8 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedhm.config.method import Family, NamedEntry
-from fedhm.lowrank.delta import inner
-from fedhm.lowrank.svd import join
+from fedhm.lowrank.delta import inner_product
+from fedhm.lowrank.svd import to_matrix_factors
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, ModelState, Setup
@@ -100,8 +100,8 @@ class HetLoRA(Method[HetLoRAState]):
         """Return the norm of what an adapter adds to the weight of each layer."""
         found = {}
         for layer in self.base.shapes:
-            pair = join(tensors[f"{layer}.u"].double(), tensors[f"{layer}.v"].double())
-            found[layer] = math.sqrt(max(inner(pair, pair), 0.0))
+            pair = to_matrix_factors(tensors[f"{layer}.u"].double(), tensors[f"{layer}.v"].double())
+            found[layer] = math.sqrt(max(inner_product(pair, pair), 0.0))
         return found
 
     def _kept(self, tensors: Tensors) -> int:

@@ -18,11 +18,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
-from fedhm.adapters.wire import FOLDED
+from fedhm.adapters.packing import FOLDED
 from fedhm.config.method import Family, NamedEntry
 from fedhm.config.section import Positive
-from fedhm.lowrank.average import Added, Aggregate, merged
-from fedhm.lowrank.svd import Factors, join
+from fedhm.lowrank.average import AdapterSum, Aggregate, merge_adapters
+from fedhm.lowrank.svd import Factors, to_matrix_factors
 from fedhm.machine.device import parallel_map
 from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.means import WeightedMean, influence, trained_rows
@@ -98,13 +98,13 @@ class LoRA(Method[LoRAState]):
 
     def merge(self, state: LoRAState, updates: Iterable[Update], round_number: int) -> LoRAState:
         head = WeightedMean(state.weights)
-        added: dict[str, dict[int, Added]] = {layer: {} for layer in self.base.shapes}
+        added: dict[str, dict[int, AdapterSum]] = {layer: {} for layer in self.base.shapes}
         for update in updates:
             weight, rows = influence(update, self.config.weighting), trained_rows(update, self._setup.classifier)
             for layer, (n, m) in self.base.shapes.items():
-                left, right = join(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
+                left, right = to_matrix_factors(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
                 for first, rank in self._parts(self.ranks[update.tier]):
-                    level = added[layer].setdefault(rank, Added(rank, (m, n), 0 if self.config.fold else rank))
+                    level = added[layer].setdefault(rank, AdapterSum(rank, (m, n), 0 if self.config.fold else rank))
                     level.add(left[:, first:rank], right[first:rank], weight)
             for name in state.weights:
                 classifier = name.rpartition(".")[0] == self._setup.classifier
@@ -112,7 +112,7 @@ class LoRA(Method[LoRAState]):
         how: Aggregate = "updates" if self.config.fold else self.config.aggregate
 
         def factors_of(layer: str) -> Factors:
-            found = merged(list(added[layer].values()), state.factors[layer], how, self.config.band_speed)
+            found = merge_adapters(list(added[layer].values()), state.factors[layer], how, self.config.band_speed)
             return Factors(*(tensor.contiguous() for tensor in found))
 
         layers = list(self.base.shapes)

@@ -12,14 +12,14 @@ from torch import Tensor
 from fedhm.config.method import MethodConfig, only_uniform
 from fedhm.config.schema import ServerConfig
 from fedhm.errors import FedhmError
-from fedhm.lowrank.average import Level, mean_change
+from fedhm.lowrank.average import RankLevel, mean_by_bands
 from fedhm.lowrank.diagnostics import largest_norm
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors, Form, decompose, join, roll, unroll
+from fedhm.lowrank.svd import Factors, Form, decompose, roll, to_matrix_factors, unroll
 from fedhm.machine.device import parallel_map
-from fedhm.networks.exchange import Tensors, precise, precise_type
-from fedhm.widths.narrow import Where, spots
+from fedhm.networks.exchange import Tensors, upcast_half, upcast_half_dtype
+from fedhm.widths.narrow import ChannelIndices, assignable_indices
 from fedhm.work.messages import Update
 
 
@@ -42,7 +42,7 @@ class WeightedMean:
             self.correct(name, tensor, weight)
             self._count(name, weight)
             return
-        tensor, share = precise(tensor), rows * weight
+        tensor, share = upcast_half(tensor), rows * weight
         self._sum(name).addcmul_(tensor, _per_row(share, tensor))
         self._count(name, share)
 
@@ -52,13 +52,15 @@ class WeightedMean:
         for name, tensor in update.tensors.items():
             self.add(name, tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
 
-    def add_part(self, name: str, tensor: Tensor, weight: float, indices: Where, rows: Tensor | None = None) -> None:
+    def add_part(
+        self, name: str, tensor: Tensor, weight: float, indices: ChannelIndices, rows: Tensor | None = None
+    ) -> None:
         """Fold in a tensor that holds only the numbers at `indices`; the mean is over those who hold a number."""
-        tensor = precise(tensor)
+        tensor = upcast_half(tensor)
         share = torch.full_like(tensor, weight, dtype=torch.float64)
         if rows is not None:
             share *= _per_row(rows, share)
-        where = spots(indices, self._old[name].shape)
+        where = assignable_indices(indices, self._old[name].shape)
         self._sum(name)[where] += tensor * share.to(tensor.dtype)
         held = torch.zeros_like(self._old[name], dtype=torch.float64)
         held[where] = share
@@ -71,7 +73,7 @@ class WeightedMean:
 
     def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Add `weight · left @ right` to the sum, without counting it as a contribution."""
-        left, right = precise(left), precise(right)
+        left, right = upcast_half(left), upcast_half(right)
         if name in self._products:
             self._products[name].addmm_(left, right, alpha=weight)
         else:
@@ -81,9 +83,9 @@ class WeightedMean:
     def correct(self, name: str, tensor: Tensor, weight: float) -> None:
         """Add `weight · tensor` to the sum, without counting it as a contribution."""
         if name in self._sums:
-            self._sums[name].add_(precise(tensor), alpha=weight)
+            self._sums[name].add_(upcast_half(tensor), alpha=weight)
         else:
-            self._sums[name] = precise(tensor) * weight
+            self._sums[name] = upcast_half(tensor) * weight
 
     def absorb(self, other: "WeightedMean", but: Set[str] = frozenset()) -> None:
         """Fold in all that another mean has been given, but for these names."""
@@ -132,7 +134,7 @@ class WeightedMean:
     def _sum(self, name: str) -> Tensor:
         if name not in self._sums:
             old = self._old[name]
-            self._sums[name] = torch.zeros_like(old, dtype=precise_type(old.dtype))
+            self._sums[name] = torch.zeros_like(old, dtype=upcast_half_dtype(old.dtype))
         return self._sums[name]
 
     def _count(self, name: str, share: float | Tensor) -> None:
@@ -205,10 +207,10 @@ class CoordinateMean(WeightedMean):
         self._given: dict[str, _Given] = {}
 
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
-        self._give(name, precise(tensor), weight, rows)
+        self._give(name, upcast_half(tensor), weight, rows)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
-        self._give(name, precise(left) @ precise(right), weight)
+        self._give(name, upcast_half(left) @ upcast_half(right), weight)
         self._given[name].unrolled = True
 
     def _give(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
@@ -339,7 +341,7 @@ class RecoveredMean:
         rows = trained_rows(update, self._classifier)
         for layer in plan:
             u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]
-            mean.add_product(f"{layer}.weight", *join(u, v), weight)
+            mean.add_product(f"{layer}.weight", *to_matrix_factors(u, v), weight)
             self.kappa_uv = max(self.kappa_uv, largest_norm((u, v)))
         for name, tensor in update.tensors.items():
             layer, _, part = name.rpartition(".")
@@ -391,22 +393,22 @@ class RecoveredMean:
 
         def mean_of(layer: str) -> tuple[Tensor, Tensor]:
             old = self._weights[f"{layer}.weight"]
-            factors = Factors(*(precise(tensor) for tensor in self._factors[layer]))
+            factors = Factors(*(upcast_half(tensor) for tensor in self._factors[layer]))
             # nothing else holds the totals, so that what is made next, and for the next layer, has their memory
             levels = (self._level(layer, network, total) for network, total in totals.pop(layer).items())
-            mean = mean_change(list(levels), factors, self._band_speed).add_(precise(unroll(old, self._form)))
+            mean = mean_by_bands(list(levels), factors, self._band_speed).add_(upcast_half(unroll(old, self._form)))
             return roll(mean, old.shape).to(old.dtype), mean.to(old.dtype)
 
         return {f"{layer}.weight": mean for layer, mean in zip(layers, parallel_map(mean_of, layers), strict=True)}
 
-    def _level(self, layer: str, network: str, total: Tensor) -> Level:
+    def _level(self, layer: str, network: str, total: Tensor) -> RankLevel:
         """Return what the clients of one network have in a layer, in unrolled form."""
         weight, plan = self._influence[network], self._plans[network]
         if layer in plan:
-            return Level(plan[layer], total, weight, sent=plan[layer])
+            return RankLevel(plan[layer], total, weight, sent=plan[layer])
         old = self._weights[f"{layer}.weight"]  # dense there
-        change = unroll(total.sub_(precise(old), alpha=weight), self._form)
-        return Level(largest_rank(old.shape, self._form), change.contiguous(), weight)
+        change = unroll(total.sub_(upcast_half(old), alpha=weight), self._form)
+        return RankLevel(largest_rank(old.shape, self._form), change.contiguous(), weight)
 
 
 def largest_ranks(plans: Iterable[RankPlan]) -> dict[str, int]:

@@ -9,9 +9,9 @@ from fedhm.errors import FedhmError
 from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors
-from fedhm.widths.narrow import check_alignment, narrowed, take, where
+from fedhm.widths.narrow import channel_indices, check_alignment, narrow_network, select_channels
 from fedhm.widths.plan import WidthPlan, plan_widths
-from fedhm.widths.wrappers import divided, scaled_layers, with_scaler
+from fedhm.widths.wrappers import divide_weights, scaled_layers, with_scaler
 from fedhm.work.messages import Participant, Task, Update
 
 SCALED = "scaled "  # before a tier: its network as it is trained, where that is another one
@@ -56,17 +56,17 @@ class Slices:
     def network(self, name: str) -> nn.Module:
         """Return a tier's network as it is handed out, or as it is trained."""
         tier = name.removeprefix(SCALED)
-        network = narrowed(self._model, self._plans[tier])
+        network = narrow_network(self._model, self._plans[tier])
         return network if name == tier else with_scaler(network, self._plans[tier], self._shares[tier])
 
     def handed_out(self, tensors: Tensors, tier: str) -> Tensors:
         """Return the weights of a tier's network as it is handed out, from those of the network that was trained."""
-        return divided(tensors, self._plans[tier], self._shares[tier]) if tier in self._shares else tensors
+        return divide_weights(tensors, self._plans[tier], self._shares[tier]) if tier in self._shares else tensors
 
     def take(self, weights: Tensors, tier: str, offset: int = 0) -> Tensors:
         """Return the tier's part of the full model's weights: a window of channels that starts at `offset`."""
         plan = self._plans[tier]
-        return {name: take(t, where(plan, name, t.ndim, offset)) for name, t in weights.items()}
+        return {name: select_channels(t, channel_indices(plan, name, t.ndim, offset)) for name, t in weights.items()}
 
     def own_scale(self, tensors: Tensors, tier: str) -> Tensors:
         """Bring weights to the scale of a network of a tier's width: initial ones shrink with the number of inputs."""
@@ -88,7 +88,7 @@ class Slices:
         for update in updates:
             rows = trained_rows(update, self._classifier)
             for name, tensor in update.tensors.items():
-                indices = where(self._plans[update.tier], name, tensor.ndim, offset)
+                indices = channel_indices(self._plans[update.tier], name, tensor.ndim, offset)
                 held = rows if name.rpartition(".")[0] == self._classifier else None
                 mean.add_part(name, tensor, influence(update, weighting), indices, held)
         return mean.result()

@@ -21,8 +21,8 @@ from fedhm.config.section import Positive, Ratio
 from fedhm.methods.means import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
-from fedhm.networks.exchange import Tensors, exchanged
-from fedhm.networks.structure import copied, initialise
+from fedhm.networks.exchange import Tensors, exchanged_tensors
+from fedhm.networks.structure import copy_network, reinitialise
 from fedhm.seeds import derive, numpy_generator
 from fedhm.widths.wrappers import Ensemble
 from fedhm.work.messages import Participant, Task, Update
@@ -115,7 +115,7 @@ class SplitMix(Method[SplitMixState]):
     def _new_weights(self, base: int) -> Tensors:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self._seed, "base", base))
-            return exchanged(initialise(copied(self._model)))
+            return exchanged_tensors(reinitialise(copy_network(self._model)))
 
 
 ENTRY_POINT = SplitMixConfig

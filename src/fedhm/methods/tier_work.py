@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from fedhm.config.schema import Config
-from fedhm.measure.cost import Form, form_of, memory_of_training, sample_of
+from fedhm.measure.cost import SampleSpec, configured_training_memory, sample_spec, zero_batch
 from fedhm.methods.method import AnyMethod
-from fedhm.networks.exchange import digest_of, exchanged
-from fedhm.networks.inputs import Inputs, shape_of
+from fedhm.networks.exchange import exchanged_tensors, structure_digest
+from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.networks.saving import can_checkpoint
 from fedhm.server.collect import Intake
 from fedhm.server.filters.fleet import Fleet, Planned, check_profiles
@@ -26,19 +26,19 @@ class TierWork:
         method: AnyMethod,
         model: nn.Module,
         config: Config,
-        input_shape: Form,
+        input_shape: SampleSpec,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.tiers, self.levels = method.tiers, method.levels
         train, compiled = config.train, config.engine.compile
-        sample = sample_of(model, 1, input_shape, dtype)
+        sample = zero_batch(model, 1, input_shape, dtype)
         # whether clients may train with checkpointing where that is not asked of all of them
         self.can_checkpoint: Callable[[], bool] = cache(lambda: not compiled and can_checkpoint(model, sample))
-        start = cache(lambda: method.start(exchanged(model)))
+        start = cache(lambda: method.start(exchanged_tensors(model)))
         self._tasks = cache(lambda tier: list(method.tasks(start(), [Participant(0, tier)], train.rounds)))
         self._train = train
         self._memory = cache(
-            lambda network, train: memory_of_training(method.network(network), input_shape, train, dtype)
+            lambda network, train: configured_training_memory(method.network(network), input_shape, train, dtype)
         )
 
     def tasks(self, tier: str) -> list[Task]:
@@ -53,5 +53,5 @@ class TierWork:
 
 def plan_fleet(config: Config, model: nn.Module, method: AnyMethod, sample: Inputs, intake: Intake) -> list[Planned]:
     """Find out which tier every client gets by its device, and what its rounds take; `sample` is a batch of one."""
-    check_profiles(config.federation.devices, digest_of(model, shape_of(sample)), config.train)
-    return Fleet(config, intake).plan(TierWork(method, model, config, *form_of(sample)))
+    check_profiles(config.federation.devices, structure_digest(model, sample_shape(sample)), config.train)
+    return Fleet(config, intake).plan(TierWork(method, model, config, *sample_spec(sample)))

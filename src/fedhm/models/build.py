@@ -9,10 +9,10 @@ from torch import nn
 
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
-from fedhm.machine.process import memory
+from fedhm.machine.process import memory_limit
 from fedhm.models import MODELS
 from fedhm.models.pretrained import read_pretrained
-from fedhm.networks.exchange import exchanged, size_in_bytes
+from fedhm.networks.exchange import exchanged_tensors, size_in_bytes
 from fedhm.seeds import derive
 
 
@@ -45,8 +45,8 @@ def _check_size(make: Callable[[], nn.Module], given: str) -> None:
     """Refuse a model that this machine cannot hold, before any of it is there."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            size = float(size_in_bytes(exchanged(make())))
+            size = float(size_in_bytes(exchanged_tensors(make())))
     except (RuntimeError, OverflowError, TypeError):  # torch cannot count so far
         size = math.inf
-    if 4 * size > memory():  # itself, its first weights, and one that is trained with its gradients
+    if 4 * size > memory_limit():  # itself, its first weights, and one that is trained with its gradients
         raise FedhmError(f"{given} makes a model of {size / 1e9:,.0f} GB, too large to be trained in the memory here")

@@ -13,14 +13,14 @@ def tracked_layers(network: nn.Module) -> dict[str, _BatchNorm]:
     return {name: layer for name, layer in found.items() if not vars(layer).get("fedhm_held")}
 
 
-def running_names(network: nn.Module) -> set[str]:
+def running_statistic_names(network: nn.Module) -> set[str]:
     """Return the names under which `network` stores its BatchNorm statistics."""
     layers = tracked_layers(network)
     return {f"{name}.{part}" if name else part for name in layers for part in ("running_mean", "running_var")}
 
 
 @contextmanager
-def by_batch(network: nn.Module) -> Iterator[None]:
+def normalise_by_batch(network: nn.Module) -> Iterator[None]:
     """Make BatchNorm layers normalise by batch, whatever the network's mode, and leave stored statistics alone."""
     layers = tracked_layers(network).values()
     try:

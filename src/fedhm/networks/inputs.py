@@ -14,7 +14,7 @@ from fedhm.errors import FedhmError
 Inputs = Tensor | dict[str, Tensor]  # a batch: what has names is passed by these
 
 
-def scores(forward: Callable[..., Any], inputs: Inputs, when: str = "") -> Tensor:
+def forward_batch(forward: Callable[..., Any], inputs: Inputs, when: str = "") -> Tensor:
     """Return the scores that a network gives for a batch: its output, or that output's `logits`."""
     output = forward(**inputs) if isinstance(inputs, dict) else forward(inputs)
     found = output if isinstance(output, Tensor) else getattr(output, "logits", output)
@@ -23,26 +23,26 @@ def scores(forward: Callable[..., Any], inputs: Inputs, when: str = "") -> Tenso
     return found
 
 
-def one_tensor(inputs: Inputs | object, what: str) -> Tensor:
+def require_tensor(inputs: Inputs | object, what: str) -> Tensor:
     """Return inputs that are one tensor; of texts, which are several, say that `what` is not for them."""
     if not isinstance(inputs, Tensor):
         raise FedhmError(f"{what} is for models that take one tensor, not for those that read texts")
     return inputs
 
 
-def rows_of(inputs: Inputs, rows: Tensor) -> Inputs:
+def select_rows(inputs: Inputs, rows: Tensor) -> Inputs:
     """Return some samples of a batch."""
     return {name: tensor[rows] for name, tensor in inputs.items()} if isinstance(inputs, dict) else inputs[rows]
 
 
-def repeated(inputs: Inputs, times: int) -> Inputs:
+def repeat_batch(inputs: Inputs, times: int) -> Inputs:
     """Return a batch in which a batch comes several times."""
     if isinstance(inputs, dict):
         return {name: torch.cat([tensor] * times) for name, tensor in inputs.items()}
     return torch.cat([inputs] * times)
 
 
-def shape_of(inputs: Inputs) -> tuple[int, ...]:
+def sample_shape(inputs: Inputs) -> tuple[int, ...]:
     """Return the shape of one sample of a batch; of several tensors, that of the first."""
     return tuple((next(iter(inputs.values())) if isinstance(inputs, dict) else inputs).shape[1:])
 
@@ -54,7 +54,7 @@ def on_device(inputs: Inputs, device: torch.device) -> Inputs:
 # One batch through a model before anything else: does it fit the data, and which layer gives its output?
 
 
-def probe(model: nn.Module, batch: Inputs, check: Callable[[Tensor], None]) -> str | None:
+def probe_model(model: nn.Module, batch: Inputs, check: Callable[[Tensor], None]) -> str | None:
     """Return the name of the Linear layer whose output is the model's, if there is one; `check` looks at the output.
 
     The layer is found by what it does, since a model may define its layers in any order.
@@ -69,11 +69,11 @@ def probe(model: nn.Module, batch: Inputs, check: Callable[[Tensor], None]) -> s
             if isinstance(layer, nn.Linear):
                 layer.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output}))
         with torch.no_grad():
-            output = scores(copied, batch)
+            output = forward_batch(copied, batch)
     except FedhmError:
         raise
     except Exception as error:  # whatever a foreign model raises
-        raise FedhmError(f"the model does not accept the inputs, of shape {shape_of(batch)}: {error}") from error
+        raise FedhmError(f"the model does not accept the inputs, of shape {sample_shape(batch)}: {error}") from error
     check(output)
     return next((name for name, found in outputs.items() if found is output), None)
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU
-from fedhm.networks.exchange import Tensors, exchanged, fill, unpacked
-from fedhm.networks.structure import channels_last, copied
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load_unpacked, unpack_tensors
+from fedhm.networks.structure import channels_last, copy_network
 
 MOST = 16  # networks at a time; methods name fewer
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedNetwork:
     """A network that is prepared for training."""
 
     network: nn.Module
@@ -30,7 +30,7 @@ class Ready:
 
     def hand_over(self, names: Iterable[str]) -> Tensors:
         """Return what travels of the network under these names, to keep; the network is of no use afterwards."""
-        trained = exchanged(self.network)
+        trained = exchanged_tensors(self.network)
         return {name: self._kept(trained[name]) for name in names}
 
     def _kept(self, tensor: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Ready:
         return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
 
 
-class Networks:
+class NetworkPool:
     """Networks by name, for one task at a time; `build` makes a new one, whose weights are to be loaded."""
 
     def __init__(
@@ -50,14 +50,14 @@ class Networks:
         self.device = device
         self._build, self._compiled, self._most = build, compiled, most
         self._prepared: dict[str, nn.Module] = {}  # the one that was used last comes last
-        self._used: dict[str, Ready] = {}  # those that are compiled, by name
+        self._used: dict[str, PreparedNetwork] = {}  # those that are compiled, by name
 
     @contextmanager
-    def loaded(self, name: str, tensors: Tensors) -> Iterator[Ready]:
+    def loaded(self, name: str, tensors: Tensors) -> Iterator[PreparedNetwork]:
         """Yield the network of this name with `tensors` in it. What they leave out is as in a new network."""
         prepared = self._network(name)
-        ready = self._compiled_once(name, prepared) if self._compiled else _ready(copied(prepared))
-        fill(ready.network, unpacked(ready.network, tensors))
+        ready = self._compiled_once(name, prepared) if self._compiled else _ready(copy_network(prepared))
+        load_unpacked(ready.network, unpack_tensors(ready.network, tensors))
         yield ready
 
     def _network(self, name: str) -> nn.Module:
@@ -71,11 +71,11 @@ class Networks:
             self._used.pop(oldest, None)
         return network
 
-    def _compiled_once(self, name: str, prepared: nn.Module) -> Ready:
+    def _compiled_once(self, name: str, prepared: nn.Module) -> PreparedNetwork:
         """Return a compiled network, which is too dear to be thrown away, with the values of a new one."""
         if name not in self._used:
-            network = copied(prepared)
-            self._used[name] = Ready(network, torch.compile(network), discarded=False)
+            network = copy_network(prepared)
+            self._used[name] = PreparedNetwork(network, torch.compile(network), discarded=False)
         network = self._used[name].network
         with torch.no_grad():
             for used, new in zip(_tensors(network), _tensors(prepared), strict=True):
@@ -85,8 +85,8 @@ class Networks:
         return self._used[name]
 
 
-def _ready(network: nn.Module) -> Ready:
-    return Ready(network, network)
+def _ready(network: nn.Module) -> PreparedNetwork:
+    return PreparedNetwork(network, network)
 
 
 def _tensors(network: nn.Module) -> list[Tensor]:

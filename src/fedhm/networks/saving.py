@@ -13,13 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fedhm.errors import FedhmError
 from fedhm.machine.device import seeded
-from fedhm.networks.inputs import Inputs, rows_of, scores
-from fedhm.networks.structure import copied
+from fedhm.networks.inputs import Inputs, forward_batch, select_rows
+from fedhm.networks.structure import copy_network
 
 Loss = Callable[[Inputs, Tensor], Tensor]  # mean over the inputs and targets of a part
 
 
-def backward(loss_of: Loss, inputs: Inputs, targets: Tensor, most: int, trained: Sequence[nn.Parameter]) -> Tensor:
+def backward_in_parts(
+    loss_of: Loss, inputs: Inputs, targets: Tensor, most: int, trained: Sequence[nn.Parameter]
+) -> Tensor:
     """Leave the gradient of a batch's mean loss in the parameters, and return that loss.
 
     most  samples in a part; 0: the whole batch is one
@@ -30,10 +32,10 @@ def backward(loss_of: Loss, inputs: Inputs, targets: Tensor, most: int, trained:
         return loss.detach()
     total = torch.zeros((), device=targets.device)
     before = 0
-    for rows in split(torch.arange(len(targets), device=targets.device), most):
+    for rows in split_batches(torch.arange(len(targets), device=targets.device), most):
         # Not losses are weighted but what they add to: whatever else a loss does to gradients is weighted with it.
         _scale(trained, before / len(rows))
-        loss = loss_of(rows_of(inputs, rows), targets[rows])
+        loss = loss_of(select_rows(inputs, rows), targets[rows])
         loss.backward()
         total = total + loss.detach() * (len(rows) / len(targets))
         before = len(rows)
@@ -41,7 +43,7 @@ def backward(loss_of: Loss, inputs: Inputs, targets: Tensor, most: int, trained:
     return total
 
 
-def split(order: Tensor, size: int) -> list[Tensor]:
+def split_batches(order: Tensor, size: int) -> list[Tensor]:
     """Split into batches; a single last sample joins the batch before: BatchNorm has no variance of a single value."""
     parts = list(order.split(size))
     if len(parts) > 1 and len(parts[-1]) == 1:
@@ -185,12 +187,12 @@ def _drawing_again(python: Any, numpy: Any) -> Iterator[None]:
 
 def can_checkpoint(network: nn.Module, sample: Inputs) -> bool:
     """Tell whether a network has blocks, and all of them do the same again; `sample` is a batch of one input."""
-    return bool(find_blocks(network)) and unrepeatable(network, True, sample) is None
+    return bool(find_blocks(network)) and find_unrepeatable_block(network, True, sample) is None
 
 
-def check_repeats(network: nn.Module, asked: bool | Sequence[str], sample: Inputs) -> None:
+def check_repeatable(network: nn.Module, asked: bool | Sequence[str], sample: Inputs) -> None:
     """Refuse to checkpoint blocks that do not repeat themselves."""
-    if asked and (name := unrepeatable(network, asked, sample)) is not None:
+    if asked and (name := find_unrepeatable_block(network, asked, sample)) is not None:
         raise FedhmError(
             f"train.checkpointing: '{name}' gives other outputs when it runs again, and its gradients would be wrong: "
             "it draws from a generator of its own, or remembers its calls; name other modules in train.checkpointing, "
@@ -198,13 +200,13 @@ def check_repeats(network: nn.Module, asked: bool | Sequence[str], sample: Input
         )
 
 
-def unrepeatable(network: nn.Module, asked: bool | Sequence[str], sample: Inputs) -> str | None:
+def find_unrepeatable_block(network: nn.Module, asked: bool | Sequence[str], sample: Inputs) -> str | None:
     """Return the name of a block that gives other outputs when it runs again; None if there is none.
 
     Such a block draws from a generator of its own, or counts its calls. `sample` is a batch of one input; noise takes
     its place, since what a network makes of zeros may be zeros whatever it draws.
     """
-    network = copied(network).train()
+    network = copy_network(network).train()
     other: list[str] = []
 
     def run_twice(name: str, block: nn.Module) -> None:
@@ -228,7 +230,7 @@ def unrepeatable(network: nn.Module, asked: bool | Sequence[str], sample: Inputs
         run_twice(name, network.get_submodule(name))
     try:
         with torch.no_grad(), seeded(0):
-            scores(network, _noise_like(sample))
+            forward_batch(network, _noise_like(sample))
     except Exception:  # whatever a foreign model raises: it may train on other batches, and clients will say if not
         return None
     return other[0] if other else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 
-class Steps(Protocol):
+class Optimizer(Protocol):
     """What training needs of an optimizer; those of torch have it."""
 
     def zero_grad(self) -> None: ...
@@ -22,7 +22,7 @@ class Steps(Protocol):
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     parameters: Sequence[nn.Parameter]
     weight_decay: float = 0.0
     lr_factor: float = 1.0  # on the learning rate
@@ -33,7 +33,7 @@ class SGD:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        groups: Sequence[ParameterGroup],
         lr: float,
         momentum: float = 0.0,
         dampening: float = 0.0,

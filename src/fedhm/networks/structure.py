@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import base_of
+from fedhm.networks.exchange import shared_parameters
 
 Memo = dict[Any, Any]
 ATOMIC = {
@@ -113,7 +113,7 @@ def _is_ordinary(kind: type) -> bool:
 # The structure of any network: a copy of it, who holds its weights, and what it runs in training.
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copy_network(model: nn.Module) -> nn.Module:
     """Return a copy of a network, to be changed; tensors that share a parameter's memory share it in the copy too.
 
     What everybody has (`networks/exchange.py`) is not copied.
@@ -132,7 +132,7 @@ def copied(model: nn.Module) -> nn.Module:
         raise FedhmError(f"the model cannot be copied: {error}") from error
 
 
-def sharing_copy(model: nn.Module) -> nn.Module:
+def copy_sharing_parameters(model: nn.Module) -> nn.Module:
     """Return a frozen copy of a network that reads the very parameters of the first.
 
     A base may fill most of the memory. Nobody may write to it; what is trained or added to is parted first.
@@ -147,7 +147,7 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copy.requires_grad_(False)
 
 
-def with_own_base(networks: Iterable[nn.Module]) -> None:
+def unshare_base(networks: Iterable[nn.Module]) -> None:
     """Give networks a base of their own in place of that of a user's model, one for all that shared it.
 
     Whoever merges an adapter into its base, or goes on to train the model, would change both.
@@ -155,7 +155,7 @@ def with_own_base(networks: Iterable[nn.Module]) -> None:
     own: dict[int, nn.Parameter] = {}
     keep: list[Tensor] = []  # as long as their ids stand for them
     for network in networks:
-        shared = {id(parameter) for parameter in base_of(network).values()}
+        shared = {id(parameter) for parameter in shared_parameters(network).values()}
         for module in network.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in shared - own.keys():
@@ -170,12 +170,12 @@ def weight_owners(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
-def normalises(network: nn.Module) -> bool:
+def has_normalisation(network: nn.Module) -> bool:
     """Tell whether a network has normalisation layers of torch's."""
     return any(isinstance(m, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm) for m in network.modules())
 
 
-def run_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, Fraction]]:
+def networks_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, Fraction]]:
     """Return the networks that run in training, the widest first, and in which share of the batches each does.
 
     That is `network` itself, in all of them; ordered dropout has several, which share the weights of the first.
@@ -204,7 +204,7 @@ def he_normal(network: nn.Module) -> None:
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
 
-def initialise(network: nn.Module) -> nn.Module:
+def reinitialise(network: nn.Module) -> nn.Module:
     """Draw all weights anew, by the rules with which the network was made, and return it.
 
     A layer's rule is its `reset_parameters`. A network may have one for its layers, which comes after theirs.
@@ -229,7 +229,7 @@ REGISTER = 16  # floats in an AVX-512 register
 
 def channels_last(network: nn.Module) -> nn.Module:
     """Prepare a network for training on channels-last images."""
-    variants = [dict(each.named_modules()) for each, _ in run_in_training(network)]
+    variants = [dict(each.named_modules()) for each, _ in networks_in_training(network)]
     endangered = {name for layers in variants for name, layer in layers.items() if _endangered(layer)}
     for layers in variants:
         for name in endangered:

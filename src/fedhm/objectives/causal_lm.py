@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import precise
+from fedhm.networks.exchange import upcast_half
 
 NOT_COUNTED = -100
 MOST = 700.0  # of a loss: the exponential of more is no number
@@ -44,7 +44,7 @@ class CausalLM(Objective):
         return _summed(output, targets) / _counted(targets).clamp(min=1)
 
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
-        return {"loss": _summed(precise(output), targets), "tokens": _counted(targets)}
+        return {"loss": _summed(upcast_half(output), targets), "tokens": _counted(targets)}
 
     def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:
         loss = sums["loss"].item() / max(1.0, sums["tokens"].item())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import precise
+from fedhm.networks.exchange import upcast_half
 
 
 class Classification(Objective):
@@ -50,7 +50,7 @@ class Classification(Objective):
         return {
             # NaN counts as the largest number, and is never right
             "correct": ((output.argmax(1) == targets) & ~output.isnan().any(1)).sum(),
-            "loss": F.cross_entropy(precise(output), targets, reduction="sum"),
+            "loss": F.cross_entropy(upcast_half(output), targets, reduction="sum"),
         }
 
     def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:

@@ -10,15 +10,15 @@ from itertools import groupby
 from rich.table import Table
 from torch import nn
 
-from fedhm.adapters.adapted import described
+from fedhm.adapters.adapted import describe_adapter
 from fedhm.config.schema import NO_TIER, Config
 from fedhm.config.units import shown
-from fedhm.measure.cost import form_of, measure
+from fedhm.measure.cost import measure, sample_spec
 from fedhm.methods.method import AnyMethod
 from fedhm.methods.tier_work import TierWork
-from fedhm.networks.batchnorm import running_names
-from fedhm.networks.exchange import Tensors, base_of, size_in_bytes
-from fedhm.networks.inputs import Inputs, shape_of
+from fedhm.networks.batchnorm import running_statistic_names
+from fedhm.networks.exchange import Tensors, shared_parameters, size_in_bytes
+from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.report.comparable import difference
 from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs, rich_table
 from fedhm.runs.history import Run
@@ -163,13 +163,13 @@ BOTH, DOWN, UP, MEMORY = "bytes each way", "bytes down", "up", "training memory"
 
 def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, sample: Inputs) -> Table:
     """Return what each tier costs: a client that trains several networks holds one at a time, and exchanges all."""
-    shape = form_of(sample)[0]
+    shape = sample_spec(sample)[0]
     work = TierWork(method, model, config, shape)
     macs = cache(lambda network: measure(method.network(network), shape).macs)
     rows: list[dict[str, str]] = []
     for tier in method.tiers:
         network = method.network(tier)
-        cost, adapter = measure(network, shape), described(network)
+        cost, adapter = measure(network, shape), describe_adapter(network)
         tasks = work.tasks(tier)
         down, up = _bytes(method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics)
         rows.append(
@@ -184,10 +184,10 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
                 MEMORY: readable_bytes(work.memory(tier)),
             }
         )
-    title = f"{name}: one sample {'×'.join(map(str, shape_of(sample)))}, batch {config.train.batch}"
+    title = f"{name}: one sample {'×'.join(map(str, sample_shape(sample)))}, batch {config.train.batch}"
     table = rich_table(_without_twins(rows, title), spacious=True)
     table.title_justify = "center"
-    if base := base_of(method.network(method.tiers[0])):
+    if base := shared_parameters(method.network(method.tiers[0])):
         numbers = sum(tensor.numel() for tensor in base.values())
         table.caption = f"and a frozen base of {numbers:,} parameters, {readable_bytes(size_in_bytes(base))}, not sent"
     return table
@@ -213,7 +213,7 @@ def _bytes(method: AnyMethod, tasks: Sequence[Task], static: bool) -> tuple[int 
     down = up = 0
     for task in tasks:
         # under static batch normalisation, running averages never travel
-        left_out = running_names(method.network(task.network)) if static else set()
+        left_out = running_statistic_names(method.network(task.network)) if static else set()
         down += _size(task.tensors, left_out)
         up += _size(work_of(task.kind).loaded(task), left_out)
     return down, up

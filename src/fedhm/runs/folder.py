@@ -16,8 +16,8 @@ from torch import nn
 from fedhm.config.loading import parse_resolved, read_text
 from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.errors import FedhmError
-from fedhm.machine.files import check_folder, check_name, make_folder, take_lock, write_atomically
-from fedhm.machine.printable import pasteable
+from fedhm.machine.files import check_folder, check_utf8_name, make_folder, take_lock, write_atomically
+from fedhm.machine.printable import quoted_command
 from fedhm.measure.cost import Cost
 from fedhm.runs.checkpoint import (
     Checkpoint,
@@ -64,7 +64,7 @@ class RunSettings:
 
 def read_settings(path: Path) -> RunSettings:
     """Read the settings in a run's folder; a folder in another format is refused."""
-    check_name(path)
+    check_utf8_name(path)
     file = path / CONFIG_FILE
     if not file.exists():
         raise FedhmError(f"{path} is not the folder of a run: {_what_is_there(path)}")
@@ -153,10 +153,10 @@ class RunFolder:
 
     @staticmethod
     def check_free(path: Path) -> None:
-        check_name(path)
+        check_utf8_name(path)
         check_folder(path)
         if (path / "config.toml").exists():
-            command = pasteable("fedhm", "resume", path)
+            command = quoted_command("fedhm", "resume", path)
             raise FedhmError(f"{path} holds a run already: resume it with {command}, or choose another folder")
         if path.is_dir() and any(entry.name != LOCK and not entry.name.endswith(".tmp") for entry in path.iterdir()):
             raise FedhmError(f"{path} holds other files: choose an empty or a new folder")
@@ -314,7 +314,7 @@ class RunFolder:
 
 def how_to_resume(path: Path) -> str:
     """Return the end of a sentence that says why a run stopped."""
-    return f"; {pasteable('fedhm', 'resume', path)} resumes from the last complete round"
+    return f"; {quoted_command('fedhm', 'resume', path)} resumes from the last complete round"
 
 
 def rounds_done(path: Path) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
-from fedhm.machine.files import check_name
+from fedhm.machine.files import check_utf8_name
 from fedhm.measure.cost import Cost
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
@@ -85,7 +85,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _read(path: Path) -> Run:
-    check_name(path.resolve())
+    check_utf8_name(path.resolve())
     if not path.is_dir():
         raise FedhmError(
             f"{path} is a file, not the folder of a run" if path.exists() else f"there is no folder {path}"

@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from fedhm.adapters.adapted import described, rebuilt
+from fedhm.adapters.adapted import describe_adapter, rebuild_adapted
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of, to_hadamard, to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.machine.files import file_name
 from fedhm.machine.tensors import read_shapes, read_tensors, write_tensors
-from fedhm.networks.exchange import exchanged, load
-from fedhm.networks.structure import copied
+from fedhm.networks.exchange import exchanged_tensors, load
+from fedhm.networks.structure import copy_network
 from fedhm.widths.plan import resize, sizes_of
 from fedhm.widths.wrappers import Ensemble
 
@@ -40,7 +40,7 @@ def tier_file(folder: Path, tier: str) -> Path:
 
 
 def save_tier(path: Path, network: nn.Module, tier: str) -> None:
-    write_tensors(path, exchanged(network), {"format": FORMAT, "tier": tier, **_description(network)})
+    write_tensors(path, exchanged_tensors(network), {"format": FORMAT, "tier": tier, **_description(network)})
 
 
 def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
@@ -55,13 +55,13 @@ def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
         network = _rebuilt(model, header, len(tensors))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FedhmError(f"{path} has a header that describes no network: {error!r}") from None
-    if missing := set(exchanged(network)) - set(tensors):
+    if missing := set(exchanged_tensors(network)) - set(tensors):
         raise FedhmError(f"{path} is of another model: it has no '{min(missing)}'")
     return load(network, tensors).eval()
 
 
 def _description(network: nn.Module) -> dict[str, Any]:
-    if (adapter := described(network)) is not None:
+    if (adapter := describe_adapter(network)) is not None:
         return {"adapter": adapter}
     if isinstance(network, Ensemble):
         return {**_description(network.members[0]), "members": len(network.members)}
@@ -71,8 +71,8 @@ def _description(network: nn.Module) -> dict[str, Any]:
 
 def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Module:
     if "adapter" in header:
-        return rebuilt(model, header["adapter"])
-    narrow = copied(model)
+        return rebuild_adapted(model, header["adapter"])
+    narrow = copy_network(model)
     layers, full = dict(narrow.named_modules()), sizes_of(model)
     for name, (outputs, inputs) in header["sizes"].items():
         if name in full and full[name] != [outputs, inputs]:
@@ -86,7 +86,7 @@ def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Modul
     members = header.get("members")
     if members is not None and (type(members) is not int or not 1 <= members <= tensors):  # each has some of them
         raise ValueError(f"{members} members of {tensors} tensors")
-    return Ensemble(copied(network) for _ in range(members)) if members else network
+    return Ensemble(copy_network(network) for _ in range(members)) if members else network
 
 
 def read_layers(path: Path) -> dict[str, Layer]:

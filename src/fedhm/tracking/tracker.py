@@ -16,7 +16,7 @@ from torch import nn
 
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError, FedhmWarning
-from fedhm.machine.files import file_name, in_words, write_atomically
+from fedhm.machine.files import file_name, os_error_sentence, write_atomically
 from fedhm.machine.printable import printable
 from fedhm.runs.folder import TRACKING
 from fedhm.runs.models import save_tier, tier_file
@@ -204,5 +204,5 @@ class Tracker(ABC):
 def _why(error: Exception) -> str:
     """Return what a tool has raised, in one line: some of them give whole paragraphs."""
     if isinstance(error, OSError) and error.strerror and error.filename:
-        return in_words(error)
+        return os_error_sentence(error)
     return printable(str(error) or repr(error), LONGEST)

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import averages
-from fedhm.networks.structure import copied
-from fedhm.widths.plan import NORMS, WidthPlan, attempt, resize
+from fedhm.networks.exchange import is_averageable
+from fedhm.networks.structure import copy_network
+from fedhm.widths.plan import NORMS, WidthPlan, resize, run_or_refuse
 
-Where = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indices, None for all
+ChannelIndices = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indices, None for all
 
 
-def narrowed(model: nn.Module, plan: WidthPlan) -> nn.Module:
+def narrow_network(model: nn.Module, plan: WidthPlan) -> nn.Module:
     """Return a copy of `model` with the leading channels that `plan` leaves in every layer."""
-    network = copied(model)
+    network = copy_network(model)
     layers = dict(network.named_modules())
     for name, cut in plan.items():
         inputs = cut.inputs.kept if cut.inputs else cut.outputs.kept // cut.outputs.unit
@@ -23,7 +23,7 @@ def narrowed(model: nn.Module, plan: WidthPlan) -> nn.Module:
     return network
 
 
-def where(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> Where:
+def channel_indices(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> ChannelIndices:
     """Return which part of the full network's tensor `name`, of `ndim` axes, belongs to the narrower one.
 
     The window starts at channel `offset` of every layer.
@@ -38,15 +38,15 @@ def where(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> Where:
     return first, cut.inputs.window(offset)
 
 
-def take(tensor: Tensor, indices: Where) -> Tensor:
+def select_channels(tensor: Tensor, indices: ChannelIndices) -> Tensor:
     for axis, chosen in enumerate(indices):
         if chosen is not None:
             tensor = tensor.index_select(axis, chosen)
     return tensor
 
 
-def spots(indices: Where, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Return indices for which `tensor[spots(...)]` is what `take` gives, and can be assigned to."""
+def assignable_indices(indices: ChannelIndices, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Return indices for which `tensor[spots(...)]` is what `select_channels` gives, and can be assigned to."""
     chosen = [torch.arange(size) if i is None else i for i, size in zip(indices, shape, strict=False)]
     if len(chosen) == 2:
         return chosen[0][:, None], chosen[1]
@@ -61,23 +61,23 @@ def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
     are positive here, so that no activation is switched off and no two differences cancel.
     """
     generator = torch.Generator().manual_seed(0)
-    full, narrow = (_without_mixing_norms(each).eval() for each in (copied(model), narrowed(model, plan)))
+    full, narrow = (_without_mixing_norms(each).eval() for each in (copy_network(model), narrow_network(model, plan)))
     inputs = torch.rand(sample.shape, generator=generator).to(sample) if sample.is_floating_point() else sample
     own = {name: tensor.detach() for name, tensor in _tensors(narrow)}
     for name, tensor in _tensors(full):
-        if not averages(tensor) or name not in own:
+        if not is_averageable(tensor) or name not in own:
             continue
         part, values = own[name], tensor.detach()
-        indices = where(plan, name, values.ndim, offset=1)
+        indices = channel_indices(plan, name, values.ndim, offset=1)
         fan_in = max(1, part.numel() // part.shape[0]) if part.ndim else 1
         if name.endswith("running_var"):
             values.fill_(1.0)  # of no channel is the variance 0
         elif part.ndim:
             values.zero_()
             drawn = torch.rand(part.shape, generator=generator, dtype=torch.float64) / fan_in
-            values[spots(indices, values.shape)] = drawn.to(values)
-        part.copy_(take(values, indices))
-    expected, got = attempt(lambda: full(inputs)), attempt(lambda: narrow(inputs))
+            values[assignable_indices(indices, values.shape)] = drawn.to(values)
+        part.copy_(select_channels(values, indices))
+    expected, got = run_or_refuse(lambda: full(inputs)), run_or_refuse(lambda: narrow(inputs))
     if not torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())):
         raise FedhmError(
             "the model cannot be made narrower: channels of its layers do not line up, as where several are "

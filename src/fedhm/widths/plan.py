@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhm.errors import FedhmError
-from fedhm.networks.structure import copied, weight_owners
+from fedhm.networks.structure import copy_network, weight_owners
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
 LAYERS = (*CONVOLUTIONS, nn.Linear, *NORMS)  # that can be made narrower
 
 
-def depthwise(layer: nn.Module) -> bool:
+def is_depthwise(layer: nn.Module) -> bool:
     return isinstance(layer, CONVOLUTIONS) and layer.groups > 1 and layer.groups == layer.in_channels
 
 
@@ -54,7 +54,7 @@ def _over_several_axes(layer: nn.Module) -> bool:
 def resize(layer: nn.Module, outputs: int, inputs: int) -> None:
     """Leave only the first `outputs` and `inputs` channels of a layer."""
     if isinstance(layer, CONVOLUTIONS):
-        if depthwise(layer):
+        if is_depthwise(layer):
             layer.groups = inputs
             inputs_per_group = 1
         elif layer.groups > 1 and (outputs, inputs) != (layer.out_channels, layer.in_channels):
@@ -111,7 +111,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Cut:
+class LayerCut:
     """What a width plan leaves of one layer."""
 
     outputs: Axis
@@ -119,7 +119,7 @@ class Cut:
     normalised: bool = False  # a normalisation follows
 
 
-WidthPlan = dict[str, Cut]  # by layer name
+WidthPlan = dict[str, LayerCut]  # by layer name
 
 
 def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str | None) -> WidthPlan:
@@ -127,7 +127,7 @@ def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str 
 
     The classifier keeps its outputs; where none is known, the layer that runs last does.
     """
-    network = copied(model).eval()
+    network = copy_network(model).eval()
     names = {layer: name for name, layer in _layers(network)}
     scores, order = _running(network, names, sample)
     last = order[-1] if classifier is None and order else classifier
@@ -141,12 +141,12 @@ def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str 
         found = arguments[0].shape[-1 if isinstance(layer, nn.Linear | nn.LayerNorm) else 1]
         inputs = _inputs(name, inputs_of(layer), found, cuts[made[-1][1]].outputs if made else None)
         full = outputs_of(layer)
-        if isinstance(layer, NORMS) or depthwise(layer):
+        if isinstance(layer, NORMS) or is_depthwise(layer):
             share = full // inputs.full
-            cuts[name] = Cut(Axis(full, inputs.kept * share, inputs.unit * share), None)
+            cuts[name] = LayerCut(Axis(full, inputs.kept * share, inputs.unit * share), None)
         else:
             kept = full if name == last else max(1, round(full * width))
-            cuts[name] = Cut(Axis(full, kept), inputs)
+            cuts[name] = LayerCut(Axis(full, kept), inputs)
         resize(layer, cuts[name].outputs.kept, inputs.kept)
         for output, source in made:
             if isinstance(layer, NORMS) and output is arguments[0]:
@@ -159,14 +159,14 @@ def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str 
     for layer in names:
         layer.register_forward_pre_hook(narrow)
         layer.register_forward_hook(note)
-    narrow_scores = attempt(lambda: network(sample))
+    narrow_scores = run_or_refuse(lambda: network(sample))
     if narrow_scores.shape != scores.shape:  # a hard-coded reshape took channels for samples, or the like
         found, wanted = tuple(narrow_scores.shape), tuple(scores.shape)
         raise FedhmError(f"the model cannot be made narrower: its scores would be {found} instead of {wanted}")
     return cuts
 
 
-def attempt(forward: Callable[[], Tensor]) -> Tensor:
+def run_or_refuse(forward: Callable[[], Tensor]) -> Tensor:
     try:
         with torch.no_grad():
             return forward()
@@ -184,7 +184,7 @@ def _running(network: nn.Module, names: dict[nn.Module, str], sample: Tensor) ->
         for layer in names
         if not isinstance(layer, NORMS)
     ]
-    scores = attempt(lambda: network(sample))
+    scores = run_or_refuse(lambda: network(sample))
     for hook in hooks:
         hook.remove()
     return scores, order

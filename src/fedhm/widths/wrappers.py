@@ -31,7 +31,7 @@ def with_scaler(network: nn.Module, plan: WidthPlan, share: float) -> nn.Module:
     return network
 
 
-def divided(tensors: Tensors, plan: WidthPlan, share: float) -> Tensors:
+def divide_weights(tensors: Tensors, plan: WidthPlan, share: float) -> Tensors:
     """Return the weights of a network with a scaler for the same network without one."""
     scaled = scaled_layers(plan)
     return {name: t / share if name.rpartition(".")[0] in scaled else t for name, t in tensors.items()}

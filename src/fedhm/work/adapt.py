@@ -4,9 +4,9 @@ A task brings, beside what is trained and sent back, what is to be folded into t
 kept from its last one.
 """
 
-from fedhm.adapters.wire import FOLDED
+from fedhm.adapters.packing import FOLDED
 from fedhm.networks.exchange import Tensors, load
-from fedhm.networks.reuse import Ready
+from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
@@ -17,7 +17,7 @@ class Adapt(TrainingWork):
     def loaded(self, task: Task) -> Tensors:
         return {name: tensor for name, tensor in task.tensors.items() if not name.startswith(FOLDED)}
 
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         own = self.loaded(task)
         load(ready.network, {name: t for name, t in task.tensors.items() if name not in own} | task.kept)
         with task_seed(client, task):

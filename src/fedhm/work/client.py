@@ -17,10 +17,10 @@ from fedhm.config.objective import Objective
 from fedhm.config.registry import find, make
 from fedhm.config.schema import PrivacyConfig, TrainConfig
 from fedhm.data.samples import Feed, Preprocessing, Samples
-from fedhm.lowrank.delta import within
-from fedhm.networks.batchnorm import running_names
-from fedhm.networks.exchange import Tensors, untrained
-from fedhm.networks.reuse import Networks
+from fedhm.lowrank.delta import clip_delta
+from fedhm.networks.batchnorm import running_statistic_names
+from fedhm.networks.exchange import Tensors, untrained_names
+from fedhm.networks.reuse import NetworkPool
 from fedhm.seeds import Secret, secret_normals
 from fedhm.work.messages import Failure, Reply, Task, Update
 
@@ -38,7 +38,7 @@ class LocalNoise:
             what = "tensors that it keeps" if update.kept else "the labels that it holds (train.masked_loss)"
             raise ValueError(f"it would send {what} without noise (privacy.where = 'client')")
         held = {name: sent[name] if name in untrained else tensor for name, tensor in update.tensors.items()}
-        cut = within(held, sent, (), self.privacy.clip)
+        cut = clip_delta(held, sent, (), self.privacy.clip)
         secret = self.secret.value or secrets.token_bytes(32)
         # other updates of this client in this round, if there are such, must not be hidden by the same numbers
         purpose = ("client", task.round, task.client, task.network, _digest(cut))
@@ -70,7 +70,7 @@ class Client:
 
     samples: Samples
     preprocessing: Preprocessing
-    networks: Networks
+    networks: NetworkPool
     train: TrainConfig
     seed: int
     public: Feed | None = None  # samples that everybody has, numbered in place of labels
@@ -117,4 +117,4 @@ class Client:
 
     def _left_alone(self, network: nn.Module) -> frozenset[str]:
         """Return what travels of a network, but follows neither from training nor from the client's samples."""
-        return untrained(network) - (set() if self.train.frozen_statistics else running_names(network))
+        return untrained_names(network) - (set() if self.train.frozen_statistics else running_statistic_names(network))

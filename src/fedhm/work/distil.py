@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from fedhm.config.schema import TrainConfig
 from fedhm.data.samples import Batch, Feed
-from fedhm.networks.batchnorm import by_batch
+from fedhm.networks.batchnorm import normalise_by_batch
 from fedhm.networks.exchange import Tensors
-from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.reuse import Ready
-from fedhm.networks.saving import backward, checkpoint_blocks
-from fedhm.networks.sgd import SGD, Group, Steps
+from fedhm.networks.inputs import Inputs, forward_batch
+from fedhm.networks.reuse import PreparedNetwork
+from fedhm.networks.saving import backward_in_parts, checkpoint_blocks
+from fedhm.networks.sgd import SGD, Optimizer, ParameterGroup
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
@@ -38,7 +38,7 @@ class Distil:
     def loaded(self, task: Task) -> Tensors:
         return task.kept
 
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         assert client.public is not None
         public, held = client.public.on(client.networks.device), client.held
         with task_seed(client, task):
@@ -52,7 +52,7 @@ class Distil:
         if CONSENSUS not in task.tensors:
             return
         generator = torch_generator(client.seed, "digest", task.round, task.client)
-        optimizer = SGD([Group(list(network.parameters()))], lr=task.options["digest_lr"])
+        optimizer = SGD([ParameterGroup(list(network.parameters()))], lr=task.options["digest_lr"])
         consensus = task.tensors[CONSENSUS].to(client.networks.device)
         checkpoint_blocks([network], client.train.checkpointing)
         for _ in range(int(task.options["digest_epochs"])):
@@ -61,7 +61,7 @@ class Distil:
 
     @torch.no_grad()
     def blank(self, network: nn.Module, example: Example) -> Tensors:
-        output = scores(network.eval(), example.inputs)
+        output = forward_batch(network.eval(), example.inputs)
         return {LOGITS: output.new_zeros(example.public, *output.shape[1:])}
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
@@ -76,7 +76,7 @@ class Distil:
 
 
 def follow(
-    network: nn.Module, targets: Tensor, loss: Loss, optimizer: Steps, batches: Iterable[Batch], most: int = 0
+    network: nn.Module, targets: Tensor, loss: Loss, optimizer: Optimizer, batches: Iterable[Batch], most: int = 0
 ) -> None:
     """Make one step on each batch of public inputs, which come with the numbers of their rows in `targets`.
 
@@ -86,12 +86,12 @@ def follow(
     trained = list(network.parameters())
 
     def loss_of(inputs: Inputs, rows: Tensor) -> Tensor:
-        return loss(scores(network, inputs), targets[rows])
+        return loss(forward_batch(network, inputs), targets[rows])
 
-    with by_batch(network):
+    with normalise_by_batch(network):
         for inputs, rows in batches:
             optimizer.zero_grad()
-            backward(loss_of, inputs, rows, most, trained)
+            backward_in_parts(loss_of, inputs, rows, most, trained)
             optimizer.step()
 
 
@@ -102,8 +102,8 @@ def logits(network: nn.Module, public: Feed, batch: int) -> Tensor:
     Only BatchNorm looks at its batch, as in training: its running averages need not have travelled with the network.
     """
     network.eval()
-    with by_batch(network):
-        return torch.cat([scores(network, inputs) for inputs, _ in public.ordered(batch)])
+    with normalise_by_batch(network):
+        return torch.cat([forward_batch(network, inputs) for inputs, _ in public.ordered(batch)])
 
 
 ENTRY_POINT = Distil()

@@ -18,8 +18,8 @@ from fedhm.data.samples import Feed
 from fedhm.errors import FedhmWarning
 from fedhm.machine.device import CPU
 from fedhm.networks.exchange import Tensors
-from fedhm.networks.inputs import scores
-from fedhm.networks.reuse import Ready
+from fedhm.networks.inputs import forward_batch
+from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.train import at_once
@@ -38,7 +38,7 @@ class Evaluate:
     def loaded(self, task: Task) -> Tensors:
         return task.tensors
 
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         assert client.tests is not None
         feed = Feed(client.tests, client.preprocessing, client.networks.device)
         batch = at_once(int(task.options[BATCH]), client.train, task)
@@ -46,7 +46,7 @@ class Evaluate:
 
     @torch.no_grad()
     def blank(self, network: nn.Module, example: Example) -> Tensors:
-        found = example.objective.sums(scores(network.eval(), example.inputs), example.targets)
+        found = example.objective.sums(forward_batch(network.eval(), example.inputs), example.targets)
         return {name: value.double() for name, value in found.items()}
 
     def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
@@ -106,7 +106,7 @@ def sums_over(network: nn.Module, feed: Feed, batch: int, objective: Objective) 
     network.eval()
     found: dict[str, list[Tensor]] = {}  # of each batch, summed at the end: none waits for its result
     for inputs, targets in feed.ordered(batch):
-        for name, value in objective.sums(scores(network, inputs), targets).items():
+        for name, value in objective.sums(forward_batch(network, inputs), targets).items():
             found.setdefault(name, []).append(value)
     return {name: reduce(add, torch.stack(values).cpu().double()) for name, values in found.items()}
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fedhm.lowrank.hybrid import inside_of
+from fedhm.lowrank.hybrid import nested_tiers
 from fedhm.networks.exchange import Tensors
-from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.reuse import Ready
+from fedhm.networks.inputs import Inputs, forward_batch
+from fedhm.networks.reuse import PreparedNetwork
 from fedhm.networks.saving import Loss
-from fedhm.networks.structure import normalises
+from fedhm.networks.structure import has_normalisation
 from fedhm.seeds import numpy_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
@@ -34,10 +34,10 @@ class Nested(TrainingWork):
     def loaded(self, task: Task) -> Tensors:
         return {name: tensor for name, tensor in task.tensors.items() if not name.startswith(BASIS)}
 
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         train, held, network = client.train, client.held, ready.network
-        inside, device = inside_of(network), client.networks.device
-        form = ("sum" if normalises(network) else "beside") if train.nested_form == "auto" else train.nested_form
+        inside, device = nested_tiers(network), client.networks.device
+        form = ("sum" if has_normalisation(network) else "beside") if train.nested_form == "auto" else train.nested_form
         bases = {n.removeprefix(BASIS): t.to(device) for n, t in task.tensors.items() if n.startswith(BASIS)}
         draw = numpy_generator(client.seed, "nested", task.round, task.client, task.network)
 
@@ -49,15 +49,15 @@ class Nested(TrainingWork):
             parts = 1 if form == "sum" else 1 + train.nested
 
             def loss(inputs: Inputs, targets: Tensor) -> Tensor:
-                own = loss_of(scores(ready.forward, inputs), targets) / parts
+                own = loss_of(forward_batch(ready.forward, inputs), targets) / parts
                 own.backward()  # at once, so that one network's activations are in memory at a time
-                return own.detach() + loss_of(scores(smaller, inputs), targets) * train.nested / parts
+                return own.detach() + loss_of(forward_batch(smaller, inputs), targets) * train.nested / parts
 
             return loss
 
         def instead() -> Loss:
             forward = drawn() if draw.random() < train.nested else ready.forward
-            return lambda inputs, targets: loss_of(scores(forward, inputs), targets)
+            return lambda inputs, targets: loss_of(forward_batch(forward, inputs), targets)
 
         def drawn() -> Callable[..., Any]:
             number = int(draw.integers(len(inside.networks)))

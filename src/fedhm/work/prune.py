@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fedhm.adapters.wire import factors_of
-from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.reuse import Ready
+from fedhm.adapters.packing import adapter_factors
+from fedhm.networks.inputs import Inputs, forward_batch
+from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
@@ -22,12 +22,12 @@ from fedhm.work.work import Answer, TrainingWork
 
 
 class Prune(TrainingWork):
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         left, held = int(task.options["left"]), client.held
         before = _tails(ready.network, left).detach()
 
         def loss(inputs: Inputs, targets: Tensor) -> Tensor:
-            own = client.objective.loss(scores(ready.forward, inputs), targets, held)
+            own = client.objective.loss(forward_batch(ready.forward, inputs), targets, held)
             return own + task.options["penalty"] * _tails(ready.network, left)
 
         with task_seed(client, task):
@@ -41,7 +41,7 @@ class Prune(TrainingWork):
 
 def _last(network: nn.Module, left: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the last rows of A and columns of B of all layers."""
-    for a, b in factors_of(network):
+    for a, b in adapter_factors(network):
         yield a[left:], b[:, left:]
 
 

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedhm.config.schema import TrainConfig
 from fedhm.networks.batchnorm import tracked_layers
 from fedhm.networks.exchange import Tensors
-from fedhm.networks.inputs import Inputs, repeated, scores
-from fedhm.networks.reuse import Ready
+from fedhm.networks.inputs import Inputs, forward_batch, repeat_batch
+from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.train import at_once
@@ -34,7 +34,7 @@ class Statistics:
     def loaded(self, task: Task) -> Tensors:
         return task.tensors
 
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         # Nothing is kept for a backward pass, so four times the batch fits where training does without saving memory.
         batches = client.feed.ordered(at_once(4 * client.train.batch, client.train, task))
         return Answer(gather(ready.network, (inputs for inputs, _ in batches)))
@@ -44,7 +44,7 @@ class Statistics:
 
         A layer that never runs gives nothing.
         """
-        two = repeated(example.inputs, 2)  # one sample alone may have no variance
+        two = repeat_batch(example.inputs, 2)  # one sample alone may have no variance
         gathered = gather(network, [two])
         return {name: t / 2 if name.endswith("/values") else torch.zeros_like(t) for name, t in gathered.items()}
 
@@ -102,7 +102,7 @@ def gather(network: nn.Module, inputs: Iterable[Inputs]) -> Tensors:
             layer.train()
             layer.momentum = 1.0
         for batch in inputs:
-            scores(network, batch)
+            forward_batch(network, batch)
     finally:
         for name, layer in layers.items():
             layer.momentum = momenta[name]

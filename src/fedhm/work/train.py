@@ -7,20 +7,20 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from fedhm.adapters.wire import head_of
+from fedhm.adapters.packing import head_parameter_ids
 from fedhm.config.schema import Config, TrainConfig
 from fedhm.errors import FedhmError, FedhmWarning
-from fedhm.lowrank.decay import add_decay, factorized_layers
+from fedhm.lowrank.decay import add_decay, low_rank_layers
 from fedhm.lowrank.layers import LowRank
 from fedhm.machine.device import seeded
-from fedhm.machine.process import give_back_at_once
-from fedhm.networks.batchnorm import freeze_statistics, running_names
-from fedhm.networks.exchange import precise
-from fedhm.networks.inputs import Inputs, scores
-from fedhm.networks.reuse import Ready
-from fedhm.networks.saving import Loss, backward, check_blocks, check_repeats, checkpoint_blocks
-from fedhm.networks.sgd import SGD, Group, Steps
-from fedhm.networks.structure import run_in_training
+from fedhm.machine.process import return_freed_memory
+from fedhm.networks.batchnorm import freeze_statistics, running_statistic_names
+from fedhm.networks.exchange import upcast_half
+from fedhm.networks.inputs import Inputs, forward_batch
+from fedhm.networks.reuse import PreparedNetwork
+from fedhm.networks.saving import Loss, backward_in_parts, check_blocks, check_repeatable, checkpoint_blocks
+from fedhm.networks.sgd import SGD, Optimizer, ParameterGroup
+from fedhm.networks.structure import networks_in_training
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
@@ -28,7 +28,7 @@ from fedhm.work.work import Answer, TrainingWork
 
 
 class Train(TrainingWork):
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         with task_seed(client, task):
             held = client.held
             loss = fit(client, task, ready, held)
@@ -43,7 +43,7 @@ def task_seed(client: Client, task: Task) -> AbstractContextManager[None]:
 def fit(
     client: Client,
     task: Task,
-    ready: Ready,
+    ready: PreparedNetwork,
     held: tuple[int, ...] | None,
     next_loss: Callable[[], Loss] | None = None,
 ) -> float:
@@ -54,25 +54,27 @@ def fit(
     train, feed = trained_as(client.train, task), client.feed
     generator = torch_generator(client.seed, "batches", task.round, task.client, task.network)
     network, forward = ready.network, ready.forward
-    layers = factorized_layers(network) if train.frobenius_decay else []
+    layers = low_rank_layers(network) if train.frobenius_decay else []
     optimizer = local_optimizer(network, train, train.learning_rate(task.round))
     trained = [p for p in network.parameters() if p.requires_grad]
     prepare(network, train)
 
     def own_loss(inputs: Inputs, targets: Tensor) -> Tensor:
-        return client.objective.loss(scores(forward, inputs), targets, held)
+        return client.objective.loss(forward_batch(forward, inputs), targets, held)
 
     total = torch.zeros(())
     for _ in range(train.epochs):
         total = torch.zeros((), device=feed.device)  # summed as a tensor: no step waits for its loss
         for inputs, targets in feed.shuffled(train.batch, generator):
             optimizer.zero_grad()
-            loss = backward(next_loss() if next_loss else own_loss, inputs, targets, train.micro_batch, trained)
+            loss = backward_in_parts(
+                next_loss() if next_loss else own_loss, inputs, targets, train.micro_batch, trained
+            )
             add_decay(layers, train.frobenius_decay)
             if train.clip_norm:
                 nn.utils.clip_grad_norm_(network.parameters(), train.clip_norm)
             optimizer.step()
-            total += precise(loss) * len(targets)
+            total += upcast_half(loss) * len(targets)
     return total.item() / len(client.samples)
 
 
@@ -94,26 +96,26 @@ def at_once(most: int, train: TrainConfig, task: Task) -> int:
 def prepare(network: nn.Module, train: TrainConfig) -> None:
     """Set a network, and those inside it, up for training; it is to be thrown away afterwards."""
     if train.checkpointing or train.micro_batch:  # or it would save nothing that can be seen from outside
-        give_back_at_once()
+        return_freed_memory()
     network.train()
-    running = [each for each, _ in run_in_training(network)]
+    running = [each for each, _ in networks_in_training(network)]
     if train.frozen_statistics:
         for each in {network, *running}:
             freeze_statistics(each)
     checkpoint_blocks(running, train.checkpointing)
 
 
-def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Steps:
+def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Optimizer:
     """Return an optimizer for a network's parameters, with weight decay where Frobenius decay is not."""
     factors = {id(p) for m in network.modules() if isinstance(m, LowRank) for p in (m.u, m.v)}
     trained = [p for p in network.parameters() if p.requires_grad]
     # Frobenius decay takes the place of weight decay on the factors
     undecayed = set() if train.decay_factors or not train.frobenius_decay else factors
-    head = head_of(network) if train.head_factor != 1 else frozenset()
+    head = head_parameter_ids(network) if train.head_factor != 1 else frozenset()
     groups = [
-        Group([p for p in trained if id(p) not in undecayed | head], train.weight_decay),
-        Group([p for p in trained if id(p) in undecayed - head]),
-        Group([p for p in trained if id(p) in head], train.weight_decay, train.head_factor),
+        ParameterGroup([p for p in trained if id(p) not in undecayed | head], train.weight_decay),
+        ParameterGroup([p for p in trained if id(p) in undecayed - head]),
+        ParameterGroup([p for p in trained if id(p) in head], train.weight_decay, train.head_factor),
     ]
     groups = [group for group in groups if group.parameters]
     dense = all(p.is_floating_point() for p in trained) and not _has_sparse_gradients(network)
@@ -143,16 +145,16 @@ def check_memory_savings(model: nn.Module, config: Config, sample: Inputs) -> No
     """Refuse what cannot be done to a model, and warn of what is not the same; `sample` is a batch of one input."""
     train = config.train
     check_blocks(model, train.checkpointing)
-    check_repeats(model, train.checkpointing, sample)
+    check_repeatable(model, train.checkpointing, sample)
     if train.checkpointing and config.engine.compile:
         raise FedhmError("train.checkpointing and engine.compile do not go together: set one of them to false")
     if config.objective.per_token and 0 < train.micro_batch < train.batch:
         raise FedhmError(
             f"train.micro_batch counts all samples of a batch alike, {config.objective.name} all tokens: set it to 0"
         )
-    if train.frozen_statistics and not running_names(model):
+    if train.frozen_statistics and not running_statistic_names(model):
         raise FedhmError("train.frozen_statistics = true, but the model has no BatchNorm layer that stores statistics")
-    if 0 < train.micro_batch < train.batch and running_names(model) and not train.frozen_statistics:
+    if 0 < train.micro_batch < train.batch and running_statistic_names(model) and not train.frozen_statistics:
         warn(
             f"with train.micro_batch = {train.micro_batch}, BatchNorm layers normalise by the statistics of so many "
             f"samples, not of train.batch = {train.batch}: training is not the same as without. With "

@@ -14,7 +14,7 @@ from fedhm.config.registry import find
 from fedhm.config.schema import TrainConfig
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs
-from fedhm.networks.reuse import Ready
+from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 
@@ -139,7 +139,7 @@ class Work(Protocol):
         """Return the tensors that the task's network is loaded with."""
         ...
 
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         """Do the task, on the client."""
         ...
 
@@ -167,7 +167,7 @@ class TrainingWork(ABC):
     past, short = "trained", "train"
 
     @abstractmethod
-    def run(self, client: Client, task: Task, ready: Ready) -> Answer: ...
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer: ...
 
     def loaded(self, task: Task) -> Tensors:
         return task.tensors

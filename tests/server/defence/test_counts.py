@@ -7,7 +7,7 @@ from torch import nn
 from conftest import small_config
 from fedhm.data.federation import remote_federation
 from fedhm.data.samples import Preprocessing
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.server.collect import Intake
 from fedhm.server.filters.clip import capped, most_samples, typical_loss
 from fedhm.server.record import Record, Tally
@@ -57,7 +57,7 @@ def test_a_remote_client_is_let_in_with_what_it_may_count_for(robust: str, count
     federation = remote_federation((X, Y), 3, (100, 100, HUGE), Preprocessing((), ()))
     model = nn.Linear(4, 3)
     intake = Intake(lambda _: model, federation, config, (X[:1], Y[:1]), [])
-    task = Task("train", 1, 2, "full", "full", exchanged(model))
+    task = Task("train", 1, 2, "full", "full", exchanged_tensors(model))
     reply = Update("train", 1, 2, "full", "full", dict(task.tensors), HUGE, (0, 1, 2), 0.5)
     (let_in,) = intake.updates(lambda _: iter([reply]), [task], Record(1))
     assert let_in.samples == counted

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.lowrank.delta import change
-from fedhm.lowrank.svd import Form, roll, split, unroll
+from fedhm.lowrank.delta import factorized_delta
+from fedhm.lowrank.svd import Form, roll, to_layer_factors, unroll
 from fedhm.server.filters.agreement import gram, recovered
 
 SHAPES = {"conv": torch.Size((6, 4, 3, 3)), "line": torch.Size((5, 5))}
@@ -26,7 +26,7 @@ def network(seed: int, rank: int | None, form: Form) -> dict[str, Tensor]:
         if rank is None:
             found[f"{layer}.weight"] = draw(*shape)
         else:
-            found[f"{layer}.u"], found[f"{layer}.v"] = split(draw(rows, rank), draw(rank, columns), shape)
+            found[f"{layer}.u"], found[f"{layer}.v"] = to_layer_factors(draw(rows, rank), draw(rank, columns), shape)
     return found
 
 
@@ -52,7 +52,7 @@ def test_they_are_those_of_the_dense_changes(seed: int, form: Form) -> None:
     for number, rank in enumerate((None, 2, 1, 3, None)):
         sent, returned = network(seed + 2 * number, rank, form), network(seed + 2 * number + 1, rank, form)
         layers = () if rank is None else tuple(SHAPES)
-        changes.append(recovered(change(returned, sent, layers), layers))
+        changes.append(recovered(factorized_delta(returned, sent, layers), layers))
         vectors.append(dense(returned) - dense(sent))
     stacked = torch.stack(vectors)
     torch.testing.assert_close(gram(changes), stacked @ stacked.T, rtol=1e-5, atol=1e-3)
@@ -60,5 +60,5 @@ def test_they_are_those_of_the_dense_changes(seed: int, form: Form) -> None:
 
 def test_a_diagonal_is_the_squared_norm() -> None:
     sent, returned = network(0, 2, "spatial"), network(1, 2, "spatial")
-    whole = change(returned, sent, tuple(SHAPES))
+    whole = factorized_delta(returned, sent, tuple(SHAPES))
     assert gram([recovered(whole, tuple(SHAPES))]).item() == pytest.approx(whole.norm**2, rel=1e-9)

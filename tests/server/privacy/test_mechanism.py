@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conftest import small_model
 from fedhm.assembly import assemble
-from fedhm.lowrank.delta import change, within
+from fedhm.lowrank.delta import clip_delta, factorized_delta
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import secret_normals, secret_uniforms
 from fedhm.server.filters.optimizer import Moments
@@ -70,11 +70,11 @@ def test_adversaries_cannot_overflow_the_bound() -> None:
     for huge in (1e30, 3e38, -3e38):
         for names in (("l.u",), ("l.v",), ("b",), ("l.u", "l.v", "b")):
             returned = {n: torch.full_like(t, huge) if n in names else t for n, t in sent.items()}
-            cut = within(returned, sent, ("l",), CLIP)
-            assert change(cut, sent, ("l",)).norm <= CLIP
+            cut = clip_delta(returned, sent, ("l",), CLIP)
+            assert factorized_delta(cut, sent, ("l",)).norm <= CLIP
     doubles = {name: tensor.double() for name, tensor in sent.items()}
-    cut = within({n: torch.full_like(t, 1e250) for n, t in doubles.items()}, doubles, ("l",), CLIP)
-    assert change(cut, doubles, ("l",)).norm <= CLIP  # of which the norm cannot be computed
+    cut = clip_delta({n: torch.full_like(t, 1e250) for n, t in doubles.items()}, doubles, ("l",), CLIP)
+    assert factorized_delta(cut, doubles, ("l",)).norm <= CLIP  # of which the norm cannot be computed
 
 
 @given(st.integers(0, 10_000), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), st.floats(0.01, 10))
@@ -84,7 +84,7 @@ def test_the_bound_holds_after_rounding(seed: int, dtype: torch.dtype, bound: fl
         {name: torch.randn(*shape, generator=generator).to(dtype) for name, shape in shapes.items()}
         for shapes in [{"l.u": (2, 5), "l.v": (7, 2), "b": (40,)}] * 2
     )
-    assert change(within(returned, sent, ("l",), bound), sent, ("l",)).norm <= bound
+    assert factorized_delta(clip_delta(returned, sent, ("l",), bound), sent, ("l",)).norm <= bound
 
 
 @pytest.mark.parametrize("answering", [0, 3])

@@ -11,9 +11,9 @@ from fedhm.config.loading import load_config
 from fedhm.config.units import KINDS, read_size
 from fedhm.errors import FedhmError
 from fedhm.lowrank.svd import Form
-from fedhm.measure.fit import Fit, Training, Versions, fit_versions
-from fedhm.measure.time import timed
-from fedhm.networks.inputs import one_tensor
+from fedhm.measure.fit import Fit, ModelVersions, TrainingSetup, fit_versions
+from fedhm.measure.time import fit_to_seconds
+from fedhm.networks.inputs import require_tensor
 from fedhm.report.sheets import Sheet, readable_bytes, readable_macs, rich_table
 
 
@@ -27,12 +27,12 @@ def fit(options: argparse.Namespace, console: Console) -> None:
         raise FedhmError(f"fedhm fit needs a budget: --{', --'.join(KINDS)} or --seconds")
     config = load_config(options.config, options.changes).resolved()
     design = named_design(config)
-    sample = one_tensor(design.sample, "fedhm fit")
+    sample = require_tensor(design.sample, "fedhm fit")
     shape = tuple(sample.shape[1:])
-    training = Training(shape, config.train.batch, config.train.optimizer, sample.dtype)
+    training = TrainingSetup(shape, config.train.batch, config.train.optimizer, sample.dtype)
     keep, form = getattr(config.method, "keep", 1), cast(Form, getattr(config.method, "form", "spatial"))
     by: Literal["parameters", "macs"] = "macs" if set(limits) == {"macs"} else "parameters"
-    versions = Versions(design.model, training, keep, design.classifier or "auto", form, by=by)
+    versions = ModelVersions(design.model, training, keep, design.classifier or "auto", form, by=by)
 
     def seconds(found: Fit) -> float:
         what = f"a version of {found.expected.parameters:,} parameters"
@@ -43,7 +43,7 @@ def fit(options: argparse.Namespace, console: Console) -> None:
             raise FedhmError(f"training {what} takes more memory than there is here")
         return step["seconds"]
 
-    found = timed(versions, fit_versions(versions, limits), seconds, options.seconds)
+    found = fit_to_seconds(versions, fit_versions(versions, limits), seconds, options.seconds)
     console.print(rich_table(plan_sheet(options.config, versions, found), spacious=True))
     expected = found.expected
     console.print(
@@ -57,7 +57,7 @@ def fit(options: argparse.Namespace, console: Console) -> None:
     )
 
 
-def plan_sheet(name: str, versions: Versions, found: Fit) -> Sheet:
+def plan_sheet(name: str, versions: ModelVersions, found: Fit) -> Sheet:
     """Return the layers of a plan with their ranks, and the share of the energy that each keeps."""
     rows = [
         [layer, str(found.plan.get(layer, "dense")), str(len(versions.layers[layer].energies)), f"{100 * kept:.1f} %"]

@@ -8,16 +8,16 @@ from typing import Any
 
 from fedhm.config.schema import ResolvedConfig, TrainConfig
 from fedhm.errors import FedhmError
-from fedhm.measure.fit import Mode
+from fedhm.measure.fit import TrainingMode
 
 STEPS, TIMES = 4, 3  # so many steps are timed together, so many times
 
 
-def mode_of(train: TrainConfig) -> Mode:
-    return Mode(train.parts, bool(train.checkpointing))
+def mode_of(train: TrainConfig) -> TrainingMode:
+    return TrainingMode(train.parts, bool(train.checkpointing))
 
 
-def with_mode(config: ResolvedConfig, mode: Mode) -> ResolvedConfig:
+def with_mode(config: ResolvedConfig, mode: TrainingMode) -> ResolvedConfig:
     """Return the settings for one epoch in this mode."""
     how = {"epochs": 1, "micro_batch": mode.micro_batch}
     if bool(config.train.checkpointing) != mode.checkpointing:

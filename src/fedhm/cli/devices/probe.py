@@ -26,11 +26,11 @@ from fedhm.data.samples import Preprocessing, Samples
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.machine.device import find_device
-from fedhm.machine.process import give_back_at_once
+from fedhm.machine.process import return_freed_memory
 from fedhm.methods.tier_work import TierWork
-from fedhm.networks.exchange import exchanged
-from fedhm.networks.inputs import one_tensor
-from fedhm.networks.reuse import Networks
+from fedhm.networks.exchange import exchanged_tensors
+from fedhm.networks.inputs import require_tensor
+from fedhm.networks.reuse import NetworkPool
 from fedhm.work.messages import Task
 
 
@@ -39,10 +39,10 @@ def measured(config: ResolvedConfig, which: dict[str, Any]) -> dict[str, float]:
 
     which  network: the one of a tier's task, or the version of the model with these ranks
     """
-    give_back_at_once()  # as a device does that has no memory to spare
+    return_freed_memory()  # as a device does that has no memory to spare
     torch.set_num_threads(config.engine.threads)
     design = named_design(config)
-    sample = one_tensor(design.sample, "this measurement")
+    sample = require_tensor(design.sample, "this measurement")
     shape = tuple(sample.shape[1:])
     task = _version(design, **which) if "ranks" in which else _of_tier(design, config, shape, **which)
 
@@ -51,7 +51,7 @@ def measured(config: ResolvedConfig, which: dict[str, Any]) -> dict[str, float]:
             return to_hybrid(design.model, RankPlan(which["ranks"], which["form"]), spectral=False)
         return design.method.network(name)
 
-    networks = Networks(build, find_device("cpu"), False)
+    networks = NetworkPool(build, find_device("cpu"), False)
     with torch.no_grad():
         outputs = design.model(sample.repeat(2, *([1] * len(shape)))).shape[-1]
 
@@ -80,7 +80,7 @@ def _of_tier(design: Design, config: ResolvedConfig, shape: tuple[int, ...], tie
 
 def _version(design: Design, ranks: dict[str, int], form: Any) -> Task:
     network = to_hybrid(design.model, RankPlan(ranks, form))
-    return Task("train", 1, 0, "version", "version", exchanged(network))
+    return Task("train", 1, 0, "version", "version", exchanged_tensors(network))
 
 
 def _fresh_peak() -> int:

@@ -15,10 +15,10 @@ from fedhm.config.units import rate, size
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_file, write_atomically
 from fedhm.measure.cost import measure
-from fedhm.measure.fit import Mode
+from fedhm.measure.fit import TrainingMode
 from fedhm.methods.tier_work import TierWork
-from fedhm.networks.exchange import digest_of
-from fedhm.networks.inputs import one_tensor
+from fedhm.networks.exchange import structure_digest
+from fedhm.networks.inputs import require_tensor
 from fedhm.report.sheets import readable_bytes
 from fedhm.work.train import trained_as
 
@@ -33,10 +33,10 @@ def profile(options: argparse.Namespace, console: Console) -> None:
     steps = list(_measured(config, design, console))
     if not steps:
         raise FedhmError("nothing could be measured on this device: choose a smaller train.batch")
-    shape = tuple(one_tensor(design.sample, "fedhm profile").shape[1:])
+    shape = tuple(require_tensor(design.sample, "fedhm profile").shape[1:])
     found = DeviceProfile(
         name=options.name or platform.node() or "device",
-        model=digest_of(design.model, shape),
+        model=structure_digest(design.model, shape),
         described=f"that of {options.config} for inputs of {'×'.join(map(str, shape))}",
         batch=config.train.batch,
         optimizer=config.train.optimizer,
@@ -61,7 +61,7 @@ def _given(name: str, text: str | None, read: Callable[[str], float]) -> float |
 
 
 def _measured(config: ResolvedConfig, design: Design, console: Console) -> Iterator[Measurement]:
-    shape = tuple(one_tensor(design.sample, "fedhm profile").shape[1:])
+    shape = tuple(require_tensor(design.sample, "fedhm profile").shape[1:])
     work = TierWork(design.method, design.model, config, shape)
     tasks = {task.network: task for tier in reversed(work.tiers) for task in work.tasks(tier)}
     ways = [
@@ -70,7 +70,7 @@ def _measured(config: ResolvedConfig, design: Design, console: Console) -> Itera
         for mode in modes_to_measure(config.train, work.can_checkpoint(), mode_of(trained_as(config.train, task)))
     ]
     for number, (task, mode) in enumerate(ways, start=1):
-        what = f"{number} of {len(ways)}: {task.network}, {mode if mode != Mode() else 'plain'}"
+        what = f"{number} of {len(ways)}: {task.network}, {mode if mode != TrainingMode() else 'plain'}"
         found = step_in_fresh_process(with_mode(config, mode), task.network, tier=task.tier, network=task.network)
         if found is None:
             console.print(f"{what}: it takes more memory than there is", highlight=False, markup=False)
@@ -87,9 +87,9 @@ def _measured(config: ResolvedConfig, design: Design, console: Console) -> Itera
         )
 
 
-def modes_to_measure(train: TrainConfig, can_checkpoint: bool, own: Mode) -> Iterable[Mode]:
+def modes_to_measure(train: TrainConfig, can_checkpoint: bool, own: TrainingMode) -> Iterable[TrainingMode]:
     """Return the ways to train that are measured: those that a plan may choose among, and a tier's own."""
     part = train.parts or train.batch // 4
     sizes = [0, part] if part else [0]
-    found = [Mode(size, again) for size in sizes for again in ((False, True) if can_checkpoint else (False,))]
+    found = [TrainingMode(size, again) for size in sizes for again in ((False, True) if can_checkpoint else (False,))]
     return dict.fromkeys([*found, own])

@@ -28,7 +28,7 @@ from fedhm.flower.processes.superlink import (
     write_connection,
 )
 from fedhm.machine.files import write_atomically
-from fedhm.machine.printable import pasteable
+from fedhm.machine.printable import quoted_command
 
 NAME = "federation"  # of the connection
 CLEARING = 30.0  # seconds until the processes of a federation that was killed are gone
@@ -107,7 +107,7 @@ def connection_of(superlink: str) -> Connection:
     if not folder.runs:
         raise FedhmError(
             f"the federation in {superlink} is not running; start it with "
-            f"{pasteable('fedhm', 'flower', 'up', '--folder', superlink)}"
+            f"{quoted_command('fedhm', 'flower', 'up', '--folder', superlink)}"
         )
     if not folder.announcement.exists():
         raise FedhmError(f"the federation in {superlink} is still coming up; try again in some seconds")

@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from fedhm.machine.process import run_to_the_end
+from fedhm.machine.process import run_and_exit
 
 IDLE = 20.0  # seconds without a question after which the process ends
 LOOK = 0.02  # seconds between two looks at a command
@@ -128,7 +128,7 @@ def _serve(told: socket.socket, run: Callable[[], Any]) -> None:
             place, *arguments = json.loads(message)
             os.chdir(place)
             sys.argv = ["flwr", *arguments]
-            run_to_the_end(run)
+            run_and_exit(run)
         for stream in streams:
             os.close(stream)
         told.send(str(_ended(child, told)).encode())

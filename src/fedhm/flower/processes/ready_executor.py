@@ -24,7 +24,7 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from fedhm.machine.process import run_to_the_end
+from fedhm.machine.process import run_and_exit
 
 # What the processes of each command import: the apps of this library, for a user's app too. A missing one is no harm.
 NEEDED = {
@@ -113,7 +113,7 @@ def _become(words: list[str], run: Callable[[], Any] | None, silent: bool) -> No
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # of which every fork would draw the same numbers
     sys.argv = words
-    run_to_the_end(run)
+    run_and_exit(run)
 
 
 def _be_called(name: str) -> None:

@@ -11,9 +11,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.delta import Change, inner
-from fedhm.lowrank.svd import Form, join, unroll
-from fedhm.networks.exchange import averages, precise
+from fedhm.lowrank.delta import FactorizedDelta, inner_product
+from fedhm.lowrank.svd import Form, to_matrix_factors, unroll
+from fedhm.networks.exchange import is_averageable, upcast_half
 from fedhm.server.filters.clip import Findings
 from fedhm.server.filters.history import LEAST_SPREAD, WEIGHTS, History, Layout, Moved, Seen, Standing, length
 
@@ -43,18 +43,18 @@ def by_layer(one: Recovered, other: Recovered) -> dict[str, float]:
     return found
 
 
-def recovered(change: Change, factorized: Collection[str]) -> Recovered:
+def recovered(change: FactorizedDelta, factorized: Collection[str]) -> Recovered:
     """Return a change by the names that its tensors have in the full model, its factorized layers as factors."""
     found: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
     pairs = {f"{layer}.{part}" for layer in factorized for part in ("u", "v")}
     for name, tensor in change.returned.items():
-        if name not in pairs and averages(tensor):
-            difference = precise(tensor) - precise(change.sent[name])
+        if name not in pairs and is_averageable(tensor):
+            difference = upcast_half(tensor) - upcast_half(change.sent[name])
             found[name] = torch.view_as_real(difference) if difference.is_complex() else difference
     for layer in sorted(factorized):  # sums are to have one order
         u, v = f"{layer}.u", f"{layer}.v"
-        left, right = join(change.returned[u], change.returned[v])
-        left_sent, right_sent = join(change.sent[u], change.sent[v])
+        left, right = to_matrix_factors(change.returned[u], change.returned[v])
+        left_sent, right_sent = to_matrix_factors(change.sent[u], change.sent[v])
         found[f"{layer}.weight"] = (
             torch.cat([left, -left_sent], 1).double(),
             torch.cat([right, right_sent], 0).double(),
@@ -71,7 +71,7 @@ def _of_layer(one: Tensor | tuple[Tensor, Tensor], other: Tensor | tuple[Tensor,
         left, right = one
         form: Form = "pufferfish" if right.shape[1] == len(other) else "spatial"
         return ((left.T @ unroll(other, form).to(left.dtype)) * right).sum().item()
-    return inner(one, other)
+    return inner_product(one, other)
 
 
 # The first updates of a round that can be compared with each other, by which every update is judged.
@@ -238,7 +238,7 @@ def judged_together(
 def by_centered_clip(history: History, round_number: int, findings: Findings) -> Judge:
     """Shorten those that are far from where the others go. τ is the median of their lengths, at most the usual one."""
 
-    def judge(members: Sequence[Moved], inner: Tensor) -> list[Moved | None]:
+    def judge(members: Sequence[Moved], gram: Tensor) -> list[Moved | None]:
         norms = [each.parts[WEIGHTS].norm for each in members]
         usual = history.level(WEIGHTS, None, round_number)
         median = statistics.median(norms)
@@ -246,7 +246,7 @@ def by_centered_clip(history: History, round_number: int, findings: Findings) ->
         if not tau:
             return list(members)
         found: list[Moved | None] = []
-        for each, norm, factor in zip(members, norms, centered_clip(inner, tau).tolist(), strict=True):
+        for each, norm, factor in zip(members, norms, centered_clip(gram, tau).tolist(), strict=True):
             found.append(each if factor == 1.0 else each.cut({WEIGHTS: factor * norm}))
             if factor < 1.0:
                 who = {"client": each.update.client, "tier": each.update.tier, "part": WEIGHTS}
@@ -259,10 +259,10 @@ def by_centered_clip(history: History, round_number: int, findings: Findings) ->
 def by_krum(hostile: int, findings: Findings) -> Judge:
     """Drop those that are furthest from their nearest others, fewer where some have been dropped already."""
 
-    def judge(members: Sequence[Moved], inner: Tensor) -> list[Moved | None]:
+    def judge(members: Sequence[Moved], gram: Tensor) -> list[Moved | None]:
         left = max(0, hostile - findings.disagreeing)
-        chosen = set(krum(inner, left))
-        scores = krum_scores(inner, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
+        chosen = set(krum(gram, left))
+        scores = krum_scores(gram, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
         found: list[Moved | None] = []
         for place, each in enumerate(members):
             found.append(each if place in chosen else None)

@@ -7,7 +7,7 @@ from typing import Protocol
 from fedhm.config.schema import NO_TIER, Config, DeviceConfig, DeviceProfile, ResolvedConfig, TrainConfig
 from fedhm.config.units import shown
 from fedhm.errors import FedhmError
-from fedhm.measure.time import ClientSeconds, computation, transfer
+from fedhm.measure.time import ClientSeconds, computation_seconds, transfer_seconds
 from fedhm.server.collect import Intake
 from fedhm.server.record import Record, Simulated
 from fedhm.work.messages import Task
@@ -54,7 +54,7 @@ class Fleet:
         device, reference = self._devices[client], self._config.federation.reference_macs_per_second
         sizes = [self._intake.sizes(task) for task in tasks]
         computed = [
-            computation(
+            computation_seconds(
                 device,
                 reference,
                 task.network,
@@ -67,8 +67,8 @@ class Fleet:
         return ClientSeconds(
             device.name,
             sum(computed),
-            transfer(sum(down for down, _ in sizes), device.downlink),
-            transfer(sum(up for _, up in sizes), device.uplink),
+            transfer_seconds(sum(down for down, _ in sizes), device.downlink),
+            transfer_seconds(sum(up for _, up in sizes), device.uplink),
         )
 
     def in_time(self, tasks: Sequence[Task], record: Record) -> list[Task]:

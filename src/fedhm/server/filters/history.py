@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fedhm.lowrank.delta import Change, change
+from fedhm.lowrank.delta import FactorizedDelta, factorized_delta
 from fedhm.lowrank.hybrid import plan_of
 from fedhm.lowrank.plan import find_classifier
-from fedhm.networks.exchange import exchanged
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.work.messages import Task, Update
 from fedhm.work.work import work_of
 
@@ -33,13 +33,13 @@ class Layout:
 def layout(network: nn.Module, averages: Set[str]) -> Layout:
     """Return what a network's tensors are, as they travel."""
     own = network.state_dict().keys()
-    made = {name.removesuffix(".u") for name in exchanged(network) if name.endswith(".u") and name not in own}
+    made = {name.removesuffix(".u") for name in exchanged_tensors(network) if name.endswith(".u") and name not in own}
     return Layout(plan_of(network).keys() | made, averages, find_classifier(network))
 
 
-def length(change: Change) -> float:
+def length(delta: FactorizedDelta) -> float:
     """Return the norm of a change, or the largest that a record can have where it is too long to be computed."""
-    return change.norm if change.norm <= LARGEST else LARGEST  # NaN is not
+    return delta.norm if delta.norm <= LARGEST else LARGEST  # NaN is not
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Moved:
     """An update, and how far each part of it is from what was sent."""
 
     update: Update
-    parts: Mapping[str, Change]
+    parts: Mapping[str, FactorizedDelta]
 
     def cut(self, lengths: Mapping[str, float]) -> "Moved":
         """Return the update with some of its parts at other lengths, on the straight way from what was sent.
@@ -68,13 +68,13 @@ def moved(task: Task, update: Update, known: Layout) -> Moved:
         return Moved(update, {})
     if not work.returns_network:  # its own answer, such as logits, which may be as long as those of others
         nothing = {name: torch.zeros_like(tensor) for name, tensor in update.tensors.items()}
-        return Moved(update, {OUTPUTS: change(update.tensors, nothing, ())})
+        return Moved(update, {OUTPUTS: factorized_delta(update.tensors, nothing, ())})
     sent = work.loaded(task)
     averages = {name: tensor for name, tensor in update.tensors.items() if name in known.averages}
     weights = {name: tensor for name, tensor in update.tensors.items() if name not in averages}
-    parts = {WEIGHTS: change(weights, sent, known.factorized)}
+    parts = {WEIGHTS: factorized_delta(weights, sent, known.factorized)}
     if averages:
-        parts[AVERAGES] = change(averages, sent, ())
+        parts[AVERAGES] = factorized_delta(averages, sent, ())
     return Moved(update, parts)
 
 

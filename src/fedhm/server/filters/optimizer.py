@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedhm.config.schema import ServerConfig
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import Tensors, averages
+from fedhm.networks.exchange import Tensors, is_averageable
 from fedhm.server.state import Way, mapped
 
 S = TypeVar("S")
@@ -53,7 +53,7 @@ class ServerOptimizer:
         mapped(self._fields(before), lambda name, _, tensor: old.setdefault(name, tensor))
 
         def moved(name: str, way: Way, mean: Tensor) -> Tensor:
-            if way[-1] in self._not_weights or not averages(mean):
+            if way[-1] in self._not_weights or not is_averageable(mean):
                 return mean
             if mean.is_complex():  # as torch's own optimizers have it: real and imaginary parts are two numbers
                 return torch.view_as_complex(towards(name, torch.view_as_real(mean), torch.view_as_real(old[name])))

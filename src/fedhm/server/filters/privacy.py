@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fedhm.config.schema import Config, PrivacyConfig, ResolvedConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.lowrank.delta import within
+from fedhm.lowrank.delta import clip_delta
 from fedhm.lowrank.hybrid import plan_of
-from fedhm.networks.exchange import Tensors, averages
+from fedhm.networks.exchange import Tensors, is_averageable
 from fedhm.seeds import Secret, secret_normals
 from fedhm.server.record import Record
 from fedhm.server.sampling import expected_to_train, independently
@@ -195,7 +195,7 @@ class Mechanism:
         sent, layers = work_of(task.kind).loaded(task), self._factorized(task.network)
         held = {name for name in sent if name in self._fixed or self._of_fixed(name, layers)}
         returned = {name: sent[name] if name in held else tensor for name, tensor in update.tensors.items()}
-        return within(returned, sent, layers, self.config.clip)
+        return clip_delta(returned, sent, layers, self.config.clip)
 
     def _of_fixed(self, name: str, layers: Set[str]) -> bool:
         """Tell whether a tensor is a factor of a weight that training leaves alone."""
@@ -210,7 +210,7 @@ class Mechanism:
         sums = _digest(_fields(merged, averaged), count)
 
         def moved(name: str, way: Way, mean: Tensor) -> Tensor:
-            if way[-1] in self._fixed or not averages(mean):
+            if way[-1] in self._fixed or not is_averageable(mean):
                 return old[name]
             after, start = (_as_doubles(tensor) for tensor in (mean, old[name]))
             new = start + share * (after - start) + self._noise(after, name, round_number, sums)

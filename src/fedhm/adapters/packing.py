@@ -21,7 +21,7 @@ _A, _B, _HEAD = ".lora_A.default.weight", ".lora_B.default.weight", ".modules_to
 
 
 @dataclass(frozen=True)
-class AdapterForm:
+class AdapterPacking:
     """The wire form of an adapted network."""
 
     layers: tuple[str, ...]
@@ -65,11 +65,11 @@ class AdapterForm:
         module = next((head for head in self.heads if name.startswith(f"{head}.")), name.rpartition(".")[0])
         return f"{_PREFIX}{module}{_HEAD}{name.removeprefix(f'{module}.')}"
 
-    def __deepcopy__(self, _: Any) -> "AdapterForm":
+    def __deepcopy__(self, _: Any) -> "AdapterPacking":
         return self  # the base is not copied with every network
 
 
-def factors_of(network: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+def adapter_factors(network: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield A (r, m) and B (n, r) of each layer of an adapted network, as it holds them."""
     own = dict(network.named_parameters())
     for name, a in own.items():
@@ -77,7 +77,7 @@ def factors_of(network: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
             yield a, own[name.removesuffix(_A) + _B]
 
 
-def head_of(network: nn.Module) -> frozenset[int]:
+def head_parameter_ids(network: nn.Module) -> frozenset[int]:
     """Return the ids of the parameters that an adapted network trains whole."""
     return frozenset(id(parameter) for name, parameter in network.named_parameters() if _HEAD in name)
 
