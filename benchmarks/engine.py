@@ -16,7 +16,7 @@ from torch import nn
 
 from fedhm.assembly import assemble
 from fedhm.config.loading import parse
-from fedhm.data.federation import Federation, gathered
+from fedhm.data.federation import Federation, from_arrays
 from fedhm.data.samples import Batch, Feed
 from fedhm.experiment import Experiment
 from fedhm.models import resnet18
@@ -39,7 +39,7 @@ def images(clients: int, samples: int) -> Federation:
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(samples) % 10
     pixels = torch.randint(0, 256, (clients, samples, 3, 32, 32), generator=generator, dtype=torch.uint8)
-    return gathered([(each, labels) for each in pixels], (pixels[0, :10], labels[:10]))
+    return from_arrays([(each, labels) for each in pixels], (pixels[0, :10], labels[:10]))
 
 
 def experiment(model: nn.Module, data: Federation, method: str, **train: float) -> Experiment:

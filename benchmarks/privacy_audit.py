@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fedhm.assembly import assemble
 from fedhm.config.loading import parse
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import Tensors
 from fedhm.server.filters.optimizer import Moments
@@ -83,7 +83,7 @@ def small_experiment(method: str, noise: float, participation: float, broken: st
         "engine": {"threads": 1, "server_threads": 1},
     }
     answers = Answers()
-    experiment = assemble(model, gathered(data[:-1], data[-1]), parse(table, "the audit"), answers)
+    experiment = assemble(model, from_arrays(data[:-1], data[-1]), parse(table, "the audit"), answers)
     private = experiment.privacy
     assert private is not None
     if broken == "noise":

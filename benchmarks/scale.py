@@ -20,7 +20,7 @@ from torch import nn
 
 from fedhm.assembly import assemble
 from fedhm.config.schema import Config
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.experiment import Experiment
 from fedhm.methods.fedhm import FedHM, FedHMConfig, FedHMState
 from fedhm.methods.method import Setup
@@ -59,7 +59,7 @@ def rounds(clients: int, count: int) -> Numbers:
     }
     torch.manual_seed(0)
     start = time.process_time()
-    federation = gathered([*zip(x, y, strict=True)], (x[0], y[0]))
+    federation = from_arrays([*zip(x, y, strict=True)], (x[0], y[0]))
     config, model = Config.model_validate(settings), cnn(width=1 / 8)
     experiment = assemble(model, federation, config)
     setup = time.process_time() - start

@@ -15,7 +15,7 @@ import forked
 from fedhm.config import registry as plugins
 from fedhm.config.loading import parse
 from fedhm.config.schema import Config
-from fedhm.data.federation import Federation, gathered
+from fedhm.data.federation import Federation, from_arrays
 from fedhm.work.work import Example
 
 torch.set_num_threads(1)
@@ -74,7 +74,7 @@ def small_federation() -> Federation:
         return torch.from_numpy(images.astype(np.uint8)), torch.from_numpy(labels)
 
     clients = [draw(rng.choice(4 if number % 2 else 3, 20)) for number in range(8)]
-    return gathered(clients, draw(np.arange(40) % 4))
+    return from_arrays(clients, draw(np.arange(40) % 4))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.data.federation import ClientTests, Federation, gathered, held_out
+from fedhm.data.federation import ClientTests, Federation, from_arrays, hold_out_client_tests
 from fedhm.data.samples import Feed, concatenate
 from fedhm.errors import FedhmError
 from fedhm.runs.result import Result
@@ -21,9 +21,9 @@ from test_experiment import Meddling, same
 @pytest.fixture
 def tested(federation: Federation) -> Federation:
     """The clients of the federation, the last of which has no test samples."""
-    left, tests = held_out(federation.clients, 0.3, 0)
+    left, tests = hold_out_client_tests(federation.clients, 0.3, 0)
     nothing = tests.samples[-1].subset(torch.arange(0))
-    return replace(federation, clients=left, tests=ClientTests([*tests.samples[:-1], nothing]))
+    return replace(federation, clients=left, client_tests=ClientTests([*tests.samples[:-1], nothing]))
 
 
 def run(data: Federation, engine: type[Meddling] | None = None, /, **sections: dict[str, object]) -> Result:
@@ -46,24 +46,24 @@ def test_pooled_metrics_are_those_of_the_final_models_on_all_tests(
     tested: Federation, method: str, static_from: object
 ) -> None:
     result = run(tested, method={"name": method}, train={"rounds": 1}, evaluation={"static_from": static_from})
-    joint = Feed(concatenate(tested.tests.samples), tested.preprocessing)
+    joint = Feed(concatenate(tested.client_tests.samples), tested.preprocessing)
     for tier, network in result.networks.items():
         found = result.clients[tier]
         plain = evaluate(network, joint, 128, small_config().objective)
         assert found.overall.pooled == pytest.approx(plain, rel=1e-4)
         assert [one.client for one in found.each] == list(range(7))
-        assert [one.samples for one in found.each] == [tested.tests.count(client) for client in range(7)]
+        assert [one.samples for one in found.each] == [tested.client_tests.count(client) for client in range(7)]
         assert sum(group.clients for group in found.by_tier.values()) == found.overall.clients == 7
 
 
 def test_evaluating_changes_nothing_else_and_is_counted_apart(tested: Federation) -> None:
-    without = run(replace(tested, tests=ClientTests()))
+    without = run(replace(tested, client_tests=ClientTests()))
     result = run(tested)
     assert same(result, without)
     for line, plain in zip(lines(result), lines(without), strict=True):
         assert {key: value for key, value in line.items() if key not in ("clients", "evaluation")} == plain
     record = result.records[-1]
-    tests = sum(tested.tests.count(client) for client in range(8))
+    tests = sum(tested.client_tests.count(client) for client in range(8))
     assert record.evaluation.clients == record.evaluation.answers == 7 * 4
     assert record.evaluation.macs == tests * sum(cost.macs for cost in result.costs.values())
     assert record.evaluation.down == 7 * sum(cost.bytes for cost in result.costs.values())  # with statistics
@@ -83,12 +83,12 @@ def test_numbers_are_pooled_as_well() -> None:
     targets = inputs @ torch.randn(6, 2)
     clients = [(inputs[i:50:5], targets[i:50:5]) for i in range(5)]
     config = small_config(objective={"name": "regression"}, federation={"clients": 5}, method={"tiers": [1, "1/4"]})
-    federation = gathered(clients, (inputs[50:], targets[50:]), objective=config.objective, client_test=0.2)
+    federation = from_arrays(clients, (inputs[50:], targets[50:]), objective=config.objective, client_test=0.2)
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16), torch.nn.Linear(16, 2)
     )
     result = assemble(model, federation, config).run()
-    joint = Feed(concatenate(federation.tests.samples), federation.preprocessing)
+    joint = Feed(concatenate(federation.client_tests.samples), federation.preprocessing)
     plain = evaluate(result.networks["1/4"], joint, 128, config.objective)
     assert result.clients["1/4"].overall.pooled == pytest.approx(plain, rel=1e-5)
 

@@ -12,13 +12,13 @@ import fedhm
 from fedhm.assembly import assemble
 from fedhm.compare.compared import Compared, difference_of_entries
 from fedhm.config.loading import parse
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
 from fedhm.report.tables import markdown
 from fedhm.runs.folder import is_complete, read_config
 from fedhm.runs.history import read_runs
-from fedhm.runs.models import kept_best, load_best, load_tier, tier_file
+from fedhm.runs.models import best_round_on_disk, load_best_models, load_tier, tier_file
 from fedhm.runs.result import Result
 from fedhm.work.messages import Reply, Task, Update
 from made_runs import made_run
@@ -112,7 +112,7 @@ def lied_to(how: str) -> Result:
     numbers = [(x, x[:, 0]) for x, _ in clients()]
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
-    data = gathered(numbers, None, 0, False, torch.float32, None, config.objective, 0.5, 0)
+    data = from_arrays(numbers, None, 0, False, torch.float32, None, config.objective, 0.5, 0)
     experiment = assemble(network, data, config)
     experiment.engine = OneLiar(experiment.engine)
     return experiment.run()
@@ -172,12 +172,12 @@ def test_models_of_a_round_that_never_counted_are_not_the_best(tmp_path: Path) -
     for number in (3, 7):
         (tmp_path / f"best-round-{number}").mkdir()
     (tmp_path / "best-round-x").mkdir()
-    assert kept_best(tmp_path, rounds=6) == 3
-    assert kept_best(tmp_path, rounds=7) == 7
-    assert kept_best(tmp_path / "none", rounds=7) == 0
-    assert load_best(tmp_path, 5, {"full": model()}) == {}
+    assert best_round_on_disk(tmp_path, rounds=6) == 3
+    assert best_round_on_disk(tmp_path, rounds=7) == 7
+    assert best_round_on_disk(tmp_path / "none", rounds=7) == 0
+    assert load_best_models(tmp_path, 5, {"full": model()}) == {}
     with pytest.raises(FedhmError, match=r"cannot read .*best-round-3/full\.safetensors"):
-        load_best(tmp_path, 3, {"full": model()})
+        load_best_models(tmp_path, 3, {"full": model()})
 
 
 def test_without_a_reason_to_end_nothing_is_kept(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble, read_federation
-from fedhm.data.federation import ClientTests, Federation, held_out
+from fedhm.data.federation import ClientTests, Federation, hold_out_client_tests
 from fedhm.errors import FedhmError
 from fedhm.report.tables import markdown
 from fedhm.runs.history import read_runs
@@ -57,8 +57,8 @@ def test_nobody_to_evaluate_is_one_sentence() -> None:
 
 
 def test_the_servers_test_set_changes_metrics_only(federation: Federation) -> None:
-    left, tests = held_out(federation.clients, 0.2, 0)
-    whole = replace(federation, clients=left, tests=tests)
+    left, tests = hold_out_client_tests(federation.clients, 0.2, 0)
+    whole = replace(federation, clients=left, client_tests=tests)
     with_test = assemble(small_model(), whole, small_config()).run()
     without = assemble(small_model(), replace(whole, test=None), small_config()).run()
     assert same(with_test, without)
@@ -79,14 +79,14 @@ def test_a_config_says_that_the_server_has_none() -> None:
     assert config.data.client_test == 0.2
     federation = read_federation(config)
     assert federation.test is None
-    assert federation.tests.count(0) == 2
+    assert federation.client_tests.count(0) == 2
     assert federation.input_shape == (1, 8, 8)
     chosen = fedhm.load_config("digits", ["data.test=false", "data.client_test=0.5"])
     assert chosen.data is not None
     assert chosen.data.client_test == 0.5
     validated = fedhm.load_config("digits", ["data.test=false", "data.client_test=0", "data.validation=0.1"])
     assert read_federation(validated).test is not None
-    assert read_federation(validated).tests == ClientTests()
+    assert read_federation(validated).client_tests == ClientTests()
     with pytest.raises(FedhmError, match=r"data: test = false and client_test = 0 leave nothing to evaluate on"):
         fedhm.load_config("digits", ["data.test=false", "data.client_test=0"])
     # what is written is read back the same

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 import torch
 
 from fedhm.assembly import assemble
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.engines.local import LocalEngine
 from fedhm.work.client import Client
 from fedhm.work.messages import Reply, Task
@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(1)
     workers, count = map(int, sys.argv[1:])
     data, watcher = clients(count), Paced()
-    experiment = assemble(cnn(), gathered(data, data[0]), config(1), watchers=[watcher])
+    experiment = assemble(cnn(), from_arrays(data, data[0]), config(1), watchers=[watcher])
     assert isinstance(experiment.engine, LocalEngine)
     experiment.engine = ExecutorEngine(experiment.engine._clients, workers)
     experiment.run()

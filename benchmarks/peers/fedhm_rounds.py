@@ -7,7 +7,7 @@ import torch
 from fedhm.assembly import assemble
 from fedhm.config.loading import parse
 from fedhm.config.schema import Config
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.server.record import Record
 from peers.turns import Turns
 from peers.workload import BATCH, LR, ROUNDS, clients, cnn
@@ -49,7 +49,7 @@ def main() -> None:
     watcher = Paced()
     workers, count = map(int, sys.argv[1:])
     data = clients(count)
-    assemble(cnn(), gathered(data, data[0]), config(workers), watchers=[watcher]).run()
+    assemble(cnn(), from_arrays(data, data[0]), config(workers), watchers=[watcher]).run()
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fedhm.config.schema import Config, ResolvedConfig
-from fedhm.data.federation import Federation, partitioned
-from fedhm.data.images import downscaled_shape
+from fedhm.data.federation import Federation, load_federation
+from fedhm.data.images import downscale_shape
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.data.sources import SHAPES
-from fedhm.data.text import limits_of
+from fedhm.data.text import text_limits
 from fedhm.engines.engine import Elsewhere, Engine
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.errors import FedhmError
@@ -133,7 +133,7 @@ def assemble(
         )
     check_optimizer(model, settings.train)
     federation.check_targets(settings.objective)
-    given, federation = federation, federation.fitted(limits_of(model).fitted)
+    given, federation = federation, federation.fitted(text_limits(model).fitted)
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample = Feed(federation.example, preprocessing).one()
     check_memory_savings(model, settings, sample[0])
@@ -152,7 +152,7 @@ def assemble(
     if not settings.method.adapters:  # of a frozen base nothing is trained, and another copy may fill the memory
         initial = {name: tensor.clone() for name, tensor in initial.items()}
     test = None if federation.test is None else Feed(federation.test, preprocessing, device)
-    holders = federation.tests.holders([federation.samples_of(client) for client in range(federation.size)])
+    holders = federation.client_tests.holders([federation.samples_of(client) for client in range(federation.size)])
     if test is None and not holders:
         raise FedhmError(
             "there is nothing to evaluate on: give the server test samples, or let clients hold out a share of theirs "
@@ -191,10 +191,10 @@ def _own_engine(
         raise FedhmError("the clients' samples lie elsewhere: an experiment must be given an engine to reach them")
     if config.engine.name != "local":
         return Elsewhere()
-    tests = federation.tests.of
+    tests = federation.client_tests.of
     clients = [
         make_client(
-            samples, federation.preprocessing, networks, config.of_client(number), public, tests(number), secret
+            samples, federation.preprocessing, networks, config.for_client(number), public, tests(number), secret
         )
         for number, samples in enumerate(federation.clients)
     ]
@@ -228,14 +228,14 @@ def read_federation(config: Config) -> Federation:
             "and is resumed there, by fedhm.run with the same arguments, or with from_round=ROUND from an earlier round"
         )
     base = config.model.base if config.model else ""
-    return partitioned(config.data, config.federation.clients, config.seed, base, config.objective.per_token)
+    return load_federation(config.data, config.federation.clients, config.seed, base, config.objective.per_token)
 
 
 def input_format(config: Config) -> tuple[tuple[int, ...], int]:
     """Return input shape and number of outputs, without reading data where the source is a known one."""
     if config.data is not None and config.data.source in SHAPES:
         shape, outputs = SHAPES[config.data.source]
-        return downscaled_shape(shape, config.data.downscale), outputs
+        return downscale_shape(shape, config.data.downscale), outputs
     federation = read_federation(config)
     return federation.input_shape, federation.classes
 

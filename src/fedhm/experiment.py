@@ -22,7 +22,7 @@ from fedhm.networks.structure import unshare_base
 from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.models import keep_only, load_best, save_best
+from fedhm.runs.models import load_best_models, remove_other_best_models, save_best_models
 from fedhm.runs.privacy import new_secret
 from fedhm.runs.result import Result
 from fedhm.server.callbacks import About, Stopping, Watcher, run_watchers
@@ -105,18 +105,18 @@ class Experiment:
             if self._best_round(records) == number:
                 best = networks
                 if folder:
-                    save_best(folder.models, number, networks)
+                    save_best_models(folder.models, number, networks)
             if folder:
                 self._save_plans(folder, state, anew=bool(record.plans))
                 folder.commit(record, Checkpoint(number, state, moments), run, self.config.checkpoints.keep)
-                keep_only(folder.models, self._best_round(records))
+                remove_other_best_models(folder.models, self._best_round(records))
             for watcher in self.watchers:
                 watcher.round_done(record)
         # A run that was complete already is asked for its models once more.
         networks = networks or self._tier_networks(state, self._tier_weights(state, deepcopy(records[-1])))
         if folder:
             folder.save_models(networks)
-            keep_only(folder.models, self._best_round(records))
+            remove_other_best_models(folder.models, self._best_round(records))
         for watcher in run_watchers(self.watchers):
             watcher.ended(networks)
         if folder and not best:  # it was found before this process resumed the run
@@ -133,7 +133,7 @@ class Experiment:
         plans = next((record.plans for record in reversed(records[:best]) if record.plans), {})
         names = {t: self.method.planned_name(t, plans[t]) if t in plans else t for t in self.method.tiers}
         blank = {tier: set_packing(self.method.network(name), None) for tier, name in names.items()}
-        return load_best(folder.models, best, blank)
+        return load_best_models(folder.models, best, blank)
 
     def _begin(self, folder: RunFolder | None, run: str) -> tuple[tuple[Any, Moments], list[Record]]:
         checkpoint, records = folder.restore(run, self.method.state_type, self.method.tiers) if folder else (None, [])

@@ -11,11 +11,11 @@ from fedhm.assembly import assemble, dtype_of, read_federation
 from fedhm.config.loading import parse
 from fedhm.config.method import MethodConfig
 from fedhm.config.objective import Objective
-from fedhm.config.registry import Group, UnknownNameError, find, provide
+from fedhm.config.registry import Group, UnknownNameError, find, register
 from fedhm.config.schema import Config, EngineConfig
 from fedhm.data.convert import DataLike, PublicLike
-from fedhm.data.federation import default_share, gathered
-from fedhm.data.text import TextReader, TokenizingBar, check_tokenizer, how_many, limits_of, with_padding
+from fedhm.data.federation import default_test_share, from_arrays
+from fedhm.data.text import TextReader, TokenizingBar, check_tokenizer, count_samples, text_limits, with_padding_token
 from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
@@ -76,20 +76,20 @@ def run(
         raise FedhmError(f"config: federation: input should be a mapping (got {federation_table!r})")
     table["federation"] = {**federation_table, "clients": len(clients)}
     settings = parse(table, "config")
-    client_test = default_share(test is not None) if client_test is None else client_test
+    client_test = default_test_share(test is not None) if client_test is None else client_test
     if settings.engine.name == "flower":
         raise FedhmError(Elsewhere.SENTENCE)
     path = None if out is None else Path(out)
     if from_round is not None and (path is None or not (path / "config.toml").exists()):
         raise FedhmError("from_round goes back in a run that has begun: out must be its folder")
-    resolved = as_begun(settings, path).resolved()
+    resolved = resumed_settings(settings, path).resolved()
     shown = is_shown(progress)
-    with TokenizingBar(sum(map(how_many, (*clients, test))), shown and tokenizer is not None) as bar:
-        reader = None if tokenizer is None else TextReader(tokenizer, limits_of(model).length, bar)
+    with TokenizingBar(sum(map(count_samples, (*clients, test))), shown and tokenizer is not None) as bar:
+        reader = None if tokenizer is None else TextReader(tokenizer, text_limits(model).length, bar)
         if reader:
             check_tokenizer(tokenizer, model)
-            model = with_padding(model, reader.padding)
-        federation = gathered(
+            model = with_padding_token(model, reader.padding)
+        federation = from_arrays(
             clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed, reader
         )
     with shown_rounds(shown, resolved.objective.headline) as bars:
@@ -102,7 +102,7 @@ def run(
                     _rewind(experiment, folder, from_round)
                 result = experiment.run(folder)
             except FedhmError:
-                folder.remove_if_nothing_was_done()
+                folder.remove_if_no_round_done()
                 raise
     report_on(path)
     return result
@@ -187,11 +187,11 @@ def _made_known(kind: str, given: Any) -> Any:
         known = find(group, name) if name else type(given)
         again = (known.__module__, known.__qualname__) == (type(given).__module__, type(given).__qualname__)
         if again:  # a notebook's cell that was run again makes the class anew
-            provide(group, name, type(given))
+            register(group, name, type(given))
         else:
             raise FedhmError(f"'{name}' is the name of another {kind}: give yours a name of its own")
     except UnknownNameError:
-        provide(group, name, type(given))
+        register(group, name, type(given))
     return given
 
 
@@ -200,7 +200,7 @@ def report_on(path: Path) -> None:
     save_report(read_runs([path]), path)
 
 
-def as_begun(settings: Config, path: Path | None) -> Config:
+def resumed_settings(settings: Config, path: Path | None) -> Config:
     """Return the settings of a run that is resumed in `path`, if there is one: threads and tiers as it began with."""
     if path is None or not (path / "config.toml").exists():
         return settings

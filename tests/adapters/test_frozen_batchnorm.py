@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.config.loading import parse
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.networks.exchange import exchanged_tensors
 from tiny_transformers import needs_peft
 
@@ -47,7 +47,7 @@ def test_statistics_of_a_frozen_base_stay_and_nothing_of_them_is_sent(name: str)
         "engine": {"workers": 1, "threads": 1},
     }
     clients, test = [samples(12, seed) for seed in range(3)], samples(12, 9)
-    method = fedhm.assemble(normed(), gathered(clients, test), parse(settings, "test")).method
+    method = fedhm.assemble(normed(), from_arrays(clients, test), parse(settings, "test")).method
     sent = {tensor.rpartition(".")[0] for tier in method.tiers for tensor in exchanged_tensors(method.network(tier))}
     assert sent == {"first", "last"}
     run = fedhm.run(normed(), clients, test, settings)

@@ -4,7 +4,7 @@ import pytest
 
 from fedhm.assembly import assemble
 from fedhm.config.loading import parse
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.runs.result import Result
 from fedhm.server.collect import TooFewUpdatesError
 from hostile import Hostile
@@ -26,7 +26,7 @@ def trained(attack: str, method: str, robust: str = "clip") -> Result:
         "engine": {"workers": 1, "threads": 1},
     }  # fmt: skip
     config = parse(settings, "test")
-    federation = gathered([sentences(18, seed) for seed in range(CLIENTS)], sentences(60, 99))
+    federation = from_arrays([sentences(18, seed) for seed in range(CLIENTS)], sentences(60, 99))
     experiment = assemble(tiny_bert(), federation, config)
     if attack:
         experiment.engine = Hostile(experiment.engine, [HOSTILE], attack)

@@ -10,7 +10,7 @@ from torch import Tensor
 import fedhm
 from fedhm.adapters.packing import FOLDED
 from fedhm.config.loading import parse
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.work.messages import Participant, Update
 from made_adapters import DATA, RANKS, TEST, TRAIN, answers, output, settings, started
@@ -88,7 +88,7 @@ def test_a_client_gives_up_directions_that_have_become_smaller(penalty: float, l
     own = {"name": "hetlora", "prune": 0.5, "penalty": penalty}
     asked = settings(own, train={**TRAIN, "optimizer": "sgd", "lr": 0.01, "weight_decay": 0.0})
     asked["federation"] |= {"clients": 3}
-    experiment = fedhm.assemble(tiny_bert(), gathered(DATA, TEST), parse(asked, "test"))
+    experiment = fedhm.assemble(tiny_bert(), from_arrays(DATA, TEST), parse(asked, "test"))
     method, start = experiment.method, experiment.method.start(exchanged_tensors(tiny_bert()))
     state = replace(start, weights={n: t + 0.1 if n.endswith(".v") else t for n, t in start.weights.items()})
     (reply,) = experiment.engine.run(list(method.tasks(state, [Participant(0, "full")], 1)))

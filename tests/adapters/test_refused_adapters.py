@@ -13,7 +13,7 @@ from torch import Tensor
 import fedhm
 from fedhm.adapters.adapted import base_digest, save_adapter
 from fedhm.config.loading import parse
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.work.messages import Failure, Participant, Update
 from made_adapters import DATA, RANKS, TEST, TRAIN, answers, settings, started
 from tiny_transformers import needs_peft, tiny_bert, tiny_llama
@@ -160,7 +160,7 @@ def test_hostile_adapters_are_bounded_by_what_others_do() -> None:
     honest = answers(method, state, 4)
     assert all(update.tensors[f"{layer}.v"].abs().max() < 10 for update in honest)
     asked = settings(train={**TRAIN, "rounds": 1, "on_bad_update": "drop"})
-    federation = gathered(DATA, TEST)
+    federation = from_arrays(DATA, TEST)
     config = parse({**asked, "federation": {"clients": 3, "participation": 1.0}}, "test")
     experiment = fedhm.assemble(tiny_bert(), federation, config)
     plain = experiment.engine.run

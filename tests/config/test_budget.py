@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedhm.config.units import Kind, read_budget, read_size, size_text
+from fedhm.config.units import Kind, amount_text, parse_amount, parse_budget
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from fedhm.config.units import Kind, read_budget, read_size, size_text
     ],
 )
 def test_sizes_are_read_and_written_as_the_same_amount(text: str | float, kind: Kind, amount: int) -> None:
-    assert read_size(text, kind) == amount
-    assert read_size(size_text(amount, kind), kind) == amount
+    assert parse_amount(text, kind) == amount
+    assert parse_amount(amount_text(amount, kind), kind) == amount
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_sizes_are_read_and_written_as_the_same_amount(text: str | float, kind: 
 )
 def test_what_is_no_size_is_a_sentence(text: str | float, kind: Kind, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        read_size(text, kind)
+        parse_amount(text, kind)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_what_is_no_size_is_a_sentence(text: str | float, kind: Kind, sentence: 
     ],
 )
 def test_budgets_have_one_name_however_they_are_written(given: object, name: str) -> None:
-    assert read_budget(given).name == name
-    assert read_budget(name) == read_budget(given)
+    assert parse_budget(given).name == name
+    assert parse_budget(name) == parse_budget(given)
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_budgets_have_one_name_however_they_are_written(given: object, name: str
 )
 def test_what_is_no_budget_is_a_sentence(given: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        read_budget(given)
+        parse_budget(given)

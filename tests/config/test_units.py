@@ -2,11 +2,11 @@
 
 import pytest
 
-from fedhm.config.units import rate, size
+from fedhm.config.units import parse_rate, parse_size
 
 
 def test_sizes_count_in_thousands_or_in_1024s() -> None:
-    assert [size(each) for each in ("128MB", "64 MiB", "1.5kB", "1B", 4096, "7", ".5GB", "1e3kB")] == [
+    assert [parse_size(each) for each in ("128MB", "64 MiB", "1.5kB", "1B", 4096, "7", ".5GB", "1e3kB")] == [
         128_000_000,
         64 << 20,
         1500,
@@ -19,7 +19,7 @@ def test_sizes_count_in_thousands_or_in_1024s() -> None:
 
 
 def test_rates_are_bits_or_bytes_a_second() -> None:
-    assert [rate(each) for each in ("10Mbit", "10 Mbit/s", "2MB/s", "80bit", 5, "1Gbit")] == [
+    assert [parse_rate(each) for each in ("10Mbit", "10 Mbit/s", "2MB/s", "80bit", 5, "1Gbit")] == [
         1_250_000,
         1_250_000,
         2_000_000,
@@ -32,10 +32,10 @@ def test_rates_are_bits_or_bytes_a_second() -> None:
 @pytest.mark.parametrize("given", ["-1MB", "0MB", "12 parsecs", "MB", "", "128MB/s", True, None, float("nan"), 0, -5])
 def test_what_is_no_size_is_said(given: object) -> None:
     with pytest.raises(ValueError, match="is no size"):
-        size(given)  # type: ignore[arg-type]
+        parse_size(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("given", ["-1Mbit", "0bit", "3 furlongs", "", True, None, float("inf"), -5, "1e400"])
 def test_what_is_no_rate_is_said(given: object) -> None:
     with pytest.raises(ValueError, match="is no rate"):
-        rate(given)  # type: ignore[arg-type]
+        parse_rate(given)  # type: ignore[arg-type]

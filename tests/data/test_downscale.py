@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fedhm.assembly import named_design, read_federation
 from fedhm.config.loading import load_config
 from fedhm.config.schema import DataConfig
-from fedhm.data.federation import partitioned
-from fedhm.data.images import downscaled, downscaled_source
+from fedhm.data.federation import load_federation
+from fedhm.data.images import downscale, downscale_source
 from fedhm.data.samples import Samples, channel_statistics
 from fedhm.data.sources import SOURCES, read_source
 from fedhm.errors import FedhmError
@@ -26,7 +26,7 @@ def images(count: int, channels: int, height: int, width: int) -> Samples:
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 def test_each_pixel_is_the_rounded_mean_of_its_block(factor: int, channels: int, height: int, width: int) -> None:
     samples = images(2, channels, height * factor, width * factor)
-    found = downscaled(samples, factor)
+    found = downscale(samples, factor)
     assert found.are_images
     assert torch.equal(found.labels, samples.labels)
     for image, small in zip(samples.inputs.numpy(), found.inputs.numpy(), strict=True):
@@ -39,23 +39,23 @@ def test_each_pixel_is_the_rounded_mean_of_its_block(factor: int, channels: int,
 def test_memory_in_channels_last_gives_the_same_pixels() -> None:
     samples = images(3, 3, 4, 6)
     turned = replace(samples, inputs=samples.inputs.contiguous(memory_format=torch.channels_last))
-    assert torch.equal(downscaled(turned, 2).inputs, downscaled(samples, 2).inputs)
+    assert torch.equal(downscale(turned, 2).inputs, downscale(samples, 2).inputs)
 
 
 def test_a_factor_of_one_leaves_a_source_alone() -> None:
     source = read_source("digits", None)
-    assert downscaled_source(source, 1) is source
+    assert downscale_source(source, 1) is source
 
 
 def test_train_test_and_public_samples_shrink_and_are_normalised_as_they_are_then() -> None:
-    large = partitioned(DataConfig(public="digits", public_samples=50), 5, 0)
-    small = partitioned(DataConfig(public="digits", public_samples=50, downscale=2), 5, 0)
+    large = load_federation(DataConfig(public="digits", public_samples=50), 5, 0)
+    small = load_federation(DataConfig(public="digits", public_samples=50, downscale=2), 5, 0)
     assert small.input_shape == (1, 4, 4)
     assert large.public is not None
     assert small.public is not None
     pairs = zip([*large.clients, large.test, large.public], [*small.clients, small.test, small.public], strict=True)
     for whole, shrunk in pairs:  # the same samples at the same clients
-        assert torch.equal(downscaled(whole, 2).inputs, shrunk.inputs)
+        assert torch.equal(downscale(whole, 2).inputs, shrunk.inputs)
         assert torch.equal(whole.labels, shrunk.labels)
     pixels = torch.cat([samples.inputs for samples in small.clients])
     assert (small.preprocessing.mean, small.preprocessing.std) == channel_statistics(pixels)

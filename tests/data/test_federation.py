@@ -9,15 +9,15 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from fedhm.config.schema import Config, DataConfig
-from fedhm.data.federation import Federation, gathered, partitioned, remote_federation
+from fedhm.data.federation import Federation, from_arrays, load_federation, remote_federation
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.runs.fingerprint import data_facts, fingerprint
 
 
 def test_digits_are_dealt_out_by_seed() -> None:
-    first, again = (partitioned(DataConfig(partition="dirichlet"), 20, seed=1) for _ in range(2))
-    other = partitioned(DataConfig(partition="dirichlet"), 20, seed=2)
+    first, again = (load_federation(DataConfig(partition="dirichlet"), 20, seed=1) for _ in range(2))
+    other = load_federation(DataConfig(partition="dirichlet"), 20, seed=2)
     assert sum(len(samples) for samples in first.clients) == 1442
     assert (first.classes, first.input_shape) == (10, (1, 8, 8))
     assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(first.clients, again.clients, strict=True))
@@ -26,9 +26,9 @@ def test_digits_are_dealt_out_by_seed() -> None:
 
 def test_a_client_without_samples_is_an_error() -> None:
     with pytest.raises(FedhmError, match=r"client \d+ has no samples: use fewer clients"):
-        partitioned(DataConfig(partition="dirichlet-unequal", alpha=0.001), 50, seed=0)
+        load_federation(DataConfig(partition="dirichlet-unequal", alpha=0.001), 50, seed=0)
     with pytest.raises(FedhmError, match="2000 clients cannot share 1442 samples"):
-        partitioned(DataConfig(), 2000, seed=0)
+        load_federation(DataConfig(), 2000, seed=0)
 
 
 def test_own_data_in_any_form() -> None:
@@ -39,7 +39,7 @@ def test_own_data_in_any_form() -> None:
         TensorDataset(inputs, labels),
         [(x.numpy(), int(y)) for x, y in zip(inputs, labels, strict=True)],
     ]:
-        federation = gathered([data], data)  # type: ignore[list-item, arg-type]
+        federation = from_arrays([data], data)  # type: ignore[list-item, arg-type]
         assert torch.equal(federation.clients[0].inputs, inputs)
         assert torch.equal(federation.test.labels, labels)
         assert federation.classes == 3
@@ -47,14 +47,14 @@ def test_own_data_in_any_form() -> None:
 
 def test_numpys_float64_comes_to_the_type_of_the_model() -> None:
     data = (np.zeros((3, 4)), np.zeros(3))
-    assert gathered([data], data).test.inputs.dtype == torch.float32
-    assert gathered([data], data, dtype=torch.float64).test.inputs.dtype == torch.float64
+    assert from_arrays([data], data).test.inputs.dtype == torch.float32
+    assert from_arrays([data], data, dtype=torch.float64).test.inputs.dtype == torch.float64
 
 
 def test_own_images_as_pillow_images() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
     pairs = [(Image.fromarray(image), 0) for image in pixels]
-    federation = gathered([pairs], pairs)  # type: ignore[list-item, arg-type]
+    federation = from_arrays([pairs], pairs)  # type: ignore[list-item, arg-type]
     assert torch.equal(federation.test.inputs, torch.from_numpy(pixels).permute(0, 3, 1, 2))
     assert federation.test.are_images
 
@@ -62,7 +62,7 @@ def test_own_images_as_pillow_images() -> None:
 def test_own_images_are_normalised_by_the_clients_pixels() -> None:
     pixels = torch.full((4, 1, 2, 2), 51, dtype=torch.uint8)
     pixels[:, :, 0] = 153
-    federation = gathered([(pixels, torch.zeros(4))], (pixels, torch.zeros(4)))
+    federation = from_arrays([(pixels, torch.zeros(4))], (pixels, torch.zeros(4)))
     assert federation.preprocessing.mean == pytest.approx((0.4,))
     assert federation.preprocessing.std == pytest.approx((0.2,))
 
@@ -88,7 +88,7 @@ def test_own_images_are_normalised_by_the_clients_pixels() -> None:
 )
 def test_wrong_data_is_one_sentence(clients: list[object], sentence: str) -> None:
     with pytest.raises(FedhmError, match=sentence):
-        gathered(clients, (torch.zeros(2, 4), torch.tensor([0, 1])))  # type: ignore[arg-type]
+        from_arrays(clients, (torch.zeros(2, 4), torch.tensor([0, 1])))  # type: ignore[arg-type]
 
 
 def test_an_empty_test_set_is_an_error(federation: Federation) -> None:

@@ -11,7 +11,7 @@ import torch
 import fedhm
 from conftest import small_config, small_model
 from fedhm.config.schema import DataConfig
-from fedhm.data.federation import Federation, gathered, partitioned
+from fedhm.data.federation import Federation, from_arrays, load_federation
 from fedhm.data.samples import Samples
 from fedhm.data.sources import SOURCES, read_source
 from fedhm.errors import FedhmError
@@ -24,7 +24,7 @@ def images(*parts: Samples) -> Counter[bytes]:
 
 def test_held_out_samples_are_taken_from_the_clients() -> None:
     config = DataConfig(public="held-out", public_samples=300)
-    federation, again, other = (partitioned(config, 7, seed) for seed in (1, 1, 2))
+    federation, again, other = (load_federation(config, 7, seed) for seed in (1, 1, 2))
     assert federation.public is not None
     assert again.public is not None
     assert other.public is not None
@@ -36,8 +36,8 @@ def test_held_out_samples_are_taken_from_the_clients() -> None:
 
 
 def test_another_source_leaves_the_clients_their_samples() -> None:
-    without = partitioned(DataConfig(), 7, 1)
-    federation = partitioned(DataConfig(public="digits", public_samples=1442), 7, 1)
+    without = load_federation(DataConfig(), 7, 1)
+    federation = load_federation(DataConfig(public="digits", public_samples=1442), 7, 1)
     assert federation.public is not None
     assert images(federation.public) == images(*without.clients)
     for ours, theirs in zip(federation.clients, without.clients, strict=True):
@@ -57,7 +57,7 @@ def test_public_data_that_does_not_fit_is_one_sentence(monkeypatch: pytest.Monke
         ({"public": "coloured"}, 5, r"public set has inputs of shape \(3, 8, 8\) .* test set of shape \(1, 8, 8\)"),
     ):
         with pytest.raises(FedhmError, match=sentence):
-            partitioned(DataConfig.model_validate(settings), clients, 0)
+            load_federation(DataConfig.model_validate(settings), clients, 0)
 
 
 def test_a_folder_of_parquet_files_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,22 +70,22 @@ def test_a_folder_of_parquet_files_is_that_of_the_source(monkeypatch: pytest.Mon
     monkeypatch.setattr("fedhm.data.federation.read_source", read)
     monkeypatch.setattr("fedhm.data.federation.read_source", read)
     for public in ("hf:other", "hf:mine", "cifar100"):
-        partitioned(DataConfig(source="hf:mine", public=public, folder=Path("here")), 5, 0)
+        load_federation(DataConfig(source="hf:mine", public=public, folder=Path("here")), 5, 0)
     assert asked[1::2] == [("hf:other", None), ("hf:mine", Path("here")), ("cifar100", None)]
 
 
 def test_own_public_data_in_any_form() -> None:
     inputs, labels = torch.arange(40.0).reshape(10, 4), torch.arange(10) % 3
     for public in (inputs, inputs.double().numpy(), (inputs, labels), Samples(inputs, labels)):
-        federation = gathered([(inputs, labels)], (inputs, labels), public=public)
+        federation = from_arrays([(inputs, labels)], (inputs, labels), public=public)
         assert federation.public is not None
         assert federation.public.inputs.dtype == torch.float32
         assert torch.equal(federation.public.inputs.sort(0).values, inputs)
         assert not torch.equal(federation.public.inputs, inputs), "it may come sorted"
     with pytest.raises(FedhmError, match=r"the public set has inputs of shape \(5,\)"):
-        gathered([(inputs, labels)], (inputs, labels), public=torch.zeros(10, 5))
+        from_arrays([(inputs, labels)], (inputs, labels), public=torch.zeros(10, 5))
     with pytest.raises(FedhmError, match="inputs and labels of the public set must be arrays of numbers"):
-        gathered([(inputs, labels)], (inputs, labels), public=np.array(["one", "two"]))
+        from_arrays([(inputs, labels)], (inputs, labels), public=np.array(["one", "two"]))
 
 
 def test_public_samples_are_fed_with_their_numbers_and_as_they_are(federation: Federation) -> None:

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 import fedhm
 from fedhm.config.registry import make
-from fedhm.data.convert import own_samples
+from fedhm.data.convert import to_samples
 from fedhm.data.samples import Samples
 from fedhm.data.text import TextReader, check_tokenizer
 from fedhm.errors import FedhmWarning
@@ -50,7 +50,7 @@ def hugging_face(columns: dict[str, list[Any]]) -> Any:
 
 
 def read(data: Any, reader: TextReader | None = None) -> Samples:
-    return own_samples(data, "it", torch.float32, make("objectives", "classification"), reader)
+    return to_samples(data, "it", torch.float32, make("objectives", "classification"), reader)
 
 
 @pytest.mark.parametrize("form", ["pair", "mapping", "hugging face", "rows"])

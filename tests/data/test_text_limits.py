@@ -9,10 +9,10 @@ import torch
 import fedhm
 from fedhm.config.loading import parse
 from fedhm.config.registry import make
-from fedhm.data.convert import own_samples
-from fedhm.data.federation import gathered
+from fedhm.data.convert import to_samples
+from fedhm.data.federation import from_arrays
 from fedhm.data.samples import Feed, Preprocessing
-from fedhm.data.text import as_text, limits_of
+from fedhm.data.text import text_limits, to_text
 from fedhm.networks.inputs import forward_batch
 from fedhm.work.messages import Failure, Participant
 from made_adapters import DATA, TEST, settings, started
@@ -25,7 +25,7 @@ TARGET = {"target": ["c_attn"]}
 @pytest.mark.parametrize("padding", [0, 1, 39])
 def test_a_batch_of_texts_gives_what_each_gives_alone(padding: int) -> None:
     model = tiny_gpt2_classifier(padding).eval()
-    federation = gathered(DATA, TEST)
+    federation = from_arrays(DATA, TEST)
     asked = settings(TARGET, federation={"clients": 3, "participation": 1.0})
     experiment = fedhm.assemble(model, federation, parse(asked, "test"))
     assert experiment.test is not None
@@ -43,8 +43,8 @@ def test_a_classifier_by_the_last_token_without_a_token_of_padding_is_refused() 
 
 def test_segments_and_masks_are_padded_with_nothing() -> None:
     data = {"input_ids": [[5, 6, 7], [8]], "token_type_ids": [[0, 1, 1], [1]]}
-    text = own_samples((data, [0, 1]), "it", torch.float32, make("objectives", "classification"))
-    fitted = limits_of(tiny_roberta()).fitted  # which is padded with token 1
+    text = to_samples((data, [0, 1]), "it", torch.float32, make("objectives", "classification"))
+    fitted = text_limits(tiny_roberta()).fitted  # which is padded with token 1
     batch, _ = next(Feed(fitted(text, "it"), Preprocessing()).ordered(2))
     assert batch["input_ids"].tolist() == [[8, 1, 1], [5, 6, 7]]
     assert batch["token_type_ids"].tolist() == [[1, 0, 0], [0, 1, 1]]
@@ -54,7 +54,7 @@ def test_segments_and_masks_are_padded_with_nothing() -> None:
 @pytest.mark.parametrize("kind", [list, torch.tensor])
 def test_what_a_tokenizer_has_filled_up_is_cut(kind: Any) -> None:
     ids, mask = [[5, 6, 0, 0], [7, 8, 9, 0]], [[1, 1, 0, 0], [1, 1, 1, 0]]
-    text = as_text(({"input_ids": kind(ids), "attention_mask": kind(mask)}, [0, 1]), "it", False)
+    text = to_text(({"input_ids": kind(ids), "attention_mask": kind(mask)}, [0, 1]), "it", False)
     assert text is not None
     assert text.tokens.lengths.tolist() == [2, 3]
 
@@ -62,7 +62,7 @@ def test_what_a_tokenizer_has_filled_up_is_cut(kind: Any) -> None:
 def test_what_a_data_set_of_hugging_face_has_filled_up_is_cut() -> None:
     datasets = pytest.importorskip("datasets")
     columns = {"input_ids": [[5, 6, 0], [7, 0, 0]], "attention_mask": [[1, 1, 0], [1, 0, 0]], "label": [0, 1]}
-    text = as_text(datasets.Dataset.from_dict(columns), "it", False)
+    text = to_text(datasets.Dataset.from_dict(columns), "it", False)
     assert text.tokens.lengths.tolist() == [2, 1]
 
 
@@ -91,8 +91,8 @@ def test_roberta_reads_as_many_tokens_as_it_has_positions() -> None:
 
 
 def test_models_that_read_no_text_have_no_limits() -> None:
-    assert limits_of(torch.nn.Linear(2, 2)).tokens is None
-    assert limits_of(tiny_llama()).length == 16
+    assert text_limits(torch.nn.Linear(2, 2)).tokens is None
+    assert text_limits(tiny_llama()).length == 16
 
 
 def test_a_client_whose_tokens_the_network_does_not_know_fails_by_a_sentence() -> None:
@@ -101,7 +101,7 @@ def test_a_client_whose_tokens_the_network_does_not_know_fails_by_a_sentence() -
 
     config = parse(settings(), "test").resolved()
     method, state, _ = started("lora", ranks=[2])
-    bad = own_samples(({"input_ids": [[1, 77], [2, 3]]}, [0, 1]), "it", torch.float32, config.objective)
+    bad = to_samples(({"input_ids": [[1, 77], [2, 3]]}, [0, 1]), "it", torch.float32, config.objective)
     client = make_client(bad, Preprocessing(), NetworkPool(method.network), config, None)
     (task,) = method.tasks(state, [Participant(0, "full")], 1)
     reply = client.reply(task)

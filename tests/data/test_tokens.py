@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedhm.config.registry import make
-from fedhm.data.convert import own_samples
+from fedhm.data.convert import to_samples
 from fedhm.data.samples import Feed, Preprocessing, Samples, concatenate
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
@@ -61,10 +61,10 @@ def test_parts_of_the_samples_are_those_sequences() -> None:
 def test_targets_of_tokens_are_padded_by_what_is_not_counted() -> None:
     objective = make("objectives", "causal_lm")
     told = {"input_ids": [[5, 6, 7], [8]], "labels": [[-100, 6, 7], [8]]}
-    given_ = own_samples((told, None), "it", torch.float32, objective)
+    given_ = to_samples((told, None), "it", torch.float32, objective)
     _, targets = next(Feed(given_, Preprocessing()).ordered(4))
     assert targets.tolist() == [[8, -100, -100], [-100, 6, 7]]
-    without = own_samples(({"input_ids": [[5, 6, 7], [8]]}, None), "it", torch.float32, objective)
+    without = to_samples(({"input_ids": [[5, 6, 7], [8]]}, None), "it", torch.float32, objective)
     assert next(Feed(without, Preprocessing()).ordered(4))[1].tolist() == [[8, -100, -100], [5, 6, 7]]
 
 
@@ -72,9 +72,9 @@ def test_a_tokenizers_padding_and_a_data_set_of_hugging_face_are_read() -> None:
     datasets = pytest.importorskip("datasets")
     objective = make("objectives", "classification")
     ids, mask = torch.tensor([[4, 5, 0], [6, 0, 0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    padded = own_samples(({"input_ids": ids, "attention_mask": mask}, [1, 0]), "it", torch.float32, objective)
+    padded = to_samples(({"input_ids": ids, "attention_mask": mask}, [1, 0]), "it", torch.float32, objective)
     table = datasets.Dataset.from_dict({"input_ids": [[4, 5], [6]], "text": ["a b", "c"], "label": [1, 0]})
-    read = own_samples(table, "it", torch.float32, objective)
+    read = to_samples(table, "it", torch.float32, objective)
     for each in (padded, read):
         assert isinstance(each.inputs, Tokens)
         assert each.inputs.lengths.tolist() == [2, 1]
@@ -93,7 +93,7 @@ def test_a_tokenizers_padding_and_a_data_set_of_hugging_face_are_read() -> None:
 )
 def test_what_is_no_text_is_one_sentence(given_: object, sentence: str) -> None:
     with pytest.raises(FedhmError, match=sentence):
-        own_samples(given_, "it", torch.float32, make("objectives", "classification"))  # type: ignore[arg-type]
+        to_samples(given_, "it", torch.float32, make("objectives", "classification"))  # type: ignore[arg-type]
 
 
 def test_parts_of_a_batch_of_several_tensors_add_up() -> None:

@@ -83,10 +83,10 @@ def test_results_do_not_depend_on_the_number_of_workers(
     network = model()
     if next(network.parameters()).dtype == torch.float64:
         parts = [(s.inputs.double(), s.labels) for s in (*federation.clients, federation.test)]
-        federation = fedhm.data.federation.gathered(parts[:-1], parts[-1], dtype=torch.float64)
+        federation = fedhm.data.federation.from_arrays(parts[:-1], parts[-1], dtype=torch.float64)
     data = replace(federation, public=federation.clients[5])
     results = [run(data, workers, network, method=method) for workers in (1, 2, 3)]
-    assert results[0].records[-1].statistics.clients  # statistics were gathered
+    assert results[0].records[-1].statistics.clients  # statistics were from_arrays
     assert_same(results[0], results[1])
     assert_same(results[0], results[2])
 

@@ -19,7 +19,7 @@ import forked
 from fedhm.assembly import assemble
 from fedhm.cli import main
 from fedhm.config.loading import load_config, parse, parse_flat
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.engines.engine import Engine
 from fedhm.flower.clients import OwnModel
 from fedhm.flower.nodes import fingerprint
@@ -124,7 +124,7 @@ def what_the_others_give() -> dict[str, torch.Tensor]:
     sections = ("federation", "train", "method", "evaluation")
     given = {f"{section}.{key}": value for section in sections for key, value in settings[section].items()}
     config = parse_flat({**given, "train.on_bad_update": "drop", "engine.workers": 1}, "test")
-    federation = gathered([task.samples(client) for client in range(4)], task.samples(100))
+    federation = from_arrays([task.samples(client) for client in range(4)], task.samples(100))
     model = OwnModel(task.build_model, 0).build()
     honest = assemble(model, federation, config).engine
     return assemble(model, federation, config, Failing(honest)).run().networks["full"].state_dict()

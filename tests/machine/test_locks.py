@@ -78,7 +78,7 @@ def test_a_folder_with_nothing_but_a_lock_is_free(tmp_path: Path) -> None:
     lock.release()
     RunFolder.check_free(tmp_path)
     with RunFolder.create(tmp_path, small_config()) as folder:
-        folder.remove_if_nothing_was_done()
+        folder.remove_if_no_round_done()
     assert not tmp_path.exists()
 
 

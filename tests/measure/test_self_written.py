@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fedhm
 from conftest import small_config
 from fedhm.assembly import assemble, design
-from fedhm.data.federation import gathered
+from fedhm.data.federation import from_arrays
 from fedhm.errors import FedhmError
 from fedhm.measure.self_written import find_self_written
 
@@ -110,7 +110,7 @@ def test_a_run_keeps_a_constant_buffer_and_averages_those_that_move(
         federation={"clients": 3, "participation": 1.0}, method={"name": "fedhm", "tiers": [1, 0.25]},
         server={"optimizer": optimizer},
     )  # fmt: skip
-    result = assemble(Own(act, mask), gathered([(x[i::4], y[i::4]) for i in range(3)], (x, y)), config).run()
+    result = assemble(Own(act, mask), from_arrays([(x[i::4], y[i::4]) for i in range(3)], (x, y)), config).run()
     for network in result.networks.values():
         assert (network.get_buffer("mask") == mask).all()
         moved = network.get_buffer("average").any() or (network.get_parameter("frozen") < 1).all()

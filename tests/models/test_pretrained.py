@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.data.text import limits_of
+from fedhm.data.text import text_limits
 from fedhm.models.pretrained import MeanPooled, read_pretrained
 from tiny_transformers import tiny_bert, tiny_gpt2_classifier
 
@@ -33,7 +33,7 @@ def test_the_mean_is_over_tokens_and_not_over_padding(folder: str) -> None:
     states = model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(found[1], model.classifier(states[1].mean(0)))
     assert torch.equal(model.classifier.weight, read_pretrained(folder, 3, False, 0, "mean").classifier.weight)
-    limits_of(model).check("it", longest=4, largest=11)
+    text_limits(model).check("it", longest=4, largest=11)
 
 
 @pytest.mark.parametrize(("dropout", "expected"), [("own", {0.3}), (0.0, {0.0})])

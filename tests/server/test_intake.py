@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from conftest import small_config
-from fedhm.data.federation import gathered
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.server.collect import Intake
@@ -28,7 +27,7 @@ def admitted(mask: torch.Tensor, *, fp16: bool) -> Update:
     """Send one task, have it answered with this mask, and return what is let in."""
     engine = {"name": "flower", "fp16": fp16, "threads": 1}
     config = small_config(federation={"clients": 1}, engine=engine, train={"on_bad_update": "stop"}).resolved()
-    intake = Intake(lambda _: model(), gathered([(X, Y)], (X, Y)), config, (X[:1], Y[:1]), [])
+    intake = Intake(lambda _: model(), from_arrays([(X, Y)], (X, Y)), config, (X[:1], Y[:1]), [])
     task = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged_tensors(model()).items()})
 
     def run(tasks: Sequence[Task]) -> Iterator[Reply]:

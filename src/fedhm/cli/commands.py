@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
             try:
                 experiment.run(folder)
             except FedhmError:
-                folder.remove_if_nothing_was_done()
+                folder.remove_if_no_round_done()
                 raise
     _show([path], path, console)
 

@@ -29,7 +29,7 @@ class UnknownNameError(FedhmError):
 _provided: dict[tuple[Group, str], Any] = {}
 
 
-def provide(group: Group, name: str, thing: Any) -> None:
+def register(group: Group, name: str, thing: Any) -> None:
     """Make something known by its name in this process alone, as in a notebook; packages have entry points."""
     _provided[group, name] = thing
 

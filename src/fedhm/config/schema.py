@@ -13,14 +13,14 @@ from fedhm.config.method import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.registry import Group, UnknownNameError, find, make
 from fedhm.config.section import Positive, Ratio, Section
-from fedhm.config.units import rate, size
+from fedhm.config.units import parse_rate, parse_size
 from fedhm.errors import FedhmError
 from fedhm.machine.device import find_device
 from fedhm.machine.process import MOST_PROCESSES, usable_cores
 
 Seconds = Annotated[float, Field(gt=0)]
-Size = Annotated[int, BeforeValidator(size)]  # plain bytes where settings are written down
-Rate = Annotated[float, BeforeValidator(rate)]  # in bytes a second, likewise
+Size = Annotated[int, BeforeValidator(parse_size)]  # plain bytes where settings are written down
+Rate = Annotated[float, BeforeValidator(parse_rate)]  # in bytes a second, likewise
 
 
 class Measurement(Section):
@@ -218,7 +218,7 @@ class FederationConfig(Section):
         """Return each client's device; empty where there are none."""
         return tuple(self.devices[n] for n in clients_of(self.devices, self.clients)) if self.devices else ()
 
-    def with_files_read(self) -> "FederationConfig":
+    def with_device_files(self) -> "FederationConfig":
         if not any(device.file for device in self.devices):
             return self
         return self.model_copy(update={"devices": tuple(device.with_file_read() for device in self.devices)})
@@ -379,7 +379,7 @@ class TrackingConfig(Section):
     wandb_mode: Literal["online", "offline"] = "online"  # offline: into the run's folder, for `wandb sync`
     models: bool = True  # the final models are kept as artefacts, where a tracker has such
 
-    def placed(self) -> "TrackingConfig":
+    def with_absolute_paths(self) -> "TrackingConfig":
         """Return the settings with whole paths: on Flower another process follows them, in another folder."""
         board = str(Path(self.tensorboard).absolute()) if self.tensorboard else ""
         is_folder = self.mlflow and "://" not in self.mlflow and ":" not in self.mlflow and self.mlflow != "databricks"
@@ -548,7 +548,7 @@ class Config(Section):
             engine["superlink"] = str(Path(self.engine.superlink).absolute())
         changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update=engine)}
         changes["compare"] = None
-        changes["tracking"] = self.tracking.placed() if self.tracking else None
+        changes["tracking"] = self.tracking.with_absolute_paths() if self.tracking else None
         if self.train.on_bad_update == "auto":
             # under privacy, whether a run goes on must not depend on what one client sent
             reaction = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
@@ -558,16 +558,16 @@ class Config(Section):
             changes["server"] = self.server.model_copy(update={"robust": rule})
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
-        changes["federation"] = self.federation.with_files_read()
+        changes["federation"] = self.federation.with_device_files()
         return ResolvedConfig(**{name: getattr(self, name) for name in Config.model_fields} | changes)
 
-    def of_client(self, client: int) -> Self:
+    def for_client(self, client: int) -> Self:
         """Return the settings with which a client trains: some have devices that need checkpointing."""
         if client not in self.federation.checkpointed or self.train.checkpointing:
             return self
         return self.model_copy(update={"train": self.train.checkpointed})
 
-    def without_place(self) -> Self:
+    def without_location(self) -> Self:
         """Keep all that makes a run the run that it is, wherever it is resumed."""
         place = {
             key: EngineConfig.model_fields[key].default for key in ("workers", "superlink", "patience", "deadline")

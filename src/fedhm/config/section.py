@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from fedhm.config.units import read_budget
+from fedhm.config.units import parse_budget
 
 
 class Section(BaseModel):
@@ -40,7 +40,7 @@ Ratios = Annotated[tuple[Ratio, ...], Field(min_length=1), AfterValidator(_told_
 def _as_tier(value: object) -> object:
     """Read a budget as its name, and a ratio as a number."""
     if isinstance(value, dict) or (isinstance(value, str) and ":" in value):
-        return read_budget(value).name
+        return parse_budget(value).name
     return as_ratio(value)
 
 

@@ -16,7 +16,7 @@ _BITS = {"bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
 _RATES = {f"{unit}{a_second}": size for unit, size in (_BITS | BYTES).items() for a_second in ("", "/s")}
 
 
-def shown(count: float) -> str:
+def readable_size(count: float) -> str:
     """Return how many bytes there are as people read it: 12.34 MB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
@@ -25,7 +25,7 @@ def shown(count: float) -> str:
     return f"{count:,.2f} GB"
 
 
-class Written(NamedTuple):
+class ParsedNumber(NamedTuple):
     """A number with a unit; who asked for it has the words for what is wrong with it."""
 
     number: float  # NaN: it begins with none
@@ -33,7 +33,7 @@ class Written(NamedTuple):
     factor: float | None = 1  # None: there is no such unit
 
 
-def read(given: object, units: Mapping[str, float]) -> Written:
+def _parse(given: object, units: Mapping[str, float]) -> ParsedNumber:
     """Read a number with one of `units` or none, however its letters are written: nobody means milli by m."""
     known = isinstance(given, int | float | str) and not isinstance(given, bool)
     found = _WRITTEN.fullmatch(str(given).strip()) if known else None
@@ -42,17 +42,17 @@ def read(given: object, units: Mapping[str, float]) -> Written:
     except ValueError:  # 1.2.3
         number = math.nan
     if found is None or not math.isfinite(number):
-        return Written(math.nan)
+        return ParsedNumber(math.nan)
     named = {name.lower(): factor for name, factor in units.items()} | {"": 1}
-    return Written(number, found[2], named.get(found[2].lower()))
+    return ParsedNumber(number, found[2], named.get(found[2].lower()))
 
 
-def size(given: str | float) -> int:
+def parse_size(given: str | float) -> int:
     """Return how many bytes a size stands for: "128MB", "64 MiB"; a plain number is bytes.
 
     kB, MB and GB count in thousands, KiB, MiB and GiB in 1024s. Raises ValueError for what is none, or not above 0.
     """
-    number, _, factor = read(given, BYTES)
+    number, _, factor = _parse(given, BYTES)
     if math.isnan(number):
         raise ValueError(f"{given!r} is no size: write it like 128MB or 64MiB")
     if factor is None:
@@ -62,12 +62,12 @@ def size(given: str | float) -> int:
     return int(number * factor)
 
 
-def rate(given: str | float) -> float:
+def parse_rate(given: str | float) -> float:
     """Return how many bytes a second a rate stands for: "10Mbit" or "1.25MB/s"; a plain number is bytes a second.
 
     Raises ValueError for what is none, or not above 0.
     """
-    number, _, factor = read(given, _RATES)
+    number, _, factor = _parse(given, _RATES)
     if math.isnan(number):
         raise ValueError(f"{given!r} is no rate: write it like 10Mbit or 2MB/s")
     if factor is None:
@@ -83,11 +83,11 @@ Kind = Literal["memory", "bytes", "macs", "parameters"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def read_size(given: float | str, kind: Kind) -> int:
+def parse_amount(given: float | str, kind: Kind) -> int:
     """Read a size such as "128MB", "2MiB", "1.5GB", "300k" or a plain number; raises ValueError with a sentence."""
     units = _units(kind)
     shown = str(given)[:40]
-    number, unit, factor = read(given, units)
+    number, unit, factor = _parse(given, units)
     if math.isnan(number):
         example = "128MB, 2MiB" if units is BYTES else "300k, 1.5M"
         raise ValueError(f"{kind} takes a size such as {example} or a plain number, not '{shown}'")
@@ -104,10 +104,10 @@ def _units(kind: Kind) -> Mapping[str, int]:
     return BYTES if kind in ("memory", "bytes") else COUNTS
 
 
-def size_text(amount: int, kind: Kind) -> str:
-    """Return the shortest text that `read_size` reads as this very amount."""
+def amount_text(amount: int, kind: Kind) -> str:
+    """Return the shortest text that `parse_amount` reads as this very amount."""
     texts = [f"{amount / size:.6g}{unit}" for unit, size in _units(kind).items() if amount >= size]
-    exact = [text for text in texts if read_size(text, kind) == amount]
+    exact = [text for text in texts if parse_amount(text, kind) == amount]
     return min(exact, key=len, default=str(amount))
 
 
@@ -129,10 +129,10 @@ class Budget:
     def _text(self, kind: Kind) -> str:
         amount = self.limits[kind]
         assert isinstance(amount, int)
-        return size_text(amount, kind)
+        return amount_text(amount, kind)
 
 
-def read_budget(given: object) -> Budget:
+def parse_budget(given: object) -> Budget:
     """Read "memory:128MB", "memory:128MB,bytes:2MB", or a table { bytes = "2MB" }; raises ValueError."""
     if isinstance(given, str):
         parts = [part.partition(":") for part in given.split(",")]
@@ -160,4 +160,4 @@ def _limit(given: object, kind: Kind) -> int | Fraction:
         return ratio
     if not isinstance(given, str | int | float):
         raise ValueError(f"{kind} takes a size such as 128MB, not a {type(given).__name__}")
-    return read_size(given, kind)
+    return parse_amount(given, kind)

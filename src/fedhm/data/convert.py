@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from fedhm.config.objective import Objective
 from fedhm.data.samples import Samples
-from fedhm.data.text import TextReader, as_text
+from fedhm.data.text import TextReader, to_text
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
@@ -22,23 +22,23 @@ DataLike = Samples | tuple[Any, Any] | Dataset[Any]
 PublicLike = DataLike | Tensor | np.ndarray[Any, Any]  # inputs may come without labels
 
 
-def own_samples(
+def to_samples(
     data: DataLike, whose: str, dtype: torch.dtype, objective: Objective, reader: TextReader | None = None
 ) -> Samples:
     """Return a user's samples; floating-point inputs are brought to `dtype`, and `reader` makes tokens of texts."""
-    text = as_text(data, whose, objective.per_token, reader)
+    text = to_text(data, whose, objective.per_token, reader)
     given: Any = data
     if text is None and not isinstance(data, Samples | tuple):
         given = _rows(data, whose)
         if given and isinstance(given[0], Mapping):
-            text = as_text(_as_columns(given, whose), whose, objective.per_token, reader)
+            text = to_text(_as_columns(given, whose), whose, objective.per_token, reader)
     if text is not None:
         return Samples(text.tokens, objective.as_targets(text.labels, whose, dtype))
     inputs, labels = (_dense(tensor, whose) for tensor in _as_arrays(given, whose))
     return Samples(_converted(inputs, dtype), objective.as_targets(labels, whose, dtype))
 
 
-def own_public(data: PublicLike, dtype: torch.dtype) -> Samples:
+def to_public_samples(data: PublicLike, dtype: torch.dtype) -> Samples:
     """Return public samples in random order: they may come sorted, and BatchNorm would see batches of one label."""
     if isinstance(data, Tensor | np.ndarray):
         if not data.ndim:

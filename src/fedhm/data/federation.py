@@ -10,11 +10,11 @@ import torch
 from fedhm.config.objective import Objective
 from fedhm.config.registry import make
 from fedhm.config.schema import CLIENT_TEST, DataConfig
-from fedhm.data.convert import DataLike, PublicLike, own_public, own_samples
-from fedhm.data.images import downscaled, downscaled_source
+from fedhm.data.convert import DataLike, PublicLike, to_public_samples, to_samples
+from fedhm.data.images import downscale, downscale_source
 from fedhm.data.partition import PARTITIONS
 from fedhm.data.samples import Feed, Preprocessing, Samples, channel_statistics, concatenate
-from fedhm.data.sources import TEXT, lies_in, read_source, read_text
+from fedhm.data.sources import TEXT, is_in_folder, read_source, read_text
 from fedhm.data.text import TextReader
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
@@ -53,15 +53,15 @@ class ClientTests:
         return [client for client, size in enumerate(sizes) if self.count(client) or not size]
 
 
-def held_out(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], ClientTests]:
+def hold_out_client_tests(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], ClientTests]:
     """Return what clients train on, and what they test on."""
     if not share:
         return list(clients), ClientTests()
-    pairs = [split_off(samples, share, seed, client) for client, samples in enumerate(clients)]
+    pairs = [split_client_test(samples, share, seed, client) for client, samples in enumerate(clients)]
     return [left for left, _ in pairs], ClientTests([tests for _, tests in pairs])
 
 
-def split_off(samples: Samples, share: float, seed: int, client: int) -> tuple[Samples, Samples]:
+def split_client_test(samples: Samples, share: float, seed: int, client: int) -> tuple[Samples, Samples]:
     """Return what a client trains on, and what it tests on, chosen at random.
 
     Who has two samples or more gives at least one, and keeps at least one.
@@ -71,7 +71,7 @@ def split_off(samples: Samples, share: float, seed: int, client: int) -> tuple[S
     return samples.subset(order[count:].sort().values), samples.subset(order[:count].sort().values)
 
 
-def brought(
+def client_tests_from(
     clients: Sequence[Samples], given: float | Sequence[Any], seed: int, read: Callable[[Any, str], Samples]
 ) -> tuple[list[Samples], ClientTests]:
     """Return what clients train on, and what they test on, from a share or from a user's own test set for each.
@@ -79,7 +79,7 @@ def brought(
     read  makes samples of what a user hands in for the client that a sentence is about
     """
     if isinstance(given, float | int):
-        return held_out(clients, check_share(given), seed)
+        return hold_out_client_tests(clients, check_test_share(given), seed)
     if len(given) != len(clients):
         raise FedhmError(f"client_test has {len(given)} test sets for {len(clients)} clients: each needs one, or None")
     nothing = torch.arange(0)
@@ -90,12 +90,12 @@ def brought(
     return list(clients), ClientTests(tests if any(len(samples) for samples in tests) else ())
 
 
-def default_share(test: bool) -> float:
+def default_test_share(test: bool) -> float:
     """Return the share that clients hold out if nothing is said of it; `test`: the server has a test set."""
     return 0.0 if test else CLIENT_TEST
 
 
-def check_share(given: Any) -> float:
+def check_test_share(given: Any) -> float:
     """Return the share that a user gave to be held out, or refuse it."""
     if isinstance(given, bool) or not isinstance(given, float | int) or not 0 <= given < 1:
         raise FedhmError(f"client_test must be a share of every client's samples, from 0 to below 1, not {given!r}")
@@ -105,7 +105,7 @@ def check_share(given: Any) -> float:
 # Validation data: samples held out of what the clients train on, to choose settings by without the test set.
 
 
-def hold_out(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], Samples]:
+def hold_out_validation(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], Samples]:
     """Return what is left to each client, and the samples that are held out of all of them, chosen at random.
 
     Shares are rounded over the clients together, so that many small ones do not all round to nothing; each keeps at
@@ -131,7 +131,7 @@ def hold_out(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[
 HELD_OUT = "held-out"
 
 
-def set_aside(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, Samples | None]:
+def hold_out_public(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, Samples | None]:
     """Return what the clients may share of `train`, and the public samples that `config` asks for, in random order."""
     if not config.public:
         return train, None
@@ -148,9 +148,9 @@ def set_aside(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, S
 
 def _read(config: DataConfig) -> Samples:
     """Read the public data set from the source's folder, if its files are in there too, or from its default places."""
-    there = config.public == config.source or lies_in(config.public, config.folder)
+    there = config.public == config.source or is_in_folder(config.public, config.folder)
     train = read_source(config.public, config.folder if there else None).train
-    return downscaled(train, config.downscale)
+    return downscale(train, config.downscale)
 
 
 # A federation's data: one set of samples per client, perhaps a test set at the server, and public samples.
@@ -165,8 +165,8 @@ class Federation:
     public: Samples | None = None  # everybody has them; their labels are never used
     # in place of `clients`, where samples lie elsewhere: how many each says it has; 0: it has not yet
     remote: tuple[int, ...] = ()
-    tests: ClientTests = field(default_factory=ClientTests)  # of the clients' own
-    form: Samples | None = None  # a made-up sample that is like all others, where the server has no other
+    client_tests: ClientTests = field(default_factory=ClientTests)  # of the clients' own
+    placeholder: Samples | None = None  # a made-up sample that is like all others, where the server has no other
 
     def __post_init__(self) -> None:
         if not self.clients and not self.remote:
@@ -207,7 +207,7 @@ class Federation:
     def _named(self) -> list[tuple[str, Samples]]:
         """Return all samples that are here, each with what a sentence calls them."""
         own = [(f"client {number}", samples) for number, samples in enumerate(self.clients)]
-        return [*([] if self.test is None else [("the test set", self.test)]), *own, *self.tests.named()]
+        return [*([] if self.test is None else [("the test set", self.test)]), *own, *self.client_tests.named()]
 
     @property
     def example(self) -> Samples:
@@ -217,9 +217,9 @@ class Federation:
     def _first(self) -> tuple[str, Samples]:
         if named := self._named():
             return named[0]
-        if self.form is None:
+        if self.placeholder is None:
             raise FedhmError("a federation of remote clients needs a test set, or a sample that is like theirs")
-        return "the sample of the server", self.form
+        return "the sample of the server", self.placeholder
 
     def _check_kind(self, name: str, samples: Samples) -> None:
         whose, first = self._first()
@@ -233,11 +233,13 @@ class Federation:
             clients=[fit(samples, f"client {number}") for number, samples in enumerate(self.clients)],
             test=None if self.test is None else fit(self.test, "the test set"),
             public=None if self.public is None else fit(self.public, "the public set"),
-            tests=replace(
-                self.tests,
-                samples=[fit(samples, f"the test set of client {n}") for n, samples in enumerate(self.tests.samples)],
+            client_tests=replace(
+                self.client_tests,
+                samples=[
+                    fit(samples, f"the test set of client {n}") for n, samples in enumerate(self.client_tests.samples)
+                ],
             ),
-            form=None if self.form is None else fit(self.form, "the sample of the server"),
+            placeholder=None if self.placeholder is None else fit(self.placeholder, "the sample of the server"),
         )
 
     @property
@@ -272,7 +274,7 @@ def _kind(samples: Samples) -> str:
     return f"shape {tuple(samples.inputs.shape[1:])} and type {str(samples.inputs.dtype).removeprefix('torch.')}"
 
 
-def gathered(
+def from_arrays(
     clients: Sequence[DataLike],
     test: DataLike | None,
     crop: int = 0,
@@ -292,10 +294,10 @@ def gathered(
     learned: Objective = objective or make("objectives", "classification")
 
     def read(data: DataLike, whose: str) -> Samples:
-        return own_samples(data, whose, dtype, learned, reader)
+        return to_samples(data, whose, dtype, learned, reader)
 
     given = [read(data, f"client {number}") for number, data in enumerate(clients)]
-    own, tests = brought(given, client_test, seed, read)
+    own, tests = client_tests_from(given, client_test, seed, read)
     own_test = None if test is None else read(test, "the test set")
     all_here = [*own, *(samples for _, samples in tests.named()), *([] if own_test is None else [own_test])]
     classes = learned.outputs([samples.labels for samples in all_here])
@@ -303,8 +305,8 @@ def gathered(
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
         mean, std = channel_statistics(concatenate(own).tensor)
-    everybodys = None if public is None else own_public(public, dtype)
-    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys, tests=tests)
+    everybodys = None if public is None else to_public_samples(public, dtype)
+    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys, client_tests=tests)
 
 
 def remote_federation(
@@ -315,7 +317,7 @@ def remote_federation(
     public: PublicLike | None = None,
     dtype: torch.dtype = torch.float32,
     objective: Objective | None = None,
-    form: Samples | None = None,
+    placeholder: Samples | None = None,
 ) -> Federation:
     """Make a federation of clients whose samples the server never sees: `sizes` has how many each says it has.
 
@@ -323,18 +325,18 @@ def remote_federation(
     without a test set, also what samples are like.
     """
     learned: Objective = objective or make("objectives", "classification")
-    own_test = None if test is None else own_samples(test, "the test set", dtype, learned)
-    example = form if own_test is None else own_test
+    own_test = None if test is None else to_samples(test, "the test set", dtype, learned)
+    example = placeholder if own_test is None else own_test
     if example is not None:
         preprocessing.check(example)
-    everybodys = None if public is None else own_public(public, dtype)
-    return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes), form=form)
+    everybodys = None if public is None else to_public_samples(public, dtype)
+    return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes), placeholder=placeholder)
 
 
 # The data set that a config names, dealt out to clients.
 
 
-def partitioned(config: DataConfig, clients: int, seed: int, base: str = "", per_token: bool = False) -> Federation:
+def load_federation(config: DataConfig, clients: int, seed: int, base: str = "", per_token: bool = False) -> Federation:
     """Read the data set that `config` names and deal it out to clients.
 
     base       of text: the pretrained model whose tokenizer reads it
@@ -344,8 +346,8 @@ def partitioned(config: DataConfig, clients: int, seed: int, base: str = "", per
         read = read_text(config.source.removeprefix(TEXT), config.folder, base, config.max_length, per_token)
     else:
         read = read_source(config.source, config.folder)
-    source = downscaled_source(read, config.downscale)
-    left, public = set_aside(source.train, config, seed)
+    source = downscale_source(read, config.downscale)
+    left, public = hold_out_public(source.train, config, seed)
     train = _chosen(left, config.train_samples, config.source, seed)
     if clients > len(train):
         raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
@@ -355,16 +357,16 @@ def partitioned(config: DataConfig, clients: int, seed: int, base: str = "", per
     rng = numpy_generator(seed, "partition")
     parts = PARTITIONS[config.partition](labels, clients, config, rng)
     dealt, test = [train.subset(torch.from_numpy(part)) for part in parts], source.test if config.test else None
-    own, tests = held_out(dealt, config.client_test, seed)
+    own, tests = hold_out_client_tests(dealt, config.client_test, seed)
     if config.validation:
-        own, test = hold_out(own, config.validation, seed)
+        own, test = hold_out_validation(own, config.validation, seed)
     return Federation(
         own,
         test,
         source.classes,
         Preprocessing(source.mean, source.std, config.crop, config.flip),
         public,
-        tests=tests,
+        client_tests=tests,
     )
 
 

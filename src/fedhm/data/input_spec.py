@@ -31,20 +31,20 @@ _LINE = re.compile(r"([a-z0-9_+]{1,99})(?: ([0-9]{1,9}(?:x[0-9]{1,9})*))?")
 
 
 @dataclass(frozen=True)
-class InputForm:
+class InputSpec:
     """What one input is like: a tensor's type and shape, or the names in a sequence of tokens and a typical length."""
 
     kind: str
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, samples: Samples) -> "InputForm":
+    def of(cls, samples: Samples) -> "InputSpec":
         inputs = samples.inputs
         names = sorted(inputs.fields) if isinstance(inputs, Tokens) else [str(inputs.dtype).removeprefix("torch.")]
         return cls("+".join(names), tuple(inputs.shape[1:]))
 
     @classmethod
-    def read(cls, line: str) -> "InputForm":
+    def read(cls, line: str) -> "InputSpec":
         """Read a line, which a client may have written: refuse what is no form, or that of no input that there is."""
         found = _LINE.fullmatch(line)
         form = cls(found[1], tuple(int(size) for size in (found[2] or "").split("x") if size)) if found else None
@@ -80,7 +80,7 @@ class InputForm:
         return Tokens.of({name: [[0] * self.shape[0]] for name in self.kind.split("+")}, "the sample of the server")
 
 
-def most_say(said: Mapping[int, InputForm]) -> tuple[InputForm, list[int]]:
+def majority_spec(said: Mapping[int, InputSpec]) -> tuple[InputSpec, list[int]]:
     """Return the form that more than half of the clients have, and who says otherwise.
 
     So one that lies decides nothing unless it is alone. Of texts, the length is the median of what most say.
@@ -97,7 +97,7 @@ def most_say(said: Mapping[int, InputForm]) -> tuple[InputForm, list[int]]:
     return typical, sorted(client for client, form in said.items() if form.comparable != most)
 
 
-def made_up(
+def placeholder_sample(
     inputs: Any, outputs: int, model: nn.Module, preprocessing: Preprocessing, objective: Objective, dtype: torch.dtype
 ) -> tuple[Samples, int]:
     """Return a sample of zeros, and how many outputs there are.

@@ -202,7 +202,7 @@ def read_source(name: str, folder: Path | None) -> Source:
     return SOURCES[name](_place(name, folder))
 
 
-def lies_in(name: str, folder: Path | None) -> bool:
+def is_in_folder(name: str, folder: Path | None) -> bool:
     """Say whether `folder` holds the files of the data set `name`; False for Hugging Face's, which cannot be told."""
     return name in FILES and folder is not None and FILES[name].are_in(folder)
 

@@ -83,7 +83,7 @@ class TextReader:
         return found
 
 
-def texts_in(columns: Mapping[str, Any]) -> list[str] | None:
+def text_column(columns: Mapping[str, Any]) -> list[str] | None:
     """Return the texts of a data set, if it has a column of such."""
     found = next((columns[name] for name in TEXTS if name in columns), None)
     return list(found) if found is not None and are_texts(found) else None
@@ -96,7 +96,7 @@ def are_texts(given: Any) -> bool:
     return len(given) > 0 and all(isinstance(each, str) for each in given)
 
 
-def how_many(given: Any) -> int:
+def count_samples(given: Any) -> int:
     """Return how many samples a user handed in, as a pair or as a data set; 0 where that cannot be told."""
     samples = given[0] if isinstance(given, tuple) and len(given) == 2 else given
     try:
@@ -105,7 +105,7 @@ def how_many(given: Any) -> int:
         return 0
 
 
-def read_by(reader: TextReader | None, texts: Sequence[str], whose: str) -> dict[str, list[list[int]]]:
+def tokenize(reader: TextReader | None, texts: Sequence[str], whose: str) -> dict[str, list[list[int]]]:
     """Return the tokens of texts, or say that there is nobody to read them."""
     if reader is None:
         raise FedhmError(
@@ -128,7 +128,7 @@ class Text(NamedTuple):
     labels: Tensor  # of each sequence; zeros where every token has a target
 
 
-def as_text(data: Any, whose: str, per_token: bool, reader: TextReader | None = None) -> Text | None:
+def to_text(data: Any, whose: str, per_token: bool, reader: TextReader | None = None) -> Text | None:
     """Return what a user handed in if it is text; None if it is something else.
 
     per_token  every token has a target: its own `labels`, or the token itself
@@ -143,10 +143,10 @@ def as_text(data: Any, whose: str, per_token: bool, reader: TextReader | None = 
     padding = 0
     if columns is None or IDS not in columns:
         others = {} if columns is None else columns
-        texts = given if pair and are_texts(given) else texts_in(others)
+        texts = given if pair and are_texts(given) else text_column(others)
         if texts is None:
             return None
-        columns = {name: others[name] for name in LABEL if name in others} | read_by(reader, texts, whose)
+        columns = {name: others[name] for name in LABEL if name in others} | tokenize(reader, texts, whose)
         padding = (reader and reader.padding) or 0
     if unread := [name for name in UNREAD if name in columns]:
         raise FedhmError(f"{whose} has '{unread[0]}', which is not handed on to the model: leave it out")
@@ -237,7 +237,7 @@ class TextLimits:
                 "model.config.pad_token_id to the tokenizer's, or give fedhm.run the tokenizer by tokenizer="
             )
         self.check(whose, int(text.lengths.max()), text.largest(IDS), text.largest(TYPES))
-        return samples if self.padding is None else replace(samples, inputs=text.padded_with(self.padding))
+        return samples if self.padding is None else replace(samples, inputs=text.with_padding_id(self.padding))
 
     def check(self, whose: str, longest: int, largest: int, kinds: int = 0) -> None:
         """Refuse text that was read by a tokenizer of another model, or that is longer than the model can read."""
@@ -262,7 +262,7 @@ def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:
 
     Models have up to some percent more tokens than their tokenizers, for round numbers; none has twice as many.
     """
-    known = limits_of(model).tokens
+    known = text_limits(model).tokens
     if known is not None and hasattr(tokenizer, "__len__") and 2 * len(tokenizer) < known:
         warn(
             f"the tokenizer has {len(tokenizer)} tokens and the model {known}: it seems to be another model's, whose "
@@ -272,7 +272,7 @@ def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:
         )
 
 
-def limits_of(model: nn.Module) -> TextLimits:
+def text_limits(model: nn.Module) -> TextLimits:
     """Return the limits of a model that reads text; of others, none."""
     find, config = getattr(model, "get_input_embeddings", None), getattr(model, "config", None)
     try:
@@ -289,7 +289,7 @@ def limits_of(model: nn.Module) -> TextLimits:
     )
 
 
-def with_padding(model: nn.Module, padding: int | None) -> nn.Module:
+def with_padding_token(model: nn.Module, padding: int | None) -> nn.Module:
     """Return a model that pads with a token where it has none of its own: the same weights, under another config."""
     config = getattr(model, "config", None)
     if padding is None or getattr(config, "pad_token_id", padding) is not None:

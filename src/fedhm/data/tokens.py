@@ -115,11 +115,11 @@ class Tokens:
                     f"{PADDING[TARGETS]}"
                 )
 
-    def padded_with(self, padding: int) -> "Tokens":
+    def with_padding_id(self, padding: int) -> "Tokens":
         """Return the same sequences, to be filled up with another token."""
         return self if padding == self.padding else Tokens(self.fields, self.starts, padding)
 
-    def add_to(self, digest: "hashlib._Hash") -> None:
+    def update_digest(self, digest: "hashlib._Hash") -> None:
         digest.update(f"{self.kind}{tuple(self.shape)}{self.padding}".encode())
         for tensor in (self.starts, *(self.fields[name] for name in sorted(self.fields))):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)

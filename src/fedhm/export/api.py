@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedhm.assembly import dtype_of
 from fedhm.config.objective import Objective
 from fedhm.config.registry import make
-from fedhm.data.convert import own_samples
+from fedhm.data.convert import to_samples
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.export.subject import COMPARED, Subject, subjects_of_run
@@ -73,7 +73,7 @@ def _own(
     if mean and len(shape) != 3:
         raise FedhmError(f"mean and std are for images (C, H, W), not for inputs of shape {tuple(shape)}")
     learned = make("objectives", objective) if isinstance(objective, str) else objective
-    test = None if given is None else own_samples(given, "samples", dtype_of(model), learned)
+    test = None if given is None else to_samples(given, "samples", dtype_of(model), learned)
     inputs = _random(model, shape, images=bool(mean)) if test is None else require_tensor(test.inputs, "export")
     if tuple(inputs.shape[1:]) != tuple(shape):
         raise FedhmError(f"the samples have inputs of shape {tuple(inputs.shape[1:])}, not {tuple(shape)}")

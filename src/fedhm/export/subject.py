@@ -74,7 +74,7 @@ def subjects_of_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[str
             raise FedhmError(f"{path} has no tier '{tier}', only {', '.join(run.tiers)}")
     federation = read_federation(run.config)
     model = build_model(run.config, federation.input_shape, federation.classes)
-    test = federation.test or concatenate([samples for _, samples in federation.tests.named()])
+    test = federation.test or concatenate([samples for _, samples in federation.client_tests.named()])
     names = tuple(classes) or _class_names(run.config, federation)
     if classes and len(classes) != federation.classes:
         raise FedhmError(f"there are {federation.classes} classes, but {len(classes)} names for them")

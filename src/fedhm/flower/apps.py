@@ -9,8 +9,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedhm.config.schema import read_profile
-from fedhm.config.units import size
-from fedhm.data.input_spec import InputForm
+from fedhm.config.units import parse_size
+from fedhm.data.input_spec import InputSpec
 from fedhm.data.samples import Samples
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
@@ -39,7 +39,7 @@ def make_client_app(make_client: MakeClient, samples_of: ReadSamples) -> ClientA
         try:
             if not terms.classes:
                 samples = samples_of(context, terms)
-                return _answered(message, Node(number, len(samples), inputs=str(InputForm.of(samples))))
+                return _answered(message, Node(number, len(samples), inputs=str(InputSpec.of(samples))))
             memory, device = _spare_memory(context), _device_file(context)
             client = make_client(context, terms)
             node = Node(number, len(client.samples), tier, memory, tests=len(client.tests or ()), device=device)
@@ -84,7 +84,7 @@ def _spare_memory(context: Context) -> int:
     given = context.node_config.get("memory", 0)
     try:
         if isinstance(given, str):
-            return size(given)
+            return parse_size(given)
     except ValueError as error:
         raise FedhmError(f"the node config's memory: {error}") from None
     if type(given) is not int or given < 0:

@@ -12,10 +12,10 @@ from fedhm.adapters.adapted import base_digest
 from fedhm.assembly import Design, design, dtype_of, make_client, read_federation
 from fedhm.config.loading import parse
 from fedhm.config.schema import PrivacyConfig, ResolvedConfig
-from fedhm.data.convert import DataLike, PublicLike, own_public, own_samples
-from fedhm.data.federation import Federation, public_feed, split_off
+from fedhm.data.convert import DataLike, PublicLike, to_public_samples, to_samples
+from fedhm.data.federation import Federation, public_feed, split_client_test
 from fedhm.data.samples import Feed, Preprocessing, Samples
-from fedhm.data.text import TextLimits, limits_of
+from fedhm.data.text import TextLimits, text_limits
 from fedhm.errors import FedhmError
 from fedhm.flower.apps import ClientApp, Context, client_number, make_client_app
 from fedhm.flower.wire import Terms
@@ -58,7 +58,7 @@ Model = OwnModel | NamedModel
 def demands(model: Model) -> tuple[torch.dtype, TextLimits]:
     """Return the type of a model's weights, and what it can read, without building the model with every message."""
     built = model.build()
-    return dtype_of(built), limits_of(built)
+    return dtype_of(built), text_limits(built)
 
 
 # The client side of an app: from a node's model and data to a client that does tasks.
@@ -95,23 +95,23 @@ def client_app(
     def samples_of(context: Context, terms: Terms) -> Samples:
         dtype, limits = demands(OwnModel(model, terms.config.seed))
         whose = f"client {client_number(context)}"
-        return limits.fitted(own_samples(data(context), whose, dtype, terms.config.objective), whose)
+        return limits.fitted(to_samples(data(context), whose, dtype, terms.config.objective), whose)
 
     def make_one(context: Context, terms: Terms) -> Client:
         config = terms.config if pinned is None else terms.config.model_copy(update={"privacy": pinned})
         own = OwnModel(model, config.seed)
         dtype, limits = demands(own)
-        everybodys = public_feed(own_public(public(), dtype), terms.preprocessing) if public else None
+        everybodys = public_feed(to_public_samples(public(), dtype), terms.preprocessing) if public else None
         number, samples, tests = client_number(context), samples_of(context, terms), None
         if test:
-            tests = own_samples(test(context), f"the test set of client {number}", dtype, config.objective)
+            tests = to_samples(test(context), f"the test set of client {number}", dtype, config.objective)
             tests = limits.fitted(tests, f"the test set of client {number}")
             config.objective.check(tests.labels, terms.classes, f"the test set of client {number}")
         elif terms.client_test:
-            samples, tests = split_off(samples, terms.client_test, config.seed, number)
+            samples, tests = split_client_test(samples, terms.client_test, config.seed, number)
         config.objective.check(samples.labels, terms.classes, f"client {number}")
         networks = _networks(own, terms, _device(context, config), _format(samples, terms.preprocessing))
-        return make_client(samples, terms.preprocessing, networks, config.of_client(number), everybodys, tests)
+        return make_client(samples, terms.preprocessing, networks, config.for_client(number), everybodys, tests)
 
     return make_client_app(make_one, samples_of)
 
@@ -131,9 +131,9 @@ def named_client_app() -> ClientApp:
         named = NamedModel(config, federation.input_shape, federation.classes)
         input_format = _format(federation.example, federation.preprocessing)
         networks = _networks(named, terms, _device(context, config), input_format)
-        fit = limits_of(_designed(named, terms, input_format).model).fitted
+        fit = text_limits(_designed(named, terms, input_format).model).fitted
         samples, public = fit(own_part, f"client {number}"), federation.public_feed()
-        own, tests = config.of_client(number), federation.tests.of(number)
+        own, tests = config.for_client(number), federation.client_tests.of(number)
         tests = tests and fit(tests, f"the test set of client {number}")
         return make_client(samples, federation.preprocessing, networks, own, public, tests)
 

@@ -14,7 +14,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 
-from fedhm.data.input_spec import InputForm
+from fedhm.data.input_spec import InputSpec
 from fedhm.errors import FedhmError
 from fedhm.flower.wire import NOTE
 from fedhm.machine.printable import printable
@@ -101,7 +101,7 @@ class Node:
                 f"it claims {node.samples} samples, {node.tests} test samples and {node.memory} bytes of memory"
             )
         if node.inputs:
-            InputForm.read(node.inputs)
+            InputSpec.read(node.inputs)
         return node
 
 

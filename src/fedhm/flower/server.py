@@ -25,9 +25,9 @@ from fedhm.config.schema import (
     fixed_level,
     parse_profile,
 )
-from fedhm.data.convert import DataLike, PublicLike, own_samples
-from fedhm.data.federation import ClientTests, Federation, check_share, default_share, remote_federation
-from fedhm.data.input_spec import InputForm, made_up, most_say
+from fedhm.data.convert import DataLike, PublicLike, to_samples
+from fedhm.data.federation import ClientTests, Federation, check_test_share, default_test_share, remote_federation
+from fedhm.data.input_spec import InputSpec, majority_spec, placeholder_sample
 from fedhm.data.samples import Feed, Preprocessing
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
@@ -43,7 +43,7 @@ from fedhm.methods.tier_work import TierWork, plan_fleet
 from fedhm.networks.exchange import structure_digest
 from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.report.progress import progress
-from fedhm.run import as_begun, report_on
+from fedhm.run import report_on, resumed_settings
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.identities import Identities
 from fedhm.server.callbacks import Watcher
@@ -67,8 +67,8 @@ def inputs_of_most(roster: Roster, config: ResolvedConfig, all_of_them: bool, sa
             "[privacy]: clients would say without noise what their inputs are like: tell the server by inputs="
         )
     roster.gather(config.engine.patience, all_of_them)
-    said = {client: InputForm.read(node.inputs) for client, node in roster.introduced().items() if node.inputs}
-    found, others = most_say(said)
+    said = {client: InputSpec.read(node.inputs) for client, node in roster.introduced().items() if node.inputs}
+    found, others = majority_spec(said)
     for client in others:
         say(f"client {client} says that its inputs are {said[client]}; those of most are {found}")
     return str(found)
@@ -224,12 +224,12 @@ def server_app(
             dtype, _ = demands(own)
             samples, outputs, form = (test() if test else None), classes, None
             if samples is None or not outputs:
-                like = InputForm.read(said_inputs).zeros() if samples is None and inputs is None else inputs
-                like = like if samples is None else own_samples(samples, "the test set", dtype, learned).example
-                form, outputs = made_up(like, classes, own.build(), preprocessing, learned, dtype)
+                like = InputSpec.read(said_inputs).zeros() if samples is None and inputs is None else inputs
+                like = like if samples is None else to_samples(samples, "the test set", dtype, learned).example
+                form, outputs = placeholder_sample(like, classes, own.build(), preprocessing, learned, dtype)
             there = remote_federation(samples, outputs, sizes, preprocessing, everybodys, dtype, learned, form)
-            share = default_share(test is not None) if client_test is None else check_share(client_test)
-            return replace(there, tests=ClientTests(share=share))
+            share = default_test_share(test is not None) if client_test is None else check_test_share(client_test)
+            return replace(there, client_tests=ClientTests(share=share))
 
         said = context.run_config
         out, keys = str(said.get("out", "")), said.get("node-keys", True) is not False
@@ -294,7 +294,7 @@ def run_on(
 ) -> None:
     """Wait for the clients, ask what their inputs are like if nobody else knows, then run the rounds that are left."""
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"name": "flower"})})
-    settings = as_begun(config, out).resolved()
+    settings = resumed_settings(config, out).resolved()
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(out)) if out and (out / "config.toml").exists() else None
         clients = settings.federation.clients
@@ -331,14 +331,14 @@ def run_on(
         federation = make_federation(_sizes(known, clients), inputs)
         if federation.remote:
             tests = tuple(known[c].tests if c in known else 0 for c in range(clients))
-            federation = replace(federation, tests=replace(federation.tests, remote=tests))
+            federation = replace(federation, client_tests=replace(federation.client_tests, remote=tests))
         place = settings.engine
         engine = FlowerEngine(grid, roster, _terms(settings, federation, method), place.deadline, place.fp16)
         try:
             assemble(model.build(), federation, settings, engine, watchers).run(folder)
         except FedhmError:
             if folder:
-                folder.remove_if_nothing_was_done()
+                folder.remove_if_no_round_done()
             raise
     if out:
         report_on(out)
@@ -377,4 +377,4 @@ def _sizes(nodes: Mapping[int, Node], clients: int) -> tuple[int, ...]:
 
 def _terms(config: ResolvedConfig, federation: Federation, method: AnyMethod) -> Terms:
     base = base_digest(method.network(method.tiers[0])) if config.method.adapters else ""
-    return Terms(config, federation.classes, federation.preprocessing, federation.tests.share, base)
+    return Terms(config, federation.classes, federation.preprocessing, federation.client_tests.share, base)

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedhm.config.units import KINDS, Kind, read_size, size_text
+from fedhm.config.units import KINDS, Kind, amount_text, parse_amount
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import (
@@ -231,7 +231,7 @@ def fit(
     """
     given: dict[Kind, float | str | None] = {"memory": memory, "macs": macs, "bytes": bytes, "parameters": parameters}
     try:
-        limits = {kind: read_size(size, kind) for kind, size in given.items() if size is not None}
+        limits = {kind: parse_amount(size, kind) for kind, size in given.items() if size is not None}
     except ValueError as error:
         raise FedhmError(str(error)) from None
     if not limits:
@@ -302,8 +302,8 @@ def _check_smallest(versions: ModelVersions, kind: Kind, limit: int) -> None:
     if least <= limit:
         return
     raise FedhmError(
-        f"{kind} = {size_text(limit, kind)} is too little for this model: its smallest version, of rank 1 in "
-        f"{len(versions.layers)} layers, has {size_text(least, kind)}, most of it in the layers that stay dense (the "
+        f"{kind} = {amount_text(limit, kind)} is too little for this model: its smallest version, of rank 1 in "
+        f"{len(versions.layers)} layers, has {amount_text(least, kind)}, most of it in the layers that stay dense (the "
         f"classifier, the first {versions.keep}): give at least so much, or a smaller model"
     )
 
@@ -312,7 +312,7 @@ def _refuse_memory(versions: ModelVersions, limit: int, modes: list[TrainingMode
     plan = versions.plan(0)
     needed, mode = min(((versions.memory(plan, mode), mode) for mode in modes), key=lambda pair: pair[0])
     raise FedhmError(
-        f"memory = {size_text(limit, 'memory')} is too little to train any version of this model: the closest, of rank "
-        f"1 in {len(versions.layers)} layers with {mode}, takes {math.ceil(needed / 1e4) / 100:,.2f} MB for a batch of "
-        f"{versions.training.batch}: give at least so much, or a smaller model"
+        f"memory = {amount_text(limit, 'memory')} is too little to train any version of this model: the closest, of "
+        f"rank 1 in {len(versions.layers)} layers with {mode}, takes {math.ceil(needed / 1e4) / 100:,.2f} MB for a "
+        f"batch of {versions.training.batch}: give at least so much, or a smaller model"
     )

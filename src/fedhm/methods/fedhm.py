@@ -11,7 +11,7 @@ from torch import nn
 
 from fedhm.config.method import Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Positive, Tiers, tier_name
-from fedhm.config.units import read_budget
+from fedhm.config.units import parse_budget
 from fedhm.errors import FedhmError
 from fedhm.lowrank.average import singular_directions
 from fedhm.lowrank.diagnostics import layer_constants, tier_energies
@@ -193,7 +193,7 @@ class FedHM(Method[FedHMState]):
         self.ratios = {FULL: 1.0} | {tier_name(ratio): ratio for ratio in config.rank_ratios}
         settled = config.keep, setup.classifier, config.form
         self.plans = {name: tier_plan(model, ratio, *settled) for name, ratio in self.ratios.items()}
-        given = {name: self.plans[name] if name in self.ratios else read_budget(name) for name in self.tiers}
+        given = {name: self.plans[name] if name in self.ratios else parse_budget(name) for name in self.tiers}
         self._budgets = TierBudgets(model, setup, given, config.keep, config.form) if planned else None
         self.state_type = PlannedState if planned else FedHMState
         if min(weight_of(config, ratio, 1) for ratio in self.ratios.values()) < 1e-30:  # beyond what float32 can sum

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rich.markup import escape
 from rich.table import Table
 
-from fedhm.config.units import shown
+from fedhm.config.units import readable_size
 
 BOLD = re.compile(r"\*\*(.*?)\*\*")
 
@@ -86,7 +86,7 @@ def readable_macs(count: int) -> str:
 
 
 def readable_bytes(count: float | None) -> str:
-    return "–" if count is None else shown(count)
+    return "–" if count is None else readable_size(count)
 
 
 def _plain(cell: str) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedhm.adapters.adapted import describe_adapter
 from fedhm.config.schema import NO_TIER, Config
-from fedhm.config.units import shown
+from fedhm.config.units import readable_size
 from fedhm.measure.cost import measure, sample_spec
 from fedhm.methods.method import AnyMethod
 from fedhm.methods.tier_work import TierWork
@@ -120,7 +120,7 @@ def _clients(group: Sequence[Planned]) -> str:
 
 
 def _short(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else shown(size)
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else readable_size(size)
 
 
 def time_sheet(run: Run) -> Sheet | None:

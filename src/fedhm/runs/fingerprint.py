@@ -18,7 +18,7 @@ def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str
 
     The number of samples of remote clients does not count: they may have more by the time the run is resumed.
     """
-    digest = hashlib.sha256(f"{config.without_place().to_toml()}{federation.preprocessing}".encode())
+    digest = hashlib.sha256(f"{config.without_location().to_toml()}{federation.preprocessing}".encode())
     for name in sorted(weights):
         _add(digest, name, weights[name])
     _add_data(digest, federation)
@@ -46,18 +46,18 @@ def data_facts(federation: Federation) -> DataFacts:
 
 def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:
     test = [] if federation.test is None else [federation.test]
-    for samples in [*federation.clients, *test, *federation.tests.samples]:
+    for samples in [*federation.clients, *test, *federation.client_tests.samples]:
         _add_inputs(digest, "inputs", samples)
         _add(digest, "labels", samples.labels)
-    if federation.tests.share:
-        digest.update(f"client_test {federation.tests.share}".encode())
+    if federation.client_tests.share:
+        digest.update(f"client_test {federation.client_tests.share}".encode())
     if federation.public is not None:
         _add_inputs(digest, "public", federation.public)
 
 
 def _add_inputs(digest: "hashlib._Hash", name: str, samples: Samples) -> None:
     if isinstance(samples.inputs, Tokens):
-        samples.inputs.add_to(digest)
+        samples.inputs.update_digest(digest)
     else:
         _add(digest, name, samples.inputs)
 

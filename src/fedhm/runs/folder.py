@@ -31,8 +31,8 @@ from fedhm.runs.checkpoint import (
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.identities import IDENTITIES_FILE
 from fedhm.runs.models import best_round_of, save_tier, tier_file
-from fedhm.runs.privacy import ROUNDS_FILE, SECRET_FILE, check_none_repeats, kept_secret, note_released
-from fedhm.runs.records import append_record, check_whole, in_brief, read_records, write_records
+from fedhm.runs.privacy import ROUNDS_FILE, SECRET_FILE, check_no_round_repeats, read_secret, write_round_count
+from fedhm.runs.records import append_record, check_records, error_summary, read_records, write_records
 from fedhm.server.record import Record
 
 CONFIG_FILE = "config.toml"
@@ -55,7 +55,7 @@ class RunSettings:
 
     def difference(self, given: Config) -> str:
         """Return the first setting that makes it another run, as part of a sentence; empty if there is none."""
-        old, new = self.config.without_place().dotted(), given.without_place().dotted()
+        old, new = self.config.without_location().dotted(), given.without_location().dotted()
         for key in (*new, *old):
             if old.get(key) != new.get(key):
                 return f"{key} = {old.get(key, 'nothing')}, not {new.get(key, 'nothing')}"
@@ -214,14 +214,14 @@ class RunFolder:
             raise FedhmError(f"{error}{self.settings.version_remark}") from None
         done, file = checkpoint.round if checkpoint else 0, self.path / "records.jsonl"
         records = read_records(file)
-        check_whole(file, records, self.config.objective.headline.name, tiers)
+        check_records(file, records, self.config.objective.headline.name, tiers)
         if not done and (found := self._results(records)):
             raise FedhmError(
                 f"{found}, but there is no checkpoint in {self.path}/checkpoints: put one back to resume the run, or "
                 "start it again in another folder"
             )
         if self.config.privacy.active:
-            check_none_repeats(self.path, done)
+            check_no_round_repeats(self.path, done)
         if [record.round for record in records[:done]] != list(range(1, done + 1)):
             raise FedhmError(f"{file} does not hold the {done} rounds that the checkpoint has seen")
         if len(records) > done + 1:  # somebody has removed checkpoints; one record more is that of a killed round
@@ -268,16 +268,16 @@ class RunFolder:
 
     def secret(self, *, resumed: bool) -> bytes:
         """Return the secret that seeds a private run's noise; only a run that is not `resumed` makes a new one."""
-        return kept_secret(self.path, resumed)
+        return read_secret(self.path, resumed)
 
     def commit(self, record: Record, checkpoint: Checkpoint, run: str, keep: int | Literal["all"]) -> None:
         """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
         append_record(self.path / "records.jsonl", record)
         save_checkpoint(self.path / "checkpoints", checkpoint, run, keep)
         if self.config.privacy.active:
-            note_released(self.path, checkpoint.round)
+            write_round_count(self.path, checkpoint.round)
 
-    def remove_if_nothing_was_done(self) -> None:
+    def remove_if_no_round_done(self) -> None:
         """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
             for name in (
@@ -346,7 +346,7 @@ def read_costs(path: Path) -> dict[str, Cost]:
     try:
         costs = TypeAdapter(dict[str, Cost]).validate_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise FedhmError(f"cannot read {file}: {in_brief(error)}") from None
+        raise FedhmError(f"cannot read {file}: {error_summary(error)}") from None
     if not costs:
         raise FedhmError(f"{file} names no tier")
     return costs
@@ -358,4 +358,4 @@ def read_data_facts(path: Path) -> DataFacts:
     try:
         return TypeAdapter(DataFacts).validate_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise FedhmError(f"cannot read {file}: {in_brief(error)}") from None
+        raise FedhmError(f"cannot read {file}: {error_summary(error)}") from None

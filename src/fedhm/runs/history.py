@@ -11,8 +11,8 @@ from fedhm.machine.files import check_utf8_name
 from fedhm.measure.cost import Cost
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import read_config, read_costs, read_data_facts
-from fedhm.runs.models import Layer, kept_best, read_layers, tier_file
-from fedhm.runs.records import check_whole, read_records
+from fedhm.runs.models import Layer, best_round_on_disk, read_layers, tier_file
+from fedhm.runs.records import check_records, read_records
 from fedhm.server.record import Record, Traffic
 
 
@@ -92,7 +92,7 @@ def _read(path: Path) -> Run:
         )
     records = read_records(path / "records.jsonl")
     config, costs, facts = read_config(path), read_costs(path), read_data_facts(path)
-    best = kept_best(path / "models", len(records))
+    best = best_round_on_disk(path / "models", len(records))
     layers = {tier: found for tier in costs if (found := read_layers(tier_file(path / "models", tier)))}
     run = Run(path.resolve().name, config, records, costs, facts, best, layers)
     for record in run.evaluated:
@@ -100,5 +100,5 @@ def _read(path: Path) -> Run:
             raise FedhmError(
                 f"{path}/tiers.json and round {record.round} of {path}/records.jsonl name other tiers: {min(odd)}"
             )
-    check_whole(path / "records.jsonl", records, config.objective.headline.name, costs)
+    check_records(path / "records.jsonl", records, config.objective.headline.name, costs)
     return run

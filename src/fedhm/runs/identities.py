@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
-from fedhm.runs.records import in_brief
+from fedhm.runs.records import error_summary
 
 IDENTITIES_FILE = "nodes.json"
 # no checksum: whoever runs the federation may take a line out, for a client that got another key
@@ -36,8 +36,8 @@ class Identities:
                 raise ValueError("it gives two clients the same key")
         except (OSError, ValueError) as error:
             raise FedhmError(
-                f"cannot read {file}: {in_brief(error)}; put it back, or remove it if all clients that are connected "
-                "are the right ones: they are then taken for what they say"
+                f"cannot read {file}: {error_summary(error)}; put it back, or remove it if all clients that are "
+                "connected are the right ones: they are then taken for what they say"
             ) from None
         read = cls(keys)
         read._folder = folder

@@ -117,24 +117,24 @@ def read_layers(path: Path) -> dict[str, Layer]:
 _NAME = re.compile(r"best-round-(\d+)")
 
 
-def save_best(models: Path, round_number: int, networks: Mapping[str, nn.Module]) -> None:
+def save_best_models(models: Path, round_number: int, networks: Mapping[str, nn.Module]) -> None:
     for tier, network in networks.items():
         save_tier(tier_file(_folder(models, round_number), tier), network, tier)
 
 
-def keep_only(models: Path, round_number: int) -> None:
+def remove_other_best_models(models: Path, round_number: int) -> None:
     """Remove the models of rounds that were best once, now that a better one counts; of round 0, there is none yet."""
     for number in _kept(models) if round_number else ():
         if number != round_number:
             shutil.rmtree(_folder(models, number))
 
 
-def kept_best(models: Path, rounds: int) -> int:
+def best_round_on_disk(models: Path, rounds: int) -> int:
     """Return the round whose models are kept as the best, of a run that has done so many; 0 if there is none."""
     return max((number for number in _kept(models) if number <= rounds), default=0)
 
 
-def load_best(models: Path, round_number: int, networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def load_best_models(models: Path, round_number: int, networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Put the kept models of a round into networks of their tiers; return none, where they were moved elsewhere."""
     if round_number not in _kept(models):
         return {}

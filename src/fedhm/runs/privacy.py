@@ -20,7 +20,7 @@ def new_secret() -> bytes:
     return secrets.token_bytes(LENGTH)
 
 
-def kept_secret(folder: Path, resumed: bool) -> bytes:
+def read_secret(folder: Path, resumed: bool) -> bytes:
     """Return the secret in a run's folder; a run that is not `resumed` makes one if it has none."""
     path = folder / SECRET_FILE
     try:
@@ -56,11 +56,11 @@ def _write(path: Path, secret: bytes) -> None:
 ROUNDS_FILE = "privacy.rounds"
 
 
-def note_released(folder: Path, rounds: int) -> None:
+def write_round_count(folder: Path, rounds: int) -> None:
     write_atomically(folder / ROUNDS_FILE, f"{rounds}\n")
 
 
-def check_none_repeats(folder: Path, done: int) -> None:
+def check_no_round_repeats(folder: Path, done: int) -> None:
     """Refuse to resume a private run after round `done` if later ones have counted."""
     path = folder / ROUNDS_FILE
     try:

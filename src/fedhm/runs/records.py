@@ -28,14 +28,14 @@ def read_records(path: Path) -> list[Record]:
         try:
             records.append(Record.from_json(line))
         except ValueError as error:
-            raise FedhmError(f"line {number} of {path} is not a round's record: {in_brief(error)}") from None
+            raise FedhmError(f"line {number} of {path} is not a round's record: {error_summary(error)}") from None
         expected = records[0].round + number - 1  # rounds that were taken back do not begin with 1
         if records[-1].round != expected:
             raise FedhmError(f"line {number} of {path} is the record of round {records[-1].round}, not of {expected}")
     return records
 
 
-def check_whole(file: Path, records: Sequence[Record], headline: str, tiers: Collection[str]) -> None:
+def check_records(file: Path, records: Sequence[Record], headline: str, tiers: Collection[str]) -> None:
     """Refuse records that are not a run's from its first round on, or lack metrics that all else goes by."""
     if records and records[0].round != 1:
         raise FedhmError(f"line 1 of {file} is the record of round {records[0].round}, not of the first")
@@ -47,7 +47,7 @@ def check_whole(file: Path, records: Sequence[Record], headline: str, tiers: Col
             raise FedhmError(f"round {record.round} of {file} does not tell the {headline} of every model")
 
 
-def in_brief(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
     """Return what is wrong with a file, in one line."""
     if isinstance(error, ValidationError):
         problem = error.errors()[0]

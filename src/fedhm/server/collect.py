@@ -45,7 +45,7 @@ class Intake:
         self._public = len(federation.public or ())
         # Of samples that are here, nobody can say another number
         guarded = federation.remote and config.server.robust != "none"
-        told = (federation.remote, federation.tests.remote) if guarded else ((), ())
+        told = (federation.remote, federation.client_tests.remote) if guarded else ((), ())
         self._most_samples = [most_samples(counts) for counts in told]  # to train on, and to test on
         example = Example(*sample, config.objective, self._public)
         self.facts: Callable[[str], NetworkFacts] = cache(lambda name: facts_of(network(name), example.inputs))
@@ -159,7 +159,7 @@ class Intake:
     def samples(self, task: Task) -> int:
         """Return how many samples a task's client has for this kind of work."""
         tests, client = work_of(task.kind).tests, task.client
-        return self._federation.tests.count(client) if tests else self._federation.samples_of(client)
+        return self._federation.client_tests.count(client) if tests else self._federation.samples_of(client)
 
     def _refuse(self, task: Task, failure: Failure, record: Record) -> None:
         reason = printable(failure.reason)  # a client may have written it

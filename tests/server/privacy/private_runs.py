@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from conftest import small_config
 from fedhm.assembly import assemble
 from fedhm.config.schema import Config
-from fedhm.data.federation import Federation, gathered
+from fedhm.data.federation import Federation, from_arrays
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Reply, Task, Update
@@ -58,7 +58,7 @@ def normal_federation(clients: int = 8, dtype: torch.dtype = torch.float32) -> F
         labels = torch.arange(count) % 4
         return torch.randn(count, 1, 6, 6, generator=generator, dtype=dtype) + labels[:, None, None, None], labels
 
-    return gathered([draw(12) for _ in range(clients)], draw(20), dtype=dtype)
+    return from_arrays([draw(12) for _ in range(clients)], draw(20), dtype=dtype)
 
 
 @dataclass

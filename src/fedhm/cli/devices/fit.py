@@ -8,7 +8,7 @@ from rich.console import Console
 from fedhm.assembly import named_design
 from fedhm.cli.devices.fresh_process import STEPS, TIMES, step_in_fresh_process, with_mode
 from fedhm.config.loading import load_config
-from fedhm.config.units import KINDS, read_size
+from fedhm.config.units import KINDS, parse_amount
 from fedhm.errors import FedhmError
 from fedhm.lowrank.svd import Form
 from fedhm.measure.fit import Fit, ModelVersions, TrainingSetup, fit_versions
@@ -20,7 +20,7 @@ from fedhm.report.sheets import Sheet, readable_bytes, readable_macs, rich_table
 def fit(options: argparse.Namespace, console: Console) -> None:
     """Print the plan for a config's model and training."""
     try:
-        limits = {kind: read_size(size, kind) for kind in KINDS if (size := getattr(options, kind)) is not None}
+        limits = {kind: parse_amount(size, kind) for kind in KINDS if (size := getattr(options, kind)) is not None}
     except ValueError as error:
         raise FedhmError(f"--{error}") from None
     if not limits and options.seconds is None:

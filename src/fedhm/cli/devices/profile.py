@@ -11,7 +11,7 @@ from fedhm.assembly import Design, named_design
 from fedhm.cli.devices.fresh_process import mode_of, step_in_fresh_process, with_mode
 from fedhm.config.loading import load_config
 from fedhm.config.schema import DeviceProfile, Measurement, ResolvedConfig, TrainConfig
-from fedhm.config.units import rate, size
+from fedhm.config.units import parse_rate, parse_size
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_file, write_atomically
 from fedhm.measure.cost import measure
@@ -50,7 +50,7 @@ def profile(options: argparse.Namespace, console: Console) -> None:
     console.print(f"{options.out}: up to {fastest / 1e9:.3g} GMACs a second in training", highlight=False, markup=False)
 
 
-READ: dict[str, Callable[[str], float]] = {"memory": size, "up": rate, "down": rate}
+READ: dict[str, Callable[[str], float]] = {"memory": parse_size, "up": parse_rate, "down": parse_rate}
 
 
 def _given(name: str, text: str | None, read: Callable[[str], float]) -> float | None:

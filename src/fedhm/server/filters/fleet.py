@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fedhm.config.schema import NO_TIER, Config, DeviceConfig, DeviceProfile, ResolvedConfig, TrainConfig
-from fedhm.config.units import shown
+from fedhm.config.units import readable_size
 from fedhm.errors import FedhmError
 from fedhm.measure.time import ClientSeconds, computation_seconds, transfer_seconds
 from fedhm.server.collect import Intake
@@ -120,8 +120,8 @@ class Fleet:
                 return option
         closest = min(options, key=lambda option: option.memory)
         problem = (
-            f"device '{device.name}' can spare {shown(device.spare_memory or 0)}, but training even tier "
-            f"{closest.tier} takes {shown(closest.memory)}{' with checkpointing' * closest.checkpointing}"
+            f"device '{device.name}' can spare {readable_size(device.spare_memory or 0)}, but training even tier "
+            f"{closest.tier} takes {readable_size(closest.memory)}{' with checkpointing' * closest.checkpointing}"
         )
         if fitting := [option for option in options if _fits(option)]:
             closest = min(fitting, key=lambda option: option.seconds.total)

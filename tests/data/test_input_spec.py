@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedhm.config.objective import Objective
-from fedhm.data.input_spec import InputForm, made_up, most_say
+from fedhm.data.input_spec import InputSpec, majority_spec, placeholder_sample
 from fedhm.data.samples import Preprocessing, Samples
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
@@ -29,7 +29,7 @@ PLAIN, IMAGES = Preprocessing(), Preprocessing((0.5,), (0.25,))
 def test_inputs_are_a_shape_or_like_an_array(
     inputs: object, preprocessing: Preprocessing, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    sample, outputs = made_up(inputs, 7, nn.Identity(), preprocessing, Classification(), torch.float64)
+    sample, outputs = placeholder_sample(inputs, 7, nn.Identity(), preprocessing, Classification(), torch.float64)
     assert (tuple(sample.inputs.shape), sample.inputs.dtype, outputs) == (shape, dtype, 7)
 
 
@@ -42,7 +42,7 @@ def test_inputs_are_a_shape_or_like_an_array(
     ],
 )
 def test_the_model_tells_how_many_outputs_there_are(objective: Objective, outputs: int, targets: torch.Tensor) -> None:
-    sample, found = made_up((4,), 0, nn.Linear(4, outputs), PLAIN, objective, torch.float32)
+    sample, found = placeholder_sample((4,), 0, nn.Linear(4, outputs), PLAIN, objective, torch.float32)
     assert found == outputs
     assert sample.labels.dtype == targets.dtype
     assert torch.equal(sample.labels, targets)
@@ -60,10 +60,10 @@ def test_the_model_tells_how_many_outputs_there_are(objective: Objective, output
 )
 def test_what_cannot_be_is_one_sentence(inputs: object, sentence: str) -> None:
     with pytest.raises(FedhmError, match=sentence):
-        made_up(inputs, 0, nn.Linear(4, 3), PLAIN, Classification(), torch.float32)
+        placeholder_sample(inputs, 0, nn.Linear(4, 3), PLAIN, Classification(), torch.float32)
 
 
-IMAGE, ROW = InputForm("uint8", (1, 8, 8)), InputForm("float32", (12,))
+IMAGE, ROW = InputSpec("uint8", (1, 8, 8)), InputSpec("float32", (12,))
 
 
 def labelled(inputs: torch.Tensor | Tokens) -> Samples:
@@ -80,11 +80,11 @@ def labelled(inputs: torch.Tensor | Tokens) -> Samples:
     ],
 )
 def test_a_form_travels_as_a_line(inputs: torch.Tensor | Tokens, line: str) -> None:
-    form = InputForm.of(labelled(inputs))
+    form = InputSpec.of(labelled(inputs))
     assert str(form) == line
-    assert InputForm.read(line) == form
-    made, _ = made_up(form.zeros(), 3, nn.Identity(), IMAGES, Classification(), torch.float32)
-    assert InputForm.of(made) == form
+    assert InputSpec.read(line) == form
+    made, _ = placeholder_sample(form.zeros(), 3, nn.Identity(), IMAGES, Classification(), torch.float32)
+    assert InputSpec.of(made) == form
 
 
 @pytest.mark.parametrize(
@@ -97,19 +97,19 @@ def test_a_form_travels_as_a_line(inputs: torch.Tensor | Tokens, line: str) -> N
 )
 def test_what_is_no_form_of_an_input_is_refused_in_a_line(line: str) -> None:
     with pytest.raises(FedhmError, match="does not say what an input is like") as caught:
-        InputForm.read(line)
+        InputSpec.read(line)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 200
 
 
 def test_one_liar_does_not_decide_what_inputs_are_like() -> None:
-    assert most_say({0: ROW, 1: IMAGE, 2: IMAGE}) == (IMAGE, [0])
+    assert majority_spec({0: ROW, 1: IMAGE, 2: IMAGE}) == (IMAGE, [0])
     with pytest.raises(FedhmError, match=r"do not agree on what an input is like \(float32 12, uint8 1x8x8\)"):
-        most_say({0: ROW, 1: IMAGE})
+        majority_spec({0: ROW, 1: IMAGE})
     with pytest.raises(FedhmError, match="no client says"):
-        most_say({})
+        majority_spec({})
 
 
 def test_texts_agree_though_their_lengths_differ_and_one_cannot_stretch_them() -> None:
-    texts = {n: InputForm("attention_mask+input_ids", (length,)) for n, length in enumerate([9, 11, 1_000_000])}
-    assert most_say(texts) == (texts[1], [])
+    texts = {n: InputSpec("attention_mask+input_ids", (length,)) for n, length in enumerate([9, 11, 1_000_000])}
+    assert majority_spec(texts) == (texts[1], [])
