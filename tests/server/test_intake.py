@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from conftest import small_config
+from fedhm.data.federation import from_arrays
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.server.collect import Intake
