@@ -57,8 +57,8 @@ browser:
 PLOTLY := 4.1.1
 plotly:
 	cd $$(mktemp -d) && npm pack --silent plotly.js-basic-dist-min@$(PLOTLY) && tar xzf *.tgz \
-	  && cp package/plotly-basic.min.js $(CURDIR)/src/fedhm/report/page/assets/ \
-	  && cp package/LICENSE $(CURDIR)/src/fedhm/report/page/assets/plotly-LICENSE
+	  && cp package/plotly-basic.min.js $(CURDIR)/src/fedhm/report/assets/ \
+	  && cp package/LICENSE $(CURDIR)/src/fedhm/report/assets/plotly-LICENSE
 
 # the README's picture of a page, in the browser
 picture: .venv/dev-installed browser

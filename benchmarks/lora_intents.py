@@ -26,7 +26,7 @@ from fedhm.data.partition import dirichlet_equal, iid
 from fedhm.data.samples import Samples
 from fedhm.data.sources import read_text
 from fedhm.models.build import build_model
-from fedhm.report.sheets import readable_bytes
+from fedhm.report.sheets import format_bytes
 from fedhm.runs.history import Run, read_runs
 from fedhm.seeds import numpy_generator
 
@@ -108,7 +108,7 @@ def line(name: str, runs: Mapping[int, Run], centralized: Mapping[int, Run], col
         if name == CENTRALIZED:
             return "–"
         each = [statistics.fmean(travelled(run, tier, way) for run in runs.values()) for tier in tiers.values()]
-        return " / ".join(readable_bytes(round(count)) for count in each)
+        return " / ".join(format_bytes(round(count)) for count in each)
 
     def behind(rank: int) -> str:
         found = metric("accuracy", rank)

@@ -25,7 +25,7 @@ FIGURES = {
     "fedhm.report.figures.energy.save_collapse_plot": lambda *_: None,
     "fedhm.report.figures.epsilon.save_epsilon_plot": lambda *_: None,
     "fedhm.report.figures.client_plot.save_client_plots": lambda *_: [],
-    "fedhm.report.page.write.save_page": lambda _, folder: folder / "report.html",
+    "fedhm.report.page.save_page": lambda _, folder: folder / "report.html",
 }  # what draws a single run's report, and what nothing is drawn by
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fedhm
 from fedhm.assembly import assemble
-from fedhm.compare.compared import Compared, difference_of_entries
+from fedhm.compare.results import EntryRuns, incomparable_entries
 from fedhm.config.loading import parse
 from fedhm.data.federation import from_arrays
 from fedhm.engines.engine import Engine
@@ -202,11 +202,11 @@ def test_a_run_that_ended_early_is_compared_like_any_other() -> None:
     early, whole = (
         made_run("run", {"full": 9}, [{"full": 0.5}] * 3, seed=seed, train={"rounds": 5}) for seed in (0, 1)
     )
-    assert "has done 3 of its 5 rounds" in str(difference_of_entries([Compared("fedhm", [early])]))
+    assert "has done 3 of its 5 rounds" in str(incomparable_entries([EntryRuns("fedhm", [early])]))
     early.records[-1].stopped = whole.records[-1].stopped = "tier full reached 50 % accuracy"
-    assert difference_of_entries([Compared("fedhm", [early, whole])]) is None
+    assert incomparable_entries([EntryRuns("fedhm", [early, whole])]) is None
     endless = made_run("endless", {"full": 9}, [{"full": 0.5}] * 5, seed=0)
     patient = made_run("patient", {"full": 9}, [{"full": 0.5}] * 5, seed=1, stop={"patience": 2})
-    assert difference_of_entries([Compared("a", [endless]), Compared("b", [patient])]) == (
+    assert incomparable_entries([EntryRuns("a", [endless]), EntryRuns("b", [patient])]) == (
         "endless has stop.patience = 0, patient has 2"
     )

@@ -20,8 +20,8 @@ from fedhm.engines.engine import Elsewhere
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.models.build import build_model
-from fedhm.report.progress import shown_rounds
-from fedhm.report.save import save_report
+from fedhm.report import save_report
+from fedhm.report.progress import show_rounds
 from fedhm.runs.folder import RunFolder, read_config, read_settings
 from fedhm.runs.history import read_runs
 from fedhm.runs.result import Result
@@ -92,7 +92,7 @@ def run(
         federation = from_arrays(
             clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed, reader
         )
-    with shown_rounds(shown, resolved.objective.headline) as bars:
+    with show_rounds(shown, resolved.objective.headline) as bars:
         experiment = assemble(model, federation, resolved, watchers=[*bars, *watchers])
         if path is None:
             return experiment.run()
@@ -126,7 +126,7 @@ def resume(
     With `from_round`, rounds after that one are taken back first: what came of them is moved to a folder in `out`.
     `progress` is as for `run`.
     """
-    with shown_rounds(is_shown(progress), read_config(Path(out)).objective.headline) as bars:
+    with show_rounds(is_shown(progress), read_config(Path(out)).objective.headline) as bars:
         result = finish(Path(out), workers, from_round, [*bars, *watchers])
     report_on(Path(out))
     return result

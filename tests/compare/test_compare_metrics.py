@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from fedhm.compare.command import _show
-from fedhm.compare.compared import Compared, common_target, costs_to_reach
-from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.pages.tables import arrange, as_csv, outcomes, spent
+from fedhm.compare.report import ComparisonReport
+from fedhm.compare.results import EntryRuns, common_target, costs_to_reach
+from fedhm.compare.tables import arrange_table, as_csv, metric_sheet, spent
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.objectives.regression import Regression
@@ -21,40 +21,40 @@ from made_runs import made_run
 SIZES = {"full": 1000, "1/4": 300}
 
 
-def fedhm(*curves: tuple[float, ...]) -> Compared:
+def fedhm(*curves: tuple[float, ...]) -> EntryRuns:
     """The small tier is a tenth below."""
     headlines = [[{"full": value, "1/4": value - 0.1} for value in curve] for curve in curves]
     return _runs("fedhm", SIZES, headlines, {"name": "fedhm"})
 
 
-def fedavg(*curves: tuple[float, ...]) -> Compared:
+def fedavg(*curves: tuple[float, ...]) -> EntryRuns:
     return _runs("fedavg", {"full": 1000}, [[{"full": v} for v in curve] for curve in curves], {"name": "fedavg"})
 
 
-def _runs(label: str, sizes: dict[str, int], curves: list[list[dict[str, float]]], method: dict[str, str]) -> Compared:
+def _runs(label: str, sizes: dict[str, int], curves: list[list[dict[str, float]]], method: dict[str, str]) -> EntryRuns:
     objective = {"name": "regression"}
     runs = [
         made_run(f"{label}-seed{seed}", sizes, curve, method, seed, objective=objective)
         for seed, curve in enumerate(curves)
     ]
-    return Compared(label, runs)
+    return EntryRuns(label, runs)
 
 
 class ByError(Regression):
     metrics: ClassVar = (Metric("mse", more_is_better=False), Metric("r2"))
 
 
-def by_error(entry: Compared) -> Compared:
+def by_error(entry: EntryRuns) -> EntryRuns:
     """The same runs, told by their mean squared error: 1 − R² of the made-up ones."""
     runs = [replace(r, config=r.config.model_copy(update={"objective": ByError()})) for r in entry.runs]
-    return Compared(entry.label, runs)
+    return EntryRuns(entry.label, runs)
 
 
 ENTRIES = [fedhm((0.5, 0.7, 0.8), (0.6, 0.85, 0.9)), fedavg((0.7, 0.9, 0.95), (0.7, 0.75, 0.95))]
 
 
 def test_tables_have_the_objectives_metrics() -> None:
-    sheet = outcomes(arrange(ENTRIES), seeds=2)
+    sheet = metric_sheet(arrange_table(ENTRIES), seeds=2)
     assert list(sheet.rows) == [
         ["full", "1.0 k: 0.8500 ± 0.0707", "1.0 k ×2: **0.9500 ± 0.0000**"],
         ["1/4", "0.3 k: 0.7500 ± 0.0707", ""],
@@ -82,7 +82,7 @@ def test_the_whole_report_speaks_of_the_metric(tmp_path: Path) -> None:
 
 def test_less_may_be_better() -> None:
     entries = [by_error(entry) for entry in ENTRIES]
-    rows = list(outcomes(arrange(entries), seeds=2).rows)
+    rows = list(metric_sheet(arrange_table(entries), seeds=2).rows)
     assert rows[0][1:] == ["1.0 k: 0.1500 ± 0.0707", "1.0 k ×2: **0.0500 ± 0.0000**"]
     assert common_target(entries) == pytest.approx(0.3)  # what the small tier of fedhm reaches with its worse seed
     fast = {(r.entry.label, r.tier): r for r in costs_to_reach(0.31, entries, entries[1])}
@@ -113,7 +113,7 @@ def test_a_given_target_of_nothing_is_a_target() -> None:
 
 
 def test_other_objectives_are_not_comparable() -> None:
-    other = Compared(
+    other = EntryRuns(
         "classes", [made_run(f"classes-seed{s}", SIZES, [{"full": 0.5, "1/4": 0.5}] * 3, seed=s) for s in (0, 1)]
     )
     with pytest.raises(FedhmError, match=r"fedhm-seed0 has objective\.name = regression, classes-seed0 has classific"):

@@ -10,9 +10,9 @@ from markupsafe import escape
 from PIL import Image
 from rich.console import Console
 
-from fedhm.compare.compared import Compared, common_target, costs_to_reach, full_model
-from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.pages.tables import arrange, as_csv, differences, outcomes, readable_work, spent
+from fedhm.compare.report import ComparisonReport
+from fedhm.compare.results import EntryRuns, common_target, costs_to_reach, full_model
+from fedhm.compare.tables import arrange_table, as_csv, difference_sheet, format_total_macs, metric_sheet, spent
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
 from fedhm.report.sheets import Sheet, markdown_table, rich_table
@@ -21,10 +21,10 @@ from made_runs import made_run
 LAYERS = {tier: {"conv": LayerCost(10, 100), "fc": LayerCost(5, 50)} for tier in ("full", "1/4")}
 
 
-def fedhm() -> Compared:
+def fedhm() -> EntryRuns:
     """Final accuracies 0.80 and 0.90 with two seeds, the small tier a tenth below."""
     sizes = {"full": 1000, "1/4": 300}
-    return Compared(
+    return EntryRuns(
         "fedhm",
         [
             made_run(f"fedhm-seed{seed}", sizes, [{"full": a, "1/4": a - 0.1} for a in curve], seed=seed)
@@ -33,8 +33,8 @@ def fedhm() -> Compared:
     )
 
 
-def one_tier(label: str, method: dict[str, object], size: int, tier: str, *curves: tuple[float, ...]) -> Compared:
-    return Compared(
+def one_tier(label: str, method: dict[str, object], size: int, tier: str, *curves: tuple[float, ...]) -> EntryRuns:
+    return EntryRuns(
         label,
         [
             made_run(f"{label}-seed{seed}", {tier: size}, [{tier: a} for a in curve], method, seed)
@@ -43,11 +43,11 @@ def one_tier(label: str, method: dict[str, object], size: int, tier: str, *curve
     )
 
 
-def fedavg() -> Compared:
+def fedavg() -> EntryRuns:
     return one_tier("fedavg", {"name": "fedavg"}, 1000, "full", (0.7, 0.9, 0.95), (0.7, 0.75, 0.95))
 
 
-def lowrank() -> Compared:
+def lowrank() -> EntryRuns:
     return one_tier("lowrank:1/4", {"name": "fedhm", "tiers": ["1/4"]}, 300, "1/4", (0.6, 0.7, 0.8), (0.6, 0.7, 0.82))
 
 
@@ -55,11 +55,11 @@ def test_accuracy_is_mean_and_sample_deviation_over_the_seeds() -> None:
     mean, deviation = fedhm().final("full")
     assert mean == pytest.approx(85.0)
     assert deviation == pytest.approx(math.sqrt((5.0**2 + 5.0**2) / 1))
-    assert Compared("one", fedhm().runs[:1]).final("full").deviation is None
+    assert EntryRuns("one", fedhm().runs[:1]).final("full").deviation is None
 
 
 def test_the_table_has_sizes_accuracies_shares_and_what_is_clearly_best_in_bold() -> None:
-    sheet = outcomes(arrange([fedhm(), fedavg(), lowrank()]), seeds=2)
+    sheet = metric_sheet(arrange_table([fedhm(), fedavg(), lowrank()]), seeds=2)
     assert sheet.columns == ["tier", "fedhm", "fedavg", "lowrank"]
     assert list(sheet.rows) == [
         ["full", "1.0 k: 85.00 ± 7.07", "1.0 k ×2: **95.00 ± 0.00**", ""],  # 15 and 5 ahead: 10 ± 7.07
@@ -69,7 +69,7 @@ def test_the_table_has_sizes_accuracies_shares_and_what_is_clearly_best_in_bold(
     assert "in bold what is ahead of each other in its row by more than the deviation" in sheet.note
 
 
-def full(label: str, *finals: float) -> Compared:
+def full(label: str, *finals: float) -> EntryRuns:
     return one_tier(label, {"name": "fedavg"}, 1000, "full", *((final,) for final in finals))
 
 
@@ -85,45 +85,45 @@ def full(label: str, *finals: float) -> Compared:
 )
 def test_bold_is_what_chance_does_not_explain(ours: tuple[float, ...], theirs: tuple[float, ...], bold: bool) -> None:
     for entries in ([full("a", *ours), full("b", *theirs)], [full("b", *theirs), full("a", *ours)]):
-        comparison = arrange(entries)
+        comparison = arrange_table(entries)
         best = comparison.best(0)
         assert (best.entry.label if best else None) == ("a" if bold else None)
-        (row,) = outcomes(comparison, seeds=len(ours)).rows
+        (row,) = metric_sheet(comparison, seeds=len(ours)).rows
         assert any("**" in cell for cell in row) == bold
 
 
 def test_the_best_must_be_ahead_of_each_other_one() -> None:
     steady, wild = full("steady", 0.5, 0.5, 0.5), full("wild", 0.2, 0.7, 0.2)
     ours = full("ours", 0.6, 0.6, 0.6)
-    assert arrange([ours, steady]).best(0) is not None
-    assert arrange([ours, steady, wild]).best(0) is None  # wild has the lowest mean, but was once ahead by far
+    assert arrange_table([ours, steady]).best(0) is not None
+    assert arrange_table([ours, steady, wild]).best(0) is None  # wild has the lowest mean, but was once ahead by far
 
 
 def test_one_seed_has_neither_deviation_nor_bold_and_says_so() -> None:
-    sheet = outcomes(arrange([full("a", 0.5), full("b", 0.4)]), seeds=1)
+    sheet = metric_sheet(arrange_table([full("a", 0.5), full("b", 0.4)]), seeds=1)
     assert list(sheet.rows) == [["full", "1.0 k: 50.00", "1.0 k: 40.00"]]
     assert "nothing is bold, since one seed does not tell what is chance" in sheet.note
 
 
 def test_differences_are_paired_by_seed() -> None:
-    sheet = differences(arrange([fedavg(), fedhm(), lowrank()]))
+    sheet = difference_sheet(arrange_table([fedavg(), fedhm(), lowrank()]))
     assert (sheet.title, sheet.columns) == ("Difference from fedhm", ["tier", "fedavg", "lowrank"])
     assert list(sheet.rows) == [["full", "+10.00 ± 7.07", ""], ["1/4", "", "+6.00 ± 5.66"]]
-    turned = Compared("a", list(full("a", 0.5, 0.6).runs)[::-1])  # in whatever order runs were read
-    assert list(differences(arrange([full("b", 0.6, 0.7), turned])).rows) == [["full", "-10.00 ± 0.00"]]
+    turned = EntryRuns("a", list(full("a", 0.5, 0.6).runs)[::-1])  # in whatever order runs were read
+    assert list(difference_sheet(arrange_table([full("b", 0.6, 0.7), turned])).rows) == [["full", "-10.00 ± 0.00"]]
 
 
 def test_a_tier_with_several_shares_sits_in_the_last_of_its_levels() -> None:
-    reference = Compared(
+    reference = EntryRuns(
         "fedhm", [made_run("a", dict(zip("wxyz", (90, 60, 30, 10), strict=True)), [dict.fromkeys("wxyz", 0.5)])]
     )
     method = {"name": "fedhm", "tiers": ["1/2", "1/2", "1/4", "1/8"]}
     tiers = ("1/2", "1/4", "1/8")
-    v2 = Compared(
+    v2 = EntryRuns(
         "fedhm-v2", [made_run("b", dict(zip(tiers, (60, 30, 10), strict=True)), [dict.fromkeys(tiers, 0.5)], method)]
     )
     assert v2.levels == ["1/2", "1/2", "1/4", "1/8"]
-    column = arrange([reference, v2]).columns["fedhm-v2"]
+    column = arrange_table([reference, v2]).columns["fedhm-v2"]
     assert {row: (place.tier, place.shares) for row, place in column.items()} == {
         1: ("1/2", 2), 2: ("1/4", 1), 3: ("1/8", 1),
     }  # fmt: skip
@@ -133,7 +133,7 @@ def test_one_tier_entries_stand_beside_the_nearest_size_and_never_on_each_other(
     large = one_tier("other:0.9", {"name": "slimmed", "width": 0.9}, 900, "w0.9", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     small = one_tier("other:0.3", {"name": "slimmed", "width": 0.3}, 200, "w0.3", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     again = one_tier("other:0.31", {"name": "slimmed", "width": 0.31}, 210, "w0.31", (0.5,) * 3, (0.5,) * 3)
-    columns = arrange([fedhm(), large, small, again]).columns
+    columns = arrange_table([fedhm(), large, small, again]).columns
     assert {row: place.tier for row, place in columns["slimmed"].items()} == {0: "w0.9", 1: "w0.3"}
     assert {row: place.tier for row, place in columns["other:0.31"].items()} == {1: "w0.31"}
 
@@ -148,7 +148,7 @@ def test_what_each_tier_spent() -> None:
     assert rows[1] == ["fedhm", "1/4", *costs, "75.00 ± 7.07"]
     assert rows[2] == ["fedhm", "all", "", "", "", "", "", "78.00 kB", "0.4 M", ""]
     assert [row[1] for row in rows[3:]] == ["full"]
-    assert readable_work(2.5e15) == "2,500.0 T"
+    assert format_total_macs(2.5e15) == "2,500.0 T"
 
 
 def test_budgets_are_of_a_client_that_takes_its_turns() -> None:
@@ -159,11 +159,11 @@ def test_budgets_are_of_a_client_that_takes_its_turns() -> None:
         record.participants = [p for p in record.participants if p.tier == "full"]
         del record.traffic["1/4"]
     assert run.turns == 5 / 8
-    assert Compared("rare", [run]).budget("1/4") == (pytest.approx(5 / 8 * 6000), pytest.approx(5 / 8 * 30_000))
+    assert EntryRuns("rare", [run]).budget("1/4") == (pytest.approx(5 / 8 * 6000), pytest.approx(5 / 8 * 30_000))
     for record in run.records:
         record.participants, record.traffic = record.participants[:1], {"full": record.traffic["full"]}
-    assert Compared("rare", [run]).budget("1/4") == (None, None)
-    assert list(spent([Compared("rare", [run])]).rows)[1][4:7] == ["–", "–", "–"]
+    assert EntryRuns("rare", [run]).budget("1/4") == (None, None)
+    assert list(spent([EntryRuns("rare", [run])]).rows)[1][4:7] == ["–", "–", "–"]
 
 
 def test_bytes_are_counted_per_client_and_not_per_task() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedhm.compare.cells import cells
-from fedhm.compare.select import Entry, Reference, default_names, entries, known, without_twins
+from fedhm.compare.execute import cells
+from fedhm.compare.select import Entry, Reference, default_names, drop_duplicates, entries, known
 from fedhm.config.loading import load_config
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
@@ -34,10 +34,10 @@ def test_fedhm_as_it_is_now_stands_beside_the_papers() -> None:
 
 
 def test_where_both_are_the_same_one_of_them_runs() -> None:
-    first, twins = without_twins(list(named("fedhm", "fedhm-paper", "fedavg").values()))
+    first, twins = drop_duplicates(list(named("fedhm", "fedhm-paper", "fedavg").values()))
     assert ([entry.label for entry in first], twins) == (["fedhm", "fedavg"], {"fedhm-paper": "fedhm"})
     both = list(named("fedhm", "fedhm-paper", config=load_config("digits", ())).values())
-    assert without_twins(both) == (both, {})
+    assert drop_duplicates(both) == (both, {})
 
 
 def test_what_a_practical_person_would_try_is_compared_by_default() -> None:
@@ -147,7 +147,7 @@ def test_every_name_gives_valid_runs_that_differ_in_their_method_only(tmp_path_f
 def test_runs_share_the_cores(
     jobs: int, changes: list[str], engine: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedhm.compare.cells.usable_cores", lambda: 8)
+    monkeypatch.setattr("fedhm.compare.execute.usable_cores", lambda: 8)
     config = load_config("digits", ["engine.threads=0", "engine.server_threads=0", *changes])
     for cell in cells(config, entries(["fedhm", "fedavg"], Reference(config)), 10, tmp_path, jobs):
         found = cell.config.engine

@@ -7,8 +7,8 @@ import torch
 
 import fedhm
 from conftest import small_model
-from fedhm.compare.compared import existing
-from fedhm.compare.pages.report import ComparisonReport
+from fedhm.compare.report import ComparisonReport
+from fedhm.compare.results import existing
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.runs.folder import read_data_facts

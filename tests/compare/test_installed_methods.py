@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedhm.cli import main
-from fedhm.compare.cells import cells
+from fedhm.compare.execute import cells
 from fedhm.compare.select import Reference, entries, known
 from fedhm.config.loading import load_config
 from fedhm.errors import FedhmError

@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from fedhm.compare.compared import Compared, times_to_reach
-from fedhm.compare.pages.report import ComparisonReport
+from fedhm.compare.report import ComparisonReport
+from fedhm.compare.results import EntryRuns, times_to_reach
 from fedhm.server.record import Simulated
 from made_runs import made_run
 
 
-def entry(label: str, method: dict[str, object], seconds: float, *curves: tuple[float, ...]) -> Compared:
+def entry(label: str, method: dict[str, object], seconds: float, *curves: tuple[float, ...]) -> EntryRuns:
     runs = []
     for seed, curve in enumerate(curves):
         run = made_run(f"{label}-{seed}", {"full": 1000}, [{"full": value} for value in curve], method, seed)
         for record in run.records:
             record.simulated = Simulated(seconds) if seconds else None
         runs.append(run)
-    return Compared(label, runs)
+    return EntryRuns(label, runs)
 
 
 def test_time_to_a_target_is_the_mean_over_seeds() -> None:

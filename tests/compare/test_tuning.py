@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from fedhm.cli import main
-from fedhm.compare.cells import cells, config_of
-from fedhm.compare.compared import Compared
-from fedhm.compare.pages.report import ComparisonReport
+from fedhm.compare.execute import cells, config_of
+from fedhm.compare.report import ComparisonReport
+from fedhm.compare.results import EntryRuns
 from fedhm.compare.select import Entry, Reference, entries, known
-from fedhm.compare.tuning import Tried, Tuned, read_tuning, tuned_alike
+from fedhm.compare.tuning import Candidate, TuningResult, read_tuning, shared_tuning
 from fedhm.config.loading import load_config
 from fedhm.config.objective import Metric
 from fedhm.config.schema import Config
@@ -24,9 +24,11 @@ def named(*names: str, config: Config) -> list[Entry]:
     return entries(names, Reference(config))
 
 
-def tried(*means: float | None) -> list[Tried]:
+def tried(*means: float | None) -> list[Candidate]:
     return [
-        Tried({"train.lr": lr}, {} if mean is None else {"full": mean + 0.1, "1/4": mean - 0.1}, "" if mean else "NaN")
+        Candidate(
+            {"train.lr": lr}, {} if mean is None else {"full": mean + 0.1, "1/4": mean - 0.1}, "" if mean else "NaN"
+        )
         for lr, mean in zip((0.02, 0.05, 0.1), means, strict=False)
     ]
 
@@ -139,19 +141,19 @@ def test_the_servers_optimizer_is_everybodys(tmp_path: Path) -> None:
 
 
 def test_the_best_mean_over_the_tiers_is_chosen() -> None:
-    tuned = Tuned(HOW, ACCURACY, {"a": tried(0.5, 0.7, 0.6), "b": tried(0.5, 0.5), "c": tried(None, 0.2, 0.3)})
+    tuned = TuningResult(HOW, ACCURACY, {"a": tried(0.5, 0.7, 0.6), "b": tried(0.5, 0.5), "c": tried(None, 0.2, 0.3)})
     assert [tuned.chosen(label) for label in "abcd"] == [
         {"train.lr": 0.05}, {"train.lr": 0.02}, {"train.lr": 0.1}, {},
     ]  # fmt: skip
-    less = Tuned(HOW, Metric("mse", more_is_better=False), {"a": tried(0.5, 0.7, 0.6)})
+    less = TuningResult(HOW, Metric("mse", more_is_better=False), {"a": tried(0.5, 0.7, 0.6)})
     assert less.chosen("a") == {"train.lr": 0.02}
     tuned.check()
     with pytest.raises(FedhmError, match="no candidate can be used for d, of the last one NaN"):
-        Tuned(HOW, ACCURACY, {"d": tried(None, None)}).check()
+        TuningResult(HOW, ACCURACY, {"d": tried(None, None)}).check()
 
 
 def test_the_table_says_what_was_chosen_and_where_the_range_ends() -> None:
-    sheet = Tuned(HOW, ACCURACY, {"a": tried(0.5, 0.7, 0.6), "b": tried(None, 0.2, 0.3)}).sheet
+    sheet = TuningResult(HOW, ACCURACY, {"a": tried(0.5, 0.7, 0.6), "b": tried(None, 0.2, 0.3)}).sheet
     assert sheet.columns == ["entry", "chosen", "train.lr=0.02", "train.lr=0.05", "train.lr=0.1"]
     assert list(sheet.rows) == [
         ["a", "train.lr=0.05", "50.00", "70.00", "60.00"],
@@ -163,12 +165,12 @@ def test_the_table_says_what_was_chosen_and_where_the_range_ends() -> None:
     assert sheet.note.endswith("At the end of what was tried, so that more may lie beyond: b.")
 
 
-def made(label: str, lr: float, method: str) -> Compared:
+def made(label: str, lr: float, method: str) -> EntryRuns:
     runs = [
         made_run(f"{label}-seed{seed}", {"full": 1000}, [{"full": 0.5}], {"name": method}, seed, train={"lr": lr})
         for seed in (0, 1)
     ]
-    return Compared(label, runs)
+    return EntryRuns(label, runs)
 
 
 @pytest.mark.slow
@@ -176,7 +178,7 @@ def test_tuned_settings_may_differ_and_no_others(tmp_path: Path) -> None:
     ours, theirs = made("fedhm", 0.05, "fedhm"), made("fedavg", 0.1, "fedavg")
     with pytest.raises(FedhmError, match=r"fedhm-seed0 has train\.lr = 0\.05, fedavg-seed0 has 0\.1"):
         ComparisonReport([ours, theirs], "…", {})
-    tuned = Tuned(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6), "fedavg": tried(0.5, 0.6, 0.7)})
+    tuned = TuningResult(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6), "fedavg": tried(0.5, 0.6, 0.7)})
     report = ComparisonReport([ours, theirs], "…", {}, tuned=tuned)
     assert tmp_path / "tune.json" in report.save(tmp_path)
     text = (tmp_path / "comparison.md").read_text()
@@ -184,26 +186,26 @@ def test_tuned_settings_may_differ_and_no_others(tmp_path: Path) -> None:
     assert "| fedavg | name = fedavg, " in text
     assert "train.lr = 0.1" in text
     assert "### What was chosen" in text
-    other = Tuned({**HOW, "candidates": {"train.momentum": [0, 0.9]}}, ACCURACY, {})
+    other = TuningResult({**HOW, "candidates": {"train.momentum": [0, 0.9]}}, ACCURACY, {})
     with pytest.raises(FedhmError, match=r"has train\.lr = 0\.05"):
         ComparisonReport([ours, theirs], "…", {}, tuned=other)
 
 
 def test_what_was_tuned_is_read_back(tmp_path: Path) -> None:
     entries = [made("fedhm", 0.05, "fedhm"), made("fedavg", 0.1, "fedavg")]
-    tuned = Tuned(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6), "other": tried(0.5, 0.6, 0.7)})
+    tuned = TuningResult(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6), "other": tried(0.5, 0.6, 0.7)})
     folders = [tmp_path / "a" / "fedhm-seed0", tmp_path / "b" / "fedavg-seed0"]
-    assert tuned_alike(folders, entries) is None
+    assert shared_tuning(folders, entries) is None
     tuned.save(tmp_path / "a")
-    assert tuned_alike(folders, entries) is None
-    found = tuned_alike(folders[:1], entries)
-    assert found == Tuned(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6)})
-    Tuned({**HOW, "rounds": 4}, ACCURACY, {"fedavg": tried(0.5, 0.6, 0.7)}).save(tmp_path / "b")
-    assert tuned_alike(folders, entries) is None  # the one had more rounds to be chosen by than the other
-    Tuned(HOW, ACCURACY, {"fedavg": tried(0.5, 0.6, 0.7)}).save(tmp_path / "b")
-    found = tuned_alike(folders, entries)
+    assert shared_tuning(folders, entries) is None
+    found = shared_tuning(folders[:1], entries)
+    assert found == TuningResult(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6)})
+    TuningResult({**HOW, "rounds": 4}, ACCURACY, {"fedavg": tried(0.5, 0.6, 0.7)}).save(tmp_path / "b")
+    assert shared_tuning(folders, entries) is None  # the one had more rounds to be chosen by than the other
+    TuningResult(HOW, ACCURACY, {"fedavg": tried(0.5, 0.6, 0.7)}).save(tmp_path / "b")
+    found = shared_tuning(folders, entries)
     assert found is not None
     assert list(found.tried) == ["fedhm", "fedavg"]
     (tmp_path / "b" / "tune.json").write_text("{}")
     with pytest.raises(FedhmError, match=r"cannot read .*tune\.json"):
-        tuned_alike(folders, entries)
+        shared_tuning(folders, entries)

@@ -18,7 +18,7 @@ from fedhm.flower.follow import is_gone, read_status
 from fedhm.flower.processes.superlink import simulation_superlink, submit
 from fedhm.flower.processes.superlink import status as status_of
 from fedhm.flower.processes.supervisor import descendants
-from fedhm.report.page.serve import Watched
+from fedhm.report.page import LivePages
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import read_records
@@ -90,7 +90,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
     assert process.returncode == 130, said
     assert f"fedhm: stopped; 'fedhm resume {tmp_path}/run' resumes from the last complete round" in said
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
-    watched = Watched([tmp_path / "run"])  # what a browser would be shown between its records
+    watched = LivePages([tmp_path / "run"])  # what a browser would be shown between its records
     begun = watched.page(whole=False)
     assert "of its 4 rounds" in begun[1]
     assert "run has done all" not in begun[1]

@@ -10,15 +10,15 @@ from rich.console import Console
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.compare.compared import Compared
-from fedhm.compare.pages.tables import arrange
+from fedhm.compare.results import EntryRuns
 from fedhm.compare.select import Reference, entries
+from fedhm.compare.tables import arrange_table
 from fedhm.config.loading import load_config
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.methods.capable import Capable, CapableConfig
 from fedhm.networks.exchange import exchanged_tensors
-from fedhm.report.progress import Lines
+from fedhm.report.progress import LogLines
 from fedhm.report.tables import as_csv, markdown
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import read_runs
@@ -163,14 +163,14 @@ def test_reports_and_comparisons_tell_of_the_one_level_that_trains(federation: F
     assert "capable" in markdown(runs)
     assert "Not comparable" not in markdown(runs)
     assert "capable" in as_csv(runs)
-    table = arrange([Compared(run.name, [run]) for run in runs])
+    table = arrange_table([EntryRuns(run.name, [run]) for run in runs])
     assert {row: (place.tier, place.shares) for row, place in table.columns["capable"].items()} == {0: ("full", 1)}
     assert table.columns["fedavg"][0].shares == 4
 
 
 def test_a_round_in_which_nobody_trained_says_so() -> None:
     out = io.StringIO()
-    lines = Lines(Console(file=out), small_config().objective.headline)
+    lines = LogLines(Console(file=out), small_config().objective.headline)
     lines.started(0, 3)
     lines.round_done(Record(1, seconds={"merge": 0.1}))
     assert out.getvalue() == "round 1/3  nobody trained  0.1 s\n"

@@ -8,8 +8,7 @@ from threading import Thread
 import pytest
 
 from browser import Browser, needs_browser
-from fedhm.report.page.serve import PageServer, Watched
-from fedhm.report.page.write import save_page
+from fedhm.report.page import LivePages, PageServer, save_page
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Run
 from fedhm.runs.records import append_record
@@ -161,7 +160,7 @@ def test_a_run_that_goes_on_shows_its_news_and_keeps_what_is_switched_off(browse
     with RunFolder.create(tmp_path / "run", run.config.resolved()) as folder:
         folder.save_costs(run.costs)
         append_record(folder.path / "records.jsonl", run.records[0])
-        with PageServer(Watched([folder.path])) as server:
+        with PageServer(LivePages([folder.path])) as server:
             thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
             thread.start()
             try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fedhm.report.save import save_report
+from fedhm.report import save_report
 from fedhm.report.tables import markdown, rich_tables
 from fedhm.runs.history import Run
 from fedhm.server.record import ClientMetrics, Tally, Traffic

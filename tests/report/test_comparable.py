@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fedhm.compare.compared import Compared, difference_of_entries
+from fedhm.compare.results import EntryRuns, incomparable_entries
 from fedhm.report.comparable import difference
 from fedhm.report.tables import markdown
 from made_runs import FACTS, made_run
@@ -86,18 +86,18 @@ def test_data_from_python_are_told_apart() -> None:
 
 
 def test_seeds_must_agree() -> None:
-    def entry(label: str, *seeds: int) -> Compared:
-        return Compared(label, [made_run(f"{label}-seed{seed}", SIZES, DONE, seed=seed) for seed in seeds])
+    def entry(label: str, *seeds: int) -> EntryRuns:
+        return EntryRuns(label, [made_run(f"{label}-seed{seed}", SIZES, DONE, seed=seed) for seed in seeds])
 
-    assert difference_of_entries([entry("a", 0, 1), entry("b", 0, 1)]) is None
+    assert incomparable_entries([entry("a", 0, 1), entry("b", 0, 1)]) is None
     sentence = "a was run with the seeds 0, 1, b with 0"
-    assert difference_of_entries([entry("a", 0, 1), entry("b", 0)]) == sentence
-    assert "two runs with the same settings and seed" in str(difference_of_entries([entry("a", 0, 0)]))
+    assert incomparable_entries([entry("a", 0, 1), entry("b", 0)]) == sentence
+    assert "two runs with the same settings and seed" in str(incomparable_entries([entry("a", 0, 0)]))
 
 
 def test_unfinished_runs_are_not_compared() -> None:
     unfinished = made_run("half", SIZES, DONE, train={"rounds": 4})
-    assert difference_of_entries([Compared("a", [unfinished])]) == "half has done 2 of its 4 rounds"
+    assert incomparable_entries([EntryRuns("a", [unfinished])]) == "half has done 2 of its 4 rounds"
 
 
 def test_a_report_of_runs_that_are_not_comparable_says_so() -> None:

@@ -11,9 +11,9 @@ from matplotlib.colors import to_hex
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
+from fedhm.report import save_report
 from fedhm.report.figures.energy import RESOLUTION, save_collapse_plot
 from fedhm.report.figures.plots import tier_colours
-from fedhm.report.save import save_report
 from fedhm.runs.history import Run
 
 TIERS = ("1/2", "1/4", "1/8")

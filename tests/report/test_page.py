@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from markupsafe import escape
 
-from fedhm.report.page.plot import MOST_ROWS, Line, Plot
-from fedhm.report.page.still import picture
-from fedhm.report.page.write import page, save_page, switches
+from fedhm.report.page import page, save_page, switches
+from fedhm.report.plot import MOST_ROWS, Line, Plot
 from fedhm.report.sections import run_sections
+from fedhm.report.still import picture
 from fedhm.runs.history import Run
 from fedhm.runs.models import Layer
 from made_runs import eventful_run, made_run, timed_run
@@ -61,7 +61,7 @@ def text() -> str:
 def _without_pictures(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of single tests have none, since matplotlib takes most of the time; `text` was made with them before."""
     assert text
-    monkeypatch.setattr("fedhm.report.page.write.picture", lambda _: "<svg></svg>")
+    monkeypatch.setattr("fedhm.report.page.picture", lambda _: "<svg></svg>")
 
 
 def test_it_has_all_sections_and_is_well_formed(text: str) -> None:

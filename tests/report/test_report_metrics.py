@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from fedhm.config.objective import Metric, Metrics
+from fedhm.report import save_report
 from fedhm.report.comparable import difference
-from fedhm.report.progress import Lines, LiveBar
-from fedhm.report.save import save_report
+from fedhm.report.progress import LiveBar, LogLines
 from fedhm.report.tables import as_csv, markdown
 from fedhm.runs.history import Run
 from fedhm.server.record import Record
@@ -77,7 +77,7 @@ def test_runs_of_several_objectives_stand_in_one_report_that_says_so(tmp_path: P
 def test_progress_shows_the_headline(metric: Metric, line: str, beside: str) -> None:
     record = Record(2, metrics={tier: Metrics({metric.name: value}) for tier, value in DONE[1].items()})
     out = io.StringIO()
-    lines = Lines(Console(file=out, width=80), metric)
+    lines = LogLines(Console(file=out, width=80), metric)
     lines.started(0, 4)
     lines.round_done(record)
     assert out.getvalue() == f"{line}\n"

@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 
 from fedhm.cli import main
-from fedhm.report.page.serve import PageServer, Watched
+from fedhm.report.page import LivePages, PageServer
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.records import append_record
 from made_runs import eventful_run
@@ -32,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageServer]:
-    monkeypatch.setattr("fedhm.report.page.write.picture", lambda _: "<svg></svg>")
-    with PageServer(Watched([folder])) as serving:
+    monkeypatch.setattr("fedhm.report.page.picture", lambda _: "<svg></svg>")
+    with PageServer(LivePages([folder])) as serving:
         thread = Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield serving

@@ -12,7 +12,7 @@ from torch import nn
 import fedhm
 from fedhm.errors import FedhmWarning
 from fedhm.runs.records import read_records
-from fedhm.tracking.tracker import Tracker, values
+from fedhm.tracking.trackers import Tracker, values
 from made_runs import eventful_run, timed_run
 
 ROUNDS = 3
@@ -274,7 +274,7 @@ def test_a_folder_that_is_a_file_is_a_sentence(tmp_path: Path) -> None:
 def test_one_that_is_not_installed_is_a_sentence(
     setting: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedhm.tracking.tracker.find_spec", lambda _: None)
+    monkeypatch.setattr("fedhm.tracking.trackers.find_spec", lambda _: None)
     with pytest.raises(fedhm.FedhmError, match=rf"{said}.* is not installed: pip install 'fedhm\[{setting}\]'"):
         run(tmp_path / "run", **{setting: str(tmp_path / "place")})
     assert not (tmp_path / "run").exists()

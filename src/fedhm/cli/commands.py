@@ -16,9 +16,9 @@ from fedhm.config.loading import load_config
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_folder, make_folder
+from fedhm.report import save_report
 from fedhm.report.comparable import difference
 from fedhm.report.progress import progress
-from fedhm.report.save import save_report
 from fedhm.report.tables import rich_tables, size_table
 from fedhm.run import finish, prepare
 from fedhm.runs.folder import RunFolder, how_to_resume, read_config
@@ -55,11 +55,11 @@ def run(options: argparse.Namespace) -> None:
 
 def resume(options: argparse.Namespace) -> None:
     if is_comparison(options.folder):
-        from fedhm.compare.command import read_stated
+        from fedhm.compare.command import read_spec
 
         raise FedhmError(
             f"{options.folder} is the folder of a comparison, which the same command resumes: "
-            f"{read_stated(options.folder).command}"
+            f"{read_spec(options.folder).command}"
         )
     config = read_config(options.folder)
     if config.engine.name == "flower":
@@ -115,21 +115,21 @@ def report(options: argparse.Namespace) -> None:
     if options.out:
         check_folder(options.out)
     if len(options.folders) == 1 and is_comparison(options.folders[0]):
-        from fedhm.compare.command import report_again
+        from fedhm.compare.command import rewrite_report
 
-        report_again(options, Terminal())
+        rewrite_report(options, Terminal())
         return
     _show(options.folders, options.out or default, Terminal())
 
 
 def watch(options: argparse.Namespace) -> None:
     """Serve the page of runs until Ctrl-C, which is how it is meant to end."""
-    from fedhm.report.page.serve import PageServer, Watched
+    from fedhm.report.page import LivePages, PageServer
 
     for folder in options.folders:
         read_config(folder)  # says what is wrong with it; all else may still be to come
     console = Terminal()
-    with PageServer(Watched(options.folders), options.port) as server, suppress(KeyboardInterrupt):
+    with PageServer(LivePages(options.folders), options.port) as server, suppress(KeyboardInterrupt):
         console.print(f"{server.address} shows how it goes; Ctrl-C ends this", highlight=False, soft_wrap=True)
         server.serve_forever()
 
@@ -178,10 +178,10 @@ def compare(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     from fedhm.export.command import export
-    from fedhm.export.write import forget_unfinished
+    from fedhm.export.write import remove_unfinished
 
     out = options.out or options.folder / "export"
-    with ended_at_once(lambda: forget_unfinished(out)):
+    with ended_at_once(lambda: remove_unfinished(out)):
         export(options, Terminal())
 
 

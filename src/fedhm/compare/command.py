@@ -11,14 +11,21 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from fedhm.cli.options import number
-from fedhm.compare import STATED
-from fedhm.compare.cells import Cell, cells, check, point_name
-from fedhm.compare.compared import Compared, existing, run_folders
-from fedhm.compare.execute import Failed, execute
-from fedhm.compare.pages.report import ComparisonReport
-from fedhm.compare.select import Reference, default_names, layers_of, without_twins
+from fedhm.compare import SPEC_FILE
+from fedhm.compare.execute import Cell, Failed, cells, check, execute, settings_text
+from fedhm.compare.report import ComparisonReport
+from fedhm.compare.results import EntryRuns, existing, find_run_folders
+from fedhm.compare.select import Reference, default_names, drop_duplicates, layer_costs
 from fedhm.compare.select import entries as entries_of
-from fedhm.compare.tuning import Tuned, Tuning, diverged_before, note_diverged, read_tuning, tuned_alike, tuned_by
+from fedhm.compare.tuning import (
+    Tuning,
+    TuningResult,
+    collect_tuning,
+    mark_diverged,
+    previously_diverged,
+    read_tuning,
+    shared_tuning,
+)
 from fedhm.config.loading import load_config
 from fedhm.config.objective import Metric
 from fedhm.config.schema import Config
@@ -31,7 +38,7 @@ from fedhm.runs.history import read_runs
 
 
 @dataclass(frozen=True)
-class Stated:
+class ComparisonSpec:
     """What was compared. Folders are named as seen from that of the comparison."""
 
     command: str
@@ -40,35 +47,37 @@ class Stated:
     runs: Sequence[str] = ()  # in place of entries: runs that existed before
 
     def save(self, out: Path) -> None:
-        write_atomically(out / STATED, json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(out / SPEC_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def from_there(paths: Sequence[Path], out: Path) -> list[str]:
+def relative_paths(paths: Sequence[Path], out: Path) -> list[str]:
     """Return paths as they are seen from a comparison's folder."""
     return [os.path.relpath(path, out) for path in paths]
 
 
-def read_stated(folder: Path) -> Stated:
+def read_spec(folder: Path) -> ComparisonSpec:
     """Read what a comparison was made of."""
-    file = folder / STATED
+    file = folder / SPEC_FILE
     try:
-        return TypeAdapter(Stated).validate_json(file.read_bytes())
+        return TypeAdapter(ComparisonSpec).validate_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise FedhmError(f"cannot read {file}: {error}; the comparison's own command writes it again") from None
 
 
-def reported_again(folder: Path) -> ComparisonReport:
+def report_from_folder(folder: Path) -> ComparisonReport:
     """Return the report on what a comparison's folder holds: on all entries whose runs are complete."""
-    stated = read_stated(folder)
+    stated = read_spec(folder)
     folders = {label: [folder / name for name in names] for label, names in stated.entries.items()}
-    found = [Compared(label, read_runs(own)) for label, own in folders.items() if all(map(_complete, own))]
-    paths = [path for own in folders.values() for path in own] or run_folders([folder / name for name in stated.runs])
+    found = [EntryRuns(label, read_runs(own)) for label, own in folders.items() if all(map(_complete, own))]
+    paths = [path for own in folders.values() for path in own] or find_run_folders(
+        [folder / name for name in stated.runs]
+    )
     if stated.runs:
         found = existing(paths)
     if not found:
         raise FedhmError(f"none of the comparison in {folder} is complete: {stated.command} resumes it")
-    tuned = tuned_alike(paths, found)
-    return ComparisonReport(found, stated.command, layers_of(found), stated.target, tuned)
+    tuned = shared_tuning(paths, found)
+    return ComparisonReport(found, stated.command, layer_costs(found), stated.target, tuned)
 
 
 def _complete(folder: Path) -> bool:
@@ -88,11 +97,11 @@ def compare(options: argparse.Namespace, console: Console) -> None:
                 raise FedhmError(f"--runs takes runs as they are: --{option} does not go with it")
         found = existing(options.runs)
         target = _target(options, found[0].metric)
-        tuned = tuned_alike(run_folders(options.runs), found)
-        report = ComparisonReport(found, options.command, layers_of(found), target, tuned)
+        tuned = shared_tuning(find_run_folders(options.runs), found)
+        report = ComparisonReport(found, options.command, layer_costs(found), target, tuned)
         out = options.out or Path("comparison")
         make_folder(out)
-        Stated(options.command, target, runs=from_there(run_folders(options.runs), out)).save(out)
+        ComparisonSpec(options.command, target, runs=relative_paths(find_run_folders(options.runs), out)).save(out)
         _show(report, out, console)
         return
     if options.config is None:
@@ -104,7 +113,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     names = (
         [n.strip() for n in options.methods.split(",") if n.strip()] if options.methods else default_names(reference)
     )
-    entries, twins = without_twins(entries_of(names, reference))
+    entries, twins = drop_duplicates(entries_of(names, reference))
     for label, same in twins.items():
         console.print(f"{label} is left out: with these settings it is the same as {same}", highlight=False)
     out = options.out or _default_folder(options.config, config)
@@ -112,7 +121,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     tuning, tuned = _tuning(options), None
     options.resume_hint = "; the same command resumes what is missing"
     if tuning:
-        shorter, _ = without_twins(entries_of(names, reference.with_rounds(tuning.rounds or config.train.rounds)))
+        shorter, _ = drop_duplicates(entries_of(names, reference.with_rounds(tuning.rounds or config.train.rounds)))
         to_choose_by = tuning.cells(config, shorter, out, jobs)
         tuning.check(config, entries, seeds, out, to_choose_by)
         tuned = _tuned(tuning, to_choose_by, out, jobs, console)
@@ -120,7 +129,9 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     planned = cells(config, entries, seeds, out, jobs)
     check(planned)
     make_folder(out)
-    Stated(options.command, target, {e.label: [c.name for c in planned if c.entry is e] for e in entries}).save(out)
+    ComparisonSpec(options.command, target, {e.label: [c.name for c in planned if c.entry is e] for e in entries}).save(
+        out
+    )
     failures = _execute(planned, "runs", out, jobs, console)
     if complete := _complete_entries(planned):
         _show(ComparisonReport(complete, options.command, reference.layers(), target, tuned), out, console)
@@ -128,11 +139,11 @@ def compare(options: argparse.Namespace, console: Console) -> None:
         raise FedhmError("\n".join(failed.sentence for failed in failures))
 
 
-def report_again(options: argparse.Namespace, console: Console) -> None:
+def rewrite_report(options: argparse.Namespace, console: Console) -> None:
     """Write the report of a comparison that lies on disk, and of what is complete in it, once more."""
     (folder,) = options.folders
     make_folder(options.out or folder)
-    _show(reported_again(folder), options.out or folder, console)
+    _show(report_from_folder(folder), options.out or folder, console)
 
 
 def _tuning(options: argparse.Namespace) -> Tuning | None:
@@ -144,21 +155,21 @@ def _tuning(options: argparse.Namespace) -> Tuning | None:
     return None
 
 
-def _tuned(tuning: Tuning, to_choose_by: Sequence[Cell], out: Path, jobs: int, console: Console) -> Tuned:
+def _tuned(tuning: Tuning, to_choose_by: Sequence[Cell], out: Path, jobs: int, console: Console) -> TuningResult:
     """Run what is to be chosen by, and keep what came of it."""
     make_folder(out)
-    before = diverged_before(to_choose_by)
+    before = previously_diverged(to_choose_by)
     left = [cell for cell in to_choose_by if cell not in [failed.cell for failed in before]]
     failures = _execute(left, "tuning runs", out, jobs, console)
-    note_diverged(failed for failed in failures if failed.diverged)
+    mark_diverged(failed for failed in failures if failed.diverged)
     if broken := [failed.sentence for failed in failures if not failed.diverged]:
         raise FedhmError("\n".join(broken))
-    tuned = tuned_by(tuning, to_choose_by, [*before, *failures])
+    tuned = collect_tuning(tuning, to_choose_by, [*before, *failures])
     tuned.save(out)
     tuned.check()
     for label in tuned.tried:
         console.print(
-            f"chosen for {label}: {point_name(tuned.chosen(label))}", highlight=False, soft_wrap=True, markup=False
+            f"chosen for {label}: {settings_text(tuned.chosen(label))}", highlight=False, soft_wrap=True, markup=False
         )
     return tuned
 
@@ -214,11 +225,11 @@ def _default_folder(name: str, config: Config) -> Path:
     return Path("runs") / f"compare-{Path(name).stem}-{config.federation.heterogeneity}-{config.data.partition}"
 
 
-def _complete_entries(planned: Sequence[Cell]) -> list[Compared]:
+def _complete_entries(planned: Sequence[Cell]) -> list[EntryRuns]:
     """Return the entries whose runs are all there."""
-    compared: list[Compared] = []
+    compared: list[EntryRuns] = []
     for label in dict.fromkeys(cell.entry.label for cell in planned):
         own = [cell for cell in planned if cell.entry.label == label]
         if all(cell.complete for cell in own):
-            compared.append(Compared(label, read_runs([cell.folder for cell in own])))
+            compared.append(EntryRuns(label, read_runs([cell.folder for cell in own])))
     return compared

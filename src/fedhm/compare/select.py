@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedhm.assembly import Design, named_design
 from fedhm.compare import METHODS
-from fedhm.compare.compared import Compared
+from fedhm.compare.results import EntryRuns
 from fedhm.config import registry as plugins
 from fedhm.config.method import Family, NamedEntry, Settings
 from fedhm.config.registry import make
@@ -133,7 +133,7 @@ class Reference:
         return _nearest(RATIOS, self._ratio_size, size)
 
 
-def layers_of(entries: Sequence[Compared]) -> dict[str, dict[str, LayerCost]]:
+def layer_costs(entries: Sequence[EntryRuns]) -> dict[str, dict[str, LayerCost]]:
     """Return costs by tier and layer of the model that a config names; nothing where it was handed over in Python."""
     configs = [entry.first.config for entry in entries if entry.first.config.model and entry.first.config.data]
     configs.sort(key=lambda config: not config.method.rank_ratios)  # whose tiers are the ones to show
@@ -180,7 +180,7 @@ def default_names(reference: Reference) -> list[str]:
     return [name for name in METHODS.split(",") if name != "capable" or 1 in reference.ratios]
 
 
-def without_twins(found: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]]:
+def drop_duplicates(found: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]]:
     """Return the entries without those that have the very settings of an earlier one, and these with that one's name.
 
     On the paper's own settings `fedhm` is `fedhm-paper`: the same weights twice would only take twice the time.

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from fedhm.compare import TUNE_SHARE
-from fedhm.compare.cells import (
+from fedhm.compare.execute import (
     Cell,
+    Failed,
     cells,
     changed_setting,
     check,
+    check_buildable,
     check_folder,
-    check_parts,
     config_of,
     plan,
-    point_name,
+    settings_text,
 )
-from fedhm.compare.compared import Compared
-from fedhm.compare.execute import Failed
+from fedhm.compare.results import EntryRuns
 from fedhm.compare.select import Entry
 from fedhm.config.loading import read_value
 from fedhm.config.method import Settings
@@ -75,7 +75,7 @@ class Tuning:
         if len(set(names)) < len(names):
             raise FedhmError("--tune: two candidates have the same name as folders")
         check(to_choose_by)
-        check_parts([possible[0] for possible in folders.values()])
+        check_buildable([possible[0] for possible in folders.values()])
 
     def _shortened(self, config: Config) -> Config:
         """Return the settings of the runs to choose by; where they have fewer rounds, milestones come earlier, too."""
@@ -157,7 +157,7 @@ def _name(variant: Entry) -> str:
 
 
 def _place(point: Settings) -> str:
-    return file_name(point_name(point)).replace(" ", "")
+    return file_name(settings_text(point)).replace(" ", "")
 
 
 def _check_one_fits(possible: Sequence[Cell]) -> None:
@@ -181,7 +181,7 @@ ENOUGH = 3  # candidates, of which the first or last one may be best because the
 
 
 @dataclass(frozen=True)
-class Tried:
+class Candidate:
     """A candidate of an entry: its metric by tier after the last round, or why it has none."""
 
     point: Settings
@@ -195,12 +195,12 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """All candidates of all entries."""
 
     how: Mapping[str, Any]  # candidates by key, share held out, rounds and seed of the runs
     metric: Metric
-    tried: Mapping[str, Sequence[Tried]]  # by entry
+    tried: Mapping[str, Sequence[Candidate]]  # by entry
 
     @property
     def keys(self) -> list[str]:
@@ -221,11 +221,13 @@ class Tuned:
     @property
     def sheet(self) -> Sheet:
         """Return a row for each entry: what was chosen, and the validation metric of every candidate."""
-        points = list(dict.fromkeys(point_name(tried.point) for of_entry in self.tried.values() for tried in of_entry))
+        points = list(
+            dict.fromkeys(settings_text(tried.point) for of_entry in self.tried.values() for tried in of_entry)
+        )
         rows: list[list[str]] = []
         for label, of_entry in self.tried.items():
-            shown = {point_name(tried.point): self._shown(tried) for tried in of_entry}
-            rows.append([label, point_name(self.chosen(label)), *(shown.get(point, "") for point in points)])
+            shown = {settings_text(tried.point): self._shown(tried) for tried in of_entry}
+            rows.append([label, settings_text(self.chosen(label)), *(shown.get(point, "") for point in points)])
         note = (
             f"Validation {self.metric.quoted}, mean over the tiers after round {self.how['rounds']}, with seed "
             f"{self.how['seed']}, on {100 * self.how['share']:g} % held out of every client's training samples."
@@ -234,7 +236,7 @@ class Tuned:
             note += f" At the end of what was tried, so that more may lie beyond: {', '.join(edges)}."
         return Sheet(["entry", "chosen", *points], [rows], left=2, title="What was chosen", note=note)
 
-    def _shown(self, tried: Tried) -> str:
+    def _shown(self, tried: Candidate) -> str:
         return "failed" if tried.mean is None else f"{self.metric.scaled(tried.mean):.{self.metric.decimals}f}"
 
     def _at_an_edge(self, label: str) -> bool:
@@ -262,27 +264,27 @@ class Tuned:
         return out / TUNE_FILE
 
 
-def diverged_before(runs: Sequence[Cell]) -> list[Failed]:
+def previously_diverged(runs: Sequence[Cell]) -> list[Failed]:
     """Return the runs that diverged when the same command ran last: they would again."""
     notes = ((cell, cell.folder / DIVERGED) for cell in runs)
     return [Failed(cell, note.read_text()) for cell, note in notes if note.exists() and not changed_setting(cell)]
 
 
-def note_diverged(failures: Iterable[Failed]) -> None:
+def mark_diverged(failures: Iterable[Failed]) -> None:
     for failed in failures:
         write_atomically(failed.cell.folder / DIVERGED, failed.reason)
 
 
-def tuned_by(tuning: Tuning, runs: Sequence[Cell], failures: Iterable[Failed]) -> Tuned:
+def collect_tuning(tuning: Tuning, runs: Sequence[Cell], failures: Iterable[Failed]) -> TuningResult:
     """Read what the runs to choose by came to; those that diverged are there without a number."""
     why = {failed.cell.name: failed.reason for failed in failures}
-    tried: dict[str, list[Tried]] = {}
+    tried: dict[str, list[Candidate]] = {}
     for cell in runs:
         metrics, failed = ({}, why[cell.name]) if cell.name in why else _last_metrics(cell)
-        tried.setdefault(cell.entry.label, []).append(Tried(cell.entry.changes, metrics, failed))
+        tried.setdefault(cell.entry.label, []).append(Candidate(cell.entry.changes, metrics, failed))
     config = runs[0].config
     how = {"candidates": tuning.candidates, "share": tuning.share, "rounds": config.train.rounds, "seed": config.seed}
-    return Tuned(how, config.objective.headline, tried)
+    return TuningResult(how, config.objective.headline, tried)
 
 
 def _last_metrics(cell: Cell) -> tuple[dict[str, float], str]:
@@ -295,25 +297,25 @@ def _last_metrics(cell: Cell) -> tuple[dict[str, float], str]:
     return metrics, ""
 
 
-def tuned_alike(folders: Sequence[Path], entries: Sequence[Compared]) -> Tuned | None:
+def shared_tuning(folders: Sequence[Path], entries: Sequence[EntryRuns]) -> TuningResult | None:
     """Read how runs that exist were tuned; None unless all of them were, in the same way."""
     metric, names = entries[0].metric, {file_name(entry.label) for entry in entries}
-    found: list[Tuned] = []
+    found: list[TuningResult] = []
     for out in dict.fromkeys(folder.resolve().parent for folder in folders):
         try:
             table = json.loads((out / TUNE_FILE).read_text())
             tried = {
-                label: [Tried(t["settings"], t[table["metric"]], t["failed"]) for t in of_entry["tried"]]
+                label: [Candidate(t["settings"], t[table["metric"]], t["failed"]) for t in of_entry["tried"]]
                 for label, of_entry in table.pop("entries").items()
                 if file_name(label) in names
             }
             if table.pop("metric") != metric.name:
                 return None
-            found.append(Tuned(table, metric, tried))
+            found.append(TuningResult(table, metric, tried))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FedhmError(f"cannot read {out / TUNE_FILE}: {error!r}") from None
     if any(one.how != found[0].how for one in found):
         return None
-    return Tuned(found[0].how, metric, {label: tried for one in found for label, tried in one.tried.items()})
+    return TuningResult(found[0].how, metric, {label: tried for one in found for label, tried in one.tried.items()})

@@ -13,7 +13,7 @@ from fedhm.config.registry import make
 from fedhm.data.convert import to_samples
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
-from fedhm.export.subject import COMPARED, Subject, subjects_of_run
+from fedhm.export.subject import COMPARED, Subject, sources_from_run
 from fedhm.export.write import Exported, write
 from fedhm.networks.inputs import require_tensor
 
@@ -53,7 +53,7 @@ def export(
         raise FedhmError("sample_shape, samples, mean and std are for a network: a run's folder says them")
     if tier is None:
         raise FedhmError("name the tier of the run that is to be exported, such as tier='1/8'")
-    (subject,) = subjects_of_run(Path(model), [tier], classes)
+    (subject,) = sources_from_run(Path(model), [tier], classes)
     return write(subject, to, Path(out or Path(model) / "export"), int8=int8)
 
 

@@ -22,7 +22,7 @@ from fedhm.export.subject import Subject
 from fedhm.export.write import Exported
 from fedhm.machine.files import file_name, write_atomically
 from fedhm.measure.cost import Cost, measure
-from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs
+from fedhm.report.sheets import Sheet, format_bytes, format_macs, markdown_table
 
 SECONDS = 1.0  # for each file
 FEWEST, MOST = 15, 200  # times that each is run
@@ -134,12 +134,12 @@ class Row:
         return [
             self.subject.name,
             self.kind,
-            readable_bytes(self.size),
+            format_bytes(self.size),
             f"{self.cost.parameters:,}",
-            readable_macs(self.cost.macs),
+            format_macs(self.cost.macs),
             "–" if value is None else metric.shown(value),
             f"{1e3 * self.found.seconds:.3f} ms",
-            readable_bytes(self.found.memory),
+            format_bytes(self.found.memory),
         ]
 
 

@@ -7,10 +7,10 @@ from rich.console import Console
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.export.formats import find_format
-from fedhm.export.subject import subjects_of_run
+from fedhm.export.subject import sources_from_run
 from fedhm.export.write import Exported, write
 from fedhm.machine.files import check_folder
-from fedhm.report.sheets import readable_bytes, rich_table
+from fedhm.report.sheets import format_bytes, rich_table
 
 
 def export(options: argparse.Namespace, console: Console) -> None:
@@ -25,7 +25,7 @@ def export(options: argparse.Namespace, console: Console) -> None:
     if options.out:
         check_folder(out)
     exported: dict[str, list[Exported]] = {}
-    subjects = subjects_of_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
+    subjects = sources_from_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
     for subject in subjects:
         for to, int8 in wanted:
             done = write(subject, to, out, int8=int8)
@@ -45,7 +45,7 @@ def export(options: argparse.Namespace, console: Console) -> None:
 
 def sentence(done: Exported, metric: Metric) -> str:
     """Return what a user is told of a file."""
-    size = readable_bytes(done.path.stat().st_size)
+    size = format_bytes(done.path.stat().st_size)
     known = f", {metric.name} {metric.shown(done.metrics[metric.name])}" if metric.name in done.metrics else ""
     on = "random inputs" if done.random else "the run's samples"
     apart = f"outputs within {done.difference:.1e} of the network's on {on}"

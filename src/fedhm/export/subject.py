@@ -66,7 +66,7 @@ COMPARED = 256  # samples
 CALIBRATION = 512  # training samples, from all clients alike
 
 
-def subjects_of_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Subject]:
+def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Subject]:
     """Read the models of a run's tiers, all of them if none is named."""
     run = _finished(path)
     for tier in tiers:

@@ -79,7 +79,7 @@ def write(subject: Subject, to: str, folder: Path, *, int8: bool = False) -> Exp
     return Exported(folder / name, to, int8, difference, subject.random, metrics)
 
 
-def forget_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Remove what this process was about to write, for one that is ended at once."""
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -56,14 +56,14 @@ class LiveBar:
             self._progress.console.print(f"stopped: {record.stopped}", markup=False, highlight=False)
 
 
-class Lines:
+class LogLines:
     """One line for each round, for logs."""
 
     def __init__(self, console: Console, headline: Metric) -> None:
         self._console, self._headline = console, headline
         self._rounds = 0
 
-    def __enter__(self) -> "Lines":
+    def __enter__(self) -> "LogLines":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +95,7 @@ def _epsilon(record: Record) -> str:
 
 
 @contextmanager
-def shown_rounds(shown: bool, headline: Metric) -> Iterator[list[LiveBar | Lines]]:
+def show_rounds(shown: bool, headline: Metric) -> Iterator[list[LiveBar | LogLines]]:
     """Yield who shows the rounds on stderr, so that what a program prints is its own; nobody, if they are not shown."""
     if not shown:
         yield []
@@ -104,6 +104,6 @@ def shown_rounds(shown: bool, headline: Metric) -> Iterator[list[LiveBar | Lines
         yield [bar]
 
 
-def progress(console: Console, headline: Metric) -> LiveBar | Lines:
+def progress(console: Console, headline: Metric) -> LiveBar | LogLines:
     """Return a watcher that suits the console; `headline` is the metric that it shows."""
-    return LiveBar(console, headline) if console.is_terminal else Lines(console, headline)
+    return LiveBar(console, headline) if console.is_terminal else LogLines(console, headline)

@@ -11,9 +11,9 @@ from fedhm.measure.cost import ROOT
 from fedhm.report.comparable import difference
 from fedhm.report.figures.energy import energies_by_tier
 from fedhm.report.figures.plots import tier_colours
-from fedhm.report.page.plot import MOST_ROWS, Line, Plot, ends
+from fedhm.report.plot import MOST_ROWS, Line, Plot, ends
 from fedhm.report.sheets import Sheet
-from fedhm.report.tables import client_sheet, sheet, time_sheet
+from fedhm.report.tables import clients_summary_sheet, sheet, time_sheet
 from fedhm.runs.history import Run
 from fedhm.server.record import ClientMetrics, Record
 
@@ -466,7 +466,7 @@ def _metric_sections(runs: Sequence[Run]) -> list[Section]:
 
 
 def _at_clients(runs: Sequence[Run]) -> list[Part]:
-    return _known(part for run in runs for part in (at_each_client(run, runs), client_sheet(run)))
+    return _known(part for run in runs for part in (at_each_client(run, runs), clients_summary_sheet(run)))
 
 
 def _taking_part(runs: Sequence[Run]) -> list[Part]:

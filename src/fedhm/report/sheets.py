@@ -81,11 +81,11 @@ def markdown_table(sheet: Sheet) -> str:
     return "\n".join([*lines, "", sheet.note, ""])
 
 
-def readable_macs(count: int) -> str:
+def format_macs(count: int) -> str:
     return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} k"
 
 
-def readable_bytes(count: float | None) -> str:
+def format_bytes(count: float | None) -> str:
     return "–" if count is None else readable_size(count)
 
 

@@ -20,7 +20,7 @@ from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, shared_parameters, size_in_bytes
 from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.report.comparable import difference
-from fedhm.report.sheets import Sheet, markdown_table, readable_bytes, readable_macs, rich_table
+from fedhm.report.sheets import Sheet, format_bytes, format_macs, markdown_table, rich_table
 from fedhm.runs.history import Run
 from fedhm.server.filters.fleet import LATE, Planned
 from fedhm.server.record import Group, Record
@@ -30,7 +30,7 @@ from fedhm.work.work import work_of
 EVERYBODY = "all"
 
 
-def client_sheet(run: Run) -> Sheet | None:
+def clients_summary_sheet(run: Run) -> Sheet | None:
     """Return a row for each tier's model and for the clients of each tier; None if no client evaluated.
 
     It has the headline metric, after the last evaluated round.
@@ -70,7 +70,7 @@ def _cost(run: Run) -> str:
     records = [record for record in run.evaluated if record.clients]
     spent = sum(record.evaluation.down + record.evaluation.up for record in records)
     clients = sum(record.evaluation.clients for record in records) / len(run.tiers)  # each evaluates all tiers
-    return f"An evaluation costs a client {readable_bytes(spent / clients)}."
+    return f"An evaluation costs a client {format_bytes(spent / clients)}."
 
 
 # A fleet of devices in tables: who gets which tier and what a round takes whom, planned and as it went.
@@ -91,7 +91,7 @@ def plan_sheet(name: str, config: Config, planned: Sequence[Planned]) -> Sheet:
         spare = last.device.spare_memory
         memory = f"{_short(last.memory)} / {'any' if spare is None else _short(spare)}"
         tier = last.tier + (" *" if last.checkpointing and not config.train.checkpointing else "")
-        costs = [readable_macs(last.macs), readable_bytes(last.down), readable_bytes(last.up)]
+        costs = [format_macs(last.macs), format_bytes(last.down), format_bytes(last.up)]
         seconds = [last.seconds.computation, last.seconds.down, last.seconds.up, last.seconds.total]
         numbers = [NOTHING] * 7 if last.tier == NO_TIER else [*costs, *(f"{each:.3g}" for each in seconds)]
         mark = " ←" if slowest in [each.client for each in group] else ""
@@ -177,11 +177,11 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
                 TIER: tier,
                 **({RANK: str(adapter["rank"])} if adapter else {}),
                 PARAMETERS: f"{cost.parameters:,}",
-                MACS: readable_macs(cost.macs),
-                TRAINING: readable_macs(sum(macs(task.network) for task in tasks)),
-                DOWN: readable_bytes(down),
-                UP: readable_bytes(up),
-                MEMORY: readable_bytes(work.memory(tier)),
+                MACS: format_macs(cost.macs),
+                TRAINING: format_macs(sum(macs(task.network) for task in tasks)),
+                DOWN: format_bytes(down),
+                UP: format_bytes(up),
+                MEMORY: format_bytes(work.memory(tier)),
             }
         )
     title = f"{name}: one sample {'×'.join(map(str, sample_shape(sample)))}, batch {config.train.batch}"
@@ -189,7 +189,7 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
     table.title_justify = "center"
     if base := shared_parameters(method.network(method.tiers[0])):
         numbers = sum(tensor.numel() for tensor in base.values())
-        table.caption = f"and a frozen base of {numbers:,} parameters, {readable_bytes(size_in_bytes(base))}, not sent"
+        table.caption = f"and a frozen base of {numbers:,} parameters, {format_bytes(size_in_bytes(base))}, not sent"
     return table
 
 
@@ -256,7 +256,7 @@ def _rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
     rows: list[list[str]] = []
     for tier in run.tiers:
         cost = run.costs[tier]
-        costs = (f"{cost.parameters:,}", readable_macs(cost.macs), readable_bytes(run.bytes_per_client(tier)))
+        costs = (f"{cost.parameters:,}", format_macs(cost.macs), format_bytes(run.bytes_per_client(tier)))
         of_tier = last.metrics[tier]
         shown = {m.name: m.shown(of_tier[m.name]) for m in run.config.objective.metrics if m.name in of_tier}
         rows.append([*which, tier, *costs, *(shown.get(name, "") for name in metrics)])
@@ -273,7 +273,7 @@ def caption(runs: Sequence[Run]) -> str:
             text += f" {names}{whose}: on the clients' own test samples, all together."
         text += _promise(run) + _ending(run)
         if gathering := run.statistics_bytes():
-            text += f" Gathering BatchNorm statistics{whose} adds {readable_bytes(gathering)} a client when evaluated."
+            text += f" Gathering BatchNorm statistics{whose} adds {format_bytes(gathering)} a client when evaluated."
     return text
 
 
@@ -307,7 +307,7 @@ def rich_tables(runs: Sequence[Run], width: int) -> list[Table]:
 
 def _client_sheets(runs: Sequence[Run]) -> list[Sheet]:
     """Return the tables of clients and of their devices, of runs that have such."""
-    return [found for run in runs for make in (client_sheet, time_sheet) if (found := make(run))]
+    return [found for run in runs for make in (clients_summary_sheet, time_sheet) if (found := make(run))]
 
 
 def markdown(runs: Sequence[Run]) -> str:

@@ -4,7 +4,6 @@
 of your own (`fedhm.Watcher`) may be anything else.
 """
 
-from fedhm.tracking.tracker import Tracker
-from fedhm.tracking.trackers import MLflow, TensorBoard, Wandb
+from fedhm.tracking.trackers import MLflow, TensorBoard, Tracker, Wandb
 
 __all__ = ["MLflow", "TensorBoard", "Tracker", "Wandb"]

@@ -14,7 +14,7 @@ from fedhm.lowrank.svd import Form
 from fedhm.measure.fit import Fit, ModelVersions, TrainingSetup, fit_versions
 from fedhm.measure.time import fit_to_seconds
 from fedhm.networks.inputs import require_tensor
-from fedhm.report.sheets import Sheet, readable_bytes, readable_macs, rich_table
+from fedhm.report.sheets import Sheet, format_bytes, format_macs, rich_table
 
 
 def fit(options: argparse.Namespace, console: Console) -> None:
@@ -48,9 +48,9 @@ def fit(options: argparse.Namespace, console: Console) -> None:
     expected = found.expected
     console.print(
         f"train.micro_batch = {found.micro_batch}, train.checkpointing = {str(found.checkpointing).lower()}\n"
-        f"memory of a step {readable_bytes(expected.memory)}\n"
+        f"memory of a step {format_bytes(expected.memory)}\n"
         f"seconds of a step {expected.seconds:.3g} here, in the fastest of {TIMES} times {STEPS} steps\n"
-        f"MACs of a sample {readable_macs(expected.macs)}, bytes each way {readable_bytes(expected.bytes)}, "
+        f"MACs of a sample {format_macs(expected.macs)}, bytes each way {format_bytes(expected.bytes)}, "
         f"parameters {expected.parameters:,}",
         highlight=False,
         markup=False,

@@ -19,7 +19,7 @@ from fedhm.measure.fit import TrainingMode
 from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import structure_digest
 from fedhm.networks.inputs import require_tensor
-from fedhm.report.sheets import readable_bytes
+from fedhm.report.sheets import format_bytes
 from fedhm.work.train import trained_as
 
 
@@ -75,7 +75,7 @@ def _measured(config: ResolvedConfig, design: Design, console: Console) -> Itera
         if found is None:
             console.print(f"{what}: it takes more memory than there is", highlight=False, markup=False)
             continue
-        memory = readable_bytes(found["memory"] or None)
+        memory = format_bytes(found["memory"] or None)
         console.print(f"{what}: {1e3 * found['seconds']:.4g} ms, {memory}", highlight=False, markup=False)
         yield Measurement(
             network=task.network,

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from fedhm.compare.compared import Reached, computed, sent, so_far
-from fedhm.compare.pages.tables import Comparison, Place, readable_count
+from fedhm.compare.results import TargetCost, computed, sent, so_far
+from fedhm.compare.tables import Comparison, TableCell, format_parameters
 from fedhm.measure.cost import LayerCost
 from fedhm.report.figures.plots import plain
 from fedhm.runs.history import Run
@@ -83,13 +83,13 @@ def _save_by(
     return path
 
 
-def save_costs_to_target(comparison: Comparison, target: float, reached: Sequence[Reached], path: Path) -> Path:
+def save_costs_to_target(comparison: Comparison, target: float, reached: Sequence[TargetCost], path: Path) -> Path:
     figure = Figure(figsize=(11, 1.4 + 0.3 * len(reached)), dpi=150, layout="constrained")
     figure.suptitle(f"Cost to first reach {comparison.metric.goal(target)}, relative to the full model on every client")
     left, right = figure.subplots(1, 2, sharey=True)
     columns = list(comparison.columns)
     colours = [COLOURS[columns.index(comparison.column(r.entry)) % len(COLOURS)] for r in reached]
-    labels = [f"{r.entry.label}, {readable_count(r.entry.first.costs[r.tier].parameters)}" for r in reached]
+    labels = [f"{r.entry.label}, {format_parameters(r.entry.first.costs[r.tier].parameters)}" for r in reached]
     _bars(left, [r.communication for r in reached], labels, colours)
     _bars(right, [r.computation for r in reached], labels, colours)
     left.set_title("communication", fontsize=10)
@@ -98,14 +98,14 @@ def save_costs_to_target(comparison: Comparison, target: float, reached: Sequenc
     return path
 
 
-def _draw(axes: Axes, number: int, name: str, place: Place, positions: Sequence[float]) -> None:
+def _draw(axes: Axes, number: int, name: str, place: TableCell, positions: Sequence[float]) -> None:
     """Draw a mean line with a band of ± one deviation."""
     spreads = [spread for _, spread in place.entry.curve(place.tier)]
     means = np.array([spread.mean for spread in spreads])
     around = np.array([spread.deviation or 0.0 for spread in spreads])
     colour, style = COLOURS[number % len(COLOURS)], STYLES[number // 10 % len(STYLES)]
     marker = "o" if len(means) < 3 else None
-    label = f"{plain(name)}, {readable_count(place.parameters)}"
+    label = f"{plain(name)}, {format_parameters(place.parameters)}"
     axes.plot(positions, means, style, color=colour, marker=marker, linewidth=1.5, label=label)
     if around.any():
         axes.fill_between(positions, means - around, means + around, color=colour, alpha=0.12, linewidth=0)

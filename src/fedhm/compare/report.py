@@ -6,26 +6,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedhm.compare.compared import (
-    Compared,
-    Reached,
+from fedhm.compare.results import (
+    EntryRuns,
+    TargetCost,
     common_target,
     costs_to_reach,
-    difference_of_entries,
     full_model,
+    incomparable_entries,
     times_to_reach,
 )
-from fedhm.compare.pages.tables import (
+from fedhm.compare.tables import (
     Comparison,
-    arrange,
+    arrange_table,
     as_csv,
-    differences,
-    outcomes,
+    difference_sheet,
+    metric_sheet,
     spent,
     time_to_target,
     to_target,
 )
-from fedhm.compare.tuning import TUNE_FILE, Tuned
+from fedhm.compare.tuning import TUNE_FILE, TuningResult
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.measure.cost import LayerCost
@@ -41,14 +41,14 @@ NOT_SHOWN = ("engine.", "data.folder", "seed", "tracking.", "federation.plan", "
 class ComparisonReport:
     """The report on entries that are comparable: others are refused."""
 
-    entries: Sequence[Compared]
+    entries: Sequence[EntryRuns]
     command: str
     layers: Mapping[str, Mapping[str, LayerCost]]  # tier → layer → cost; may be empty
     given_target: float | None = None
-    tuned: Tuned | None = None
+    tuned: TuningResult | None = None
 
     def __post_init__(self) -> None:
-        if found := difference_of_entries(self.entries, self._tuned_keys):
+        if found := incomparable_entries(self.entries, self._tuned_keys):
             raise FedhmError(f"these runs cannot be compared: {found}")
 
     @property
@@ -57,14 +57,14 @@ class ComparisonReport:
 
     @cached_property
     def comparison(self) -> Comparison:
-        return arrange(self.entries)
+        return arrange_table(self.entries)
 
     @cached_property
     def target(self) -> float:
         return common_target(self.entries) if self.given_target is None else self.given_target
 
     @cached_property
-    def reached(self) -> list[Reached]:
+    def reached(self) -> list[TargetCost]:
         """Return what the target cost each entry; nothing where the full model is not among the entries."""
         full = full_model(self.entries)
         return costs_to_reach(self.target, self.entries, full) if full else []
@@ -72,9 +72,9 @@ class ComparisonReport:
     @property
     def sheets(self) -> list[Sheet]:
         seeds = len(self.entries[0].runs)
-        tables = [outcomes(self.comparison, seeds)]
+        tables = [metric_sheet(self.comparison, seeds)]
         if seeds > 1 and len(self.comparison.columns) > 1:
-            tables.append(differences(self.comparison))
+            tables.append(difference_sheet(self.comparison))
         if self.tuned and self.tuned.tried:
             tables.append(self.tuned.sheet)
         tables.append(spent(self.entries))
@@ -85,9 +85,9 @@ class ComparisonReport:
         return tables
 
     def save(self, folder: Path) -> list[Path]:
-        from fedhm.compare.pages import figures as draw
+        from fedhm.compare import figures as draw
         from fedhm.report.figures.energy import save_collapse_plot
-        from fedhm.report.page.write import save_sections
+        from fedhm.report.page import save_sections
         from fedhm.report.sections import Switch
 
         write_atomically(folder / "comparison.csv", as_csv(self.entries))
@@ -121,7 +121,7 @@ class ComparisonReport:
 
     def _sections(self) -> "list[Section]":
         """Return what the comparison's page shows."""
-        from fedhm.compare.pages import web
+        from fedhm.compare import plots as web
         from fedhm.report.sections import Section, spectrum
 
         paper, *others = self.sheets
@@ -166,7 +166,7 @@ class ComparisonReport:
         return Sheet(["entry", "settings"], [rows], left=2)
 
 
-def _own_settings(entries: Sequence[Compared], tuned: Sequence[str]) -> list[str]:
+def _own_settings(entries: Sequence[EntryRuns], tuned: Sequence[str]) -> list[str]:
     """Return each entry's method, what was tuned for it, and whatever else it does not share with all others."""
     all_settings = [{"method.name": "", **entry.first.config.dotted()} for entry in entries]  # the name comes first
     shared = set.intersection(*({(key, str(value)) for key, value in own.items()} for own in all_settings))

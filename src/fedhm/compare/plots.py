@@ -5,11 +5,11 @@ from functools import partial
 
 from matplotlib.colors import to_hex
 
-from fedhm.compare.compared import Reached, computed, sent, so_far
-from fedhm.compare.pages.figures import COLOURS, STYLES, TIER_COLOURS
-from fedhm.compare.pages.tables import Comparison, Place, readable_count
+from fedhm.compare.figures import COLOURS, STYLES, TIER_COLOURS
+from fedhm.compare.results import TargetCost, computed, sent, so_far
+from fedhm.compare.tables import Comparison, TableCell, format_parameters
 from fedhm.measure.cost import LayerCost
-from fedhm.report.page.plot import Line, Plot, ends
+from fedhm.report.plot import Line, Plot, ends
 from fedhm.runs.history import Run
 
 
@@ -52,9 +52,9 @@ def by_cost(comparison: Comparison) -> list[Plot]:
     return plots
 
 
-def costs_to_target(comparison: Comparison, target: float, reached: Sequence[Reached]) -> Plot:
+def costs_to_target(comparison: Comparison, target: float, reached: Sequence[TargetCost]) -> Plot:
     """Return what it took to reach the target, relative to the full model on every client."""
-    names = [f"{r.entry.label}, {readable_count(r.entry.first.costs[r.tier].parameters)}" for r in reached]
+    names = [f"{r.entry.label}, {format_parameters(r.entry.first.costs[r.tier].parameters)}" for r in reached]
     lines = []
     for number, what in enumerate(("communication", "computation")):
         known = [(float(n), ratio) for n, r in enumerate(reached) if (ratio := getattr(r, what)) is not None]
@@ -95,11 +95,11 @@ def by_layer(tiers: Mapping[str, Mapping[str, LayerCost]]) -> list[Plot]:
     return plots
 
 
-def _line(number: int, name: str, place: Place, positions: Sequence[float]) -> Line:
+def _line(number: int, name: str, place: TableCell, positions: Sequence[float]) -> Line:
     """Return a mean line with a band of ± one deviation."""
     spreads = [spread for _, spread in place.entry.curve(place.tier)]
     return Line(
-        f"{name}, {readable_count(place.parameters)}",
+        f"{name}, {format_parameters(place.parameters)}",
         positions,
         [spread.mean for spread in spreads],
         to_hex(COLOURS[number % len(COLOURS)]),

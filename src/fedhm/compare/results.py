@@ -29,7 +29,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 @dataclass(frozen=True)
-class Compared:
+class EntryRuns:
     label: str
     runs: Sequence[Run]
 
@@ -124,7 +124,7 @@ def _total(records: Sequence[Record], what: Callable[[Traffic], int], tier: str 
     return sum(what(traffic) for record in records for t, traffic in record.traffic.items() if tier in (None, t))
 
 
-def difference_of_entries(entries: Sequence[Compared], tuned: Collection[str] = ()) -> str | None:
+def incomparable_entries(entries: Sequence[EntryRuns], tuned: Collection[str] = ()) -> str | None:
     """Return what keeps entries from being compared; their seeds must agree, too, and their runs must be finished."""
     runs = [run for entry in entries for run in entry.runs]
     for run in runs:
@@ -141,19 +141,19 @@ def difference_of_entries(entries: Sequence[Compared], tuned: Collection[str] = 
     return None
 
 
-def existing(paths: Sequence[Path]) -> list[Compared]:
+def existing(paths: Sequence[Path]) -> list[EntryRuns]:
     """Read runs: those with the same settings but the seed are one entry, called as their folders are."""
     groups: dict[str, list[Run]] = {}
-    for run in read_runs(run_folders(paths)):
+    for run in read_runs(find_run_folders(paths)):
         groups.setdefault(_settings(run), []).append(run)
     labels = [re.sub(r"-seed\d+$", "", runs[0].name) for runs in groups.values()]
     return [
-        Compared(runs[0].name if labels.count(label) > 1 else label, sorted(runs, key=lambda run: run.config.seed))
+        EntryRuns(runs[0].name if labels.count(label) > 1 else label, sorted(runs, key=lambda run: run.config.seed))
         for label, runs in zip(labels, groups.values(), strict=True)
     ]
 
 
-def run_folders(paths: Sequence[Path]) -> list[Path]:
+def find_run_folders(paths: Sequence[Path]) -> list[Path]:
     """Return the runs that paths stand for: each its own folder, or one that holds several."""
     folders = [folder for path in paths for folder in _run_folders(path)]
     if not folders:
@@ -183,21 +183,21 @@ def _settings(run: Run) -> str:
 
 
 @dataclass(frozen=True)
-class Reached:
+class TargetCost:
     """Ratios to the full model on every client; None where a seed never got there."""
 
-    entry: Compared
+    entry: EntryRuns
     tier: str
     communication: float | None
     computation: float | None
 
 
-def full_model(entries: Sequence[Compared]) -> Compared | None:
+def full_model(entries: Sequence[EntryRuns]) -> EntryRuns | None:
     """Return the entry that the others are measured by."""
     return next((entry for entry in entries if entry.first.config.method.is_full_model), None)
 
 
-def common_target(entries: Sequence[Compared]) -> float:
+def common_target(entries: Sequence[EntryRuns]) -> float:
     """Return the best rounded value that the smallest tier of every entry reaches with every seed."""
     metric = entries[0].metric
     best = [metric.best(entry.values(run, entry.tiers[-1]).values()) for entry in entries for run in entry.runs]
@@ -213,49 +213,49 @@ def _easier(metric: Metric, value: float) -> float:
     return rounded if metric.reaches(value, rounded) else value  # which differ in their last bit
 
 
-def costs_to_reach(target: float, entries: Sequence[Compared], reference: Compared) -> list[Reached]:
+def costs_to_reach(target: float, entries: Sequence[EntryRuns], reference: EntryRuns) -> list[TargetCost]:
     """Return what it took every entry's largest and smallest tier, or its only one, to reach the target."""
     full = reference.tiers[0]
     of_reference = [_cost(reference, full, target, what) for what in (sent, computed)]
-    reached: list[Reached] = []
+    reached: list[TargetCost] = []
     for entry in entries:
         for tier in dict.fromkeys((entry.tiers[0], entry.tiers[-1])):
             costs = [_cost(entry, tier, target, what) for what in (sent, computed)]
             ratios = [None if c is None or not r else c / r for c, r in zip(costs, of_reference, strict=True)]
-            reached.append(Reached(entry, tier, *ratios))
+            reached.append(TargetCost(entry, tier, *ratios))
     return reached
 
 
 @dataclass(frozen=True)
-class Timed:
+class TargetTime:
     """Simulated seconds of a tier, mean over the seeds."""
 
-    entry: Compared
+    entry: EntryRuns
     tier: str
     to_target: float | None  # None where a seed never got there
     of_run: float
 
 
-def times_to_reach(target: float, entries: Sequence[Compared]) -> list[Timed]:
+def times_to_reach(target: float, entries: Sequence[EntryRuns]) -> list[TargetTime]:
     """Return how long every entry's largest and smallest tier took to reach the target; nothing without devices."""
     if not all(run.seconds_so_far() for entry in entries for run in entry.runs):
         return []
     return [
-        Timed(entry, tier, _spent(entry, tier, target, Run.seconds_so_far), _whole(entry))
+        TargetTime(entry, tier, _spent(entry, tier, target, Run.seconds_so_far), _whole(entry))
         for entry in entries
         for tier in dict.fromkeys((entry.tiers[0], entry.tiers[-1]))
     ]
 
 
-def _whole(entry: Compared) -> float:
+def _whole(entry: EntryRuns) -> float:
     return statistics.fmean(run.seconds_so_far()[-1] for run in entry.runs)
 
 
-def _cost(entry: Compared, tier: str, target: float, what: Callable[[Traffic], int]) -> float | None:
+def _cost(entry: EntryRuns, tier: str, target: float, what: Callable[[Traffic], int]) -> float | None:
     return _spent(entry, tier, target, lambda run: so_far(run, what))
 
 
-def _spent(entry: Compared, tier: str, target: float, so_far: Callable[[Run], Sequence[float]]) -> float | None:
+def _spent(entry: EntryRuns, tier: str, target: float, so_far: Callable[[Run], Sequence[float]]) -> float | None:
     """Return what the whole federation spent to reach the target, mean over the seeds; None if a seed never did."""
     spent: list[float] = []
     for run in entry.runs:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from fedhm.report.page.plot import DASHES, Line, Plot
+from fedhm.report.plot import DASHES, Line, Plot
 
 FEW = 12  # rounds or clients, each of which has its number beside the axis
 CLEAR = "rgba(0,0,0,0)"  # the page's own colours show through, in the light and in the dark

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from fedhm.report.figures.plots import plain
-from fedhm.report.page.plot import DASHES, HEIGHT, Line, Plot
+from fedhm.report.plot import DASHES, HEIGHT, Line, Plot
 
 INK = "#010203"  # stands for the page's own colour of text, which a file cannot know
 STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}

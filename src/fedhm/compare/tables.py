@@ -7,17 +7,17 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedhm.compare.compared import Compared, Reached, Spread, Timed, computed, sent, so_far, spread
+from fedhm.compare.results import EntryRuns, Spread, TargetCost, TargetTime, computed, sent, so_far, spread
 from fedhm.config.objective import Metric
-from fedhm.report.sheets import Sheet, readable_bytes, readable_macs
+from fedhm.report.sheets import Sheet, format_bytes, format_macs
 from fedhm.runs.history import Run
 
 
 @dataclass(frozen=True)
-class Place:
+class TableCell:
     """What one entry has in one row."""
 
-    entry: Compared
+    entry: EntryRuns
     tier: str
     shares: int  # how many capability levels train this tier
 
@@ -34,7 +34,7 @@ class Place:
         sums = [spent(run) for run in self.entry.runs]
         return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in self.entry.curve(self.tier)]
 
-    def minus(self, other: "Place") -> Spread:
+    def minus(self, other: "TableCell") -> Spread:
         """Return by how much the metric differs from another's, seed by seed: what a seed does to both cancels."""
         own, others = self.entry.finals(self.tier), other.entry.finals(other.tier)
         return spread([own[seed] - others[seed] for seed in own])
@@ -43,8 +43,8 @@ class Place:
 @dataclass(frozen=True)
 class Comparison:
     rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
-    columns: dict[str, dict[int, Place]]  # column → row number → what is there
-    reference: Compared  # whose tiers are the rows
+    columns: dict[str, dict[int, TableCell]]  # column → row number → what is there
+    reference: EntryRuns  # whose tiers are the rows
 
     @property
     def metric(self) -> Metric:
@@ -54,10 +54,10 @@ class Comparison:
     def evaluated_on(self) -> str:
         return self.reference.first.config.evaluated_on
 
-    def column(self, entry: Compared) -> str:
+    def column(self, entry: EntryRuns) -> str:
         return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
 
-    def best(self, row: int) -> Place | None:
+    def best(self, row: int) -> TableCell | None:
         """Return what is better than each other in its row by more than the difference varies over the seeds."""
         places = [places[row] for places in self.columns.values() if row in places]
         for place in places:
@@ -72,11 +72,11 @@ class Comparison:
         return difference.deviation is not None and gain > difference.deviation
 
 
-def arrange(entries: Sequence[Compared]) -> Comparison:
+def arrange_table(entries: Sequence[EntryRuns]) -> Comparison:
     """Put entries into a table: the one with the most tiers gives the rows, the others stand beside their rivals."""
     reference = max(entries, key=lambda entry: len(entry.tiers))
     sizes = [reference.first.costs[tier].parameters for tier in reference.tiers]
-    columns: dict[str, dict[int, Place]] = {}
+    columns: dict[str, dict[int, TableCell]] = {}
     for entry in entries:
         places = _places(entry, sizes)
         column = entry.first.config.method.column or entry.label
@@ -86,9 +86,9 @@ def arrange(entries: Sequence[Compared]) -> Comparison:
     return Comparison(reference.tiers, columns, reference)
 
 
-def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:
+def _places(entry: EntryRuns, sizes: Sequence[int]) -> dict[int, TableCell]:
     """Find rows by capability level where the entry has as many; otherwise by the nearest size, and a free one."""
-    places: dict[int, Place] = {}
+    places: dict[int, TableCell] = {}
     for tier in entry.tiers:
         everybodys = len(entry.tiers) == 1 and len(set(entry.first.config.method.shares)) < 2
         shares = len(sizes) if everybodys else entry.levels.count(tier)
@@ -99,7 +99,7 @@ def _places(entry: Compared, sizes: Sequence[int]) -> dict[int, Place]:
             size = math.log(entry.first.costs[tier].parameters)
             free = [number for number in range(len(sizes)) if number not in places]
             row = min(free, key=lambda number: abs(math.log(sizes[number]) - size))
-        places[row] = Place(entry, tier, shares)
+        places[row] = TableCell(entry, tier, shares)
     return places
 
 
@@ -111,7 +111,7 @@ CSV = (
 )
 
 
-def outcomes(comparison: Comparison, seeds: int) -> Sheet:
+def metric_sheet(comparison: Comparison, seeds: int) -> Sheet:
     """Return the paper's table: the metric by capability level, a column for each method."""
     rows = [
         [level, *(_cell(comparison, places.get(number), number) for places in comparison.columns.values())]
@@ -130,7 +130,7 @@ def outcomes(comparison: Comparison, seeds: int) -> Sheet:
     return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
 
 
-def differences(comparison: Comparison) -> Sheet:
+def difference_sheet(comparison: Comparison) -> Sheet:
     """Return how far each method is from the one whose tiers are the rows, paired by seed."""
     base = comparison.column(comparison.reference)
     others = [name for name in comparison.columns if name != base]
@@ -156,7 +156,7 @@ SPENT = (
 )
 
 
-def spent(entries: Sequence[Compared]) -> Sheet:
+def spent(entries: Sequence[EntryRuns]) -> Sheet:
     """Return what training cost, tier by tier: a client in a round and in the whole run, and all clients together."""
     seeds = len(entries[0].runs)
     note = (
@@ -168,21 +168,21 @@ def spent(entries: Sequence[Compared]) -> Sheet:
     return Sheet([*SPENT, entries[0].metric.name], groups, left=2, title="What each tier spent", note=note)
 
 
-def _spent(entry: Compared) -> list[list[str]]:
+def _spent(entry: EntryRuns) -> list[list[str]]:
     rows: list[list[str]] = []
     for tier in entry.tiers:
         cost, (client_bytes, client_macs) = entry.first.costs[tier], entry.budget(tier)
-        sizes = (f"{cost.parameters:,}", readable_macs(cost.macs), readable_bytes(entry.client_bytes(tier)))
-        of_client = (readable_bytes(client_bytes), readable_work(client_macs))
-        totals = (readable_bytes(entry.bytes(tier)), readable_work(entry.macs(tier)))
+        sizes = (f"{cost.parameters:,}", format_macs(cost.macs), format_bytes(entry.client_bytes(tier)))
+        of_client = (format_bytes(client_bytes), format_total_macs(client_macs))
+        totals = (format_bytes(entry.bytes(tier)), format_total_macs(entry.macs(tier)))
         rows.append([entry.label, tier, *sizes, *of_client, *totals, _shown(entry.final(tier), entry.metric)])
     if len(entry.tiers) > 1:
-        totals = (readable_bytes(entry.bytes()), readable_work(entry.macs()))
+        totals = (format_bytes(entry.bytes()), format_total_macs(entry.macs()))
         rows.append([entry.label, "all", "", "", "", "", "", *totals, ""])
     return rows
 
 
-def to_target(metric: Metric, target: float, reached: Sequence[Reached]) -> Sheet:
+def to_target(metric: Metric, target: float, reached: Sequence[TargetCost]) -> Sheet:
     rows = [[r.entry.label, r.tier, _ratio(r.communication), _ratio(r.computation)] for r in reached]
     note = (
         "Communication and computation of all clients until the tier first reaches the target, relative to the full "
@@ -192,7 +192,7 @@ def to_target(metric: Metric, target: float, reached: Sequence[Reached]) -> Shee
     return Sheet(["entry", "tier", "communication", "computation"], [rows], left=2, title=title, note=note)
 
 
-def time_to_target(metric: Metric, target: float, timed: Sequence[Timed]) -> Sheet:
+def time_to_target(metric: Metric, target: float, timed: Sequence[TargetTime]) -> Sheet:
     rows = [
         [
             *(t.entry.label, t.tier, "not reached" if t.to_target is None else f"{t.to_target:,.1f}"),
@@ -209,7 +209,7 @@ def time_to_target(metric: Metric, target: float, timed: Sequence[Timed]) -> She
     return Sheet(columns, [rows], left=2, title=f"Time to {metric.goal(target)}", note=note)
 
 
-def as_csv(entries: Sequence[Compared]) -> str:
+def as_csv(entries: Sequence[EntryRuns]) -> str:
     """Return plain numbers, a line for each entry, seed, evaluated round and tier."""
     out = io.StringIO()
     writer = csv.writer(out)
@@ -230,11 +230,11 @@ def as_csv(entries: Sequence[Compared]) -> str:
     return out.getvalue()
 
 
-def readable_count(parameters: int) -> str:
+def format_parameters(parameters: int) -> str:
     return f"{parameters / 1e6:.2f} M" if parameters >= 1e6 else f"{parameters / 1e3:.1f} k"
 
 
-def readable_work(macs: float | None) -> str:
+def format_total_macs(macs: float | None) -> str:
     """Return the MACs of a whole training in a readable unit."""
     if macs is None:
         return "–"
@@ -245,10 +245,10 @@ def readable_work(macs: float | None) -> str:
     return f"{macs:,.1f} {unit}"
 
 
-def _cell(comparison: Comparison, place: Place | None, row: int) -> str:
+def _cell(comparison: Comparison, place: TableCell | None, row: int) -> str:
     if place is None:
         return ""
-    size = readable_count(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
+    size = format_parameters(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
     shown = _shown(place.final, comparison.metric)
     return f"{size}: {f'**{shown}**' if place is comparison.best(row) else shown}"
 

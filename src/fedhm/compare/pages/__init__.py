@@ -1,1 +1,0 @@
-"""What a comparison shows and leaves on disk: tables, figures, pages."""

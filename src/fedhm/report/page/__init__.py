@@ -1,1 +1,0 @@
-"""One page for runs and comparisons, `report.html`: it needs no network, and no scripts to be read."""
