@@ -159,6 +159,7 @@ def test_a_run_that_goes_on_shows_its_news_and_keeps_what_is_switched_off(browse
     run = replace(eventful_run(), layers={})
     with RunFolder.create(tmp_path / "run", run.config.resolved()) as folder:
         folder.save_costs(run.costs)
+        folder.save_data_facts(run.data)
         append_record(folder.path / "records.jsonl", run.records[0])
         with PageServer(LivePages([folder.path])) as server:
             thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

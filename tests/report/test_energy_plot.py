@@ -15,6 +15,7 @@ from fedhm.report import save_report
 from fedhm.report.figures.energy import RESOLUTION, save_collapse_plot
 from fedhm.report.figures.plots import tier_colours
 from fedhm.runs.history import Run
+from made_runs import FACTS
 
 TIERS = ("1/2", "1/4", "1/8")
 
@@ -22,7 +23,7 @@ TIERS = ("1/2", "1/4", "1/8")
 def finished(federation: Federation, run: str, **method: Any) -> Run:
     config = small_config(method={"name": "fedhm", **method}, train={"rounds": 3})
     result = assemble(small_model(), federation, config).run()
-    return Run(run, config, result.records, result.costs)
+    return Run(run, config, result.records, result.costs, FACTS)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "run"
     with RunFolder.create(path, run.config.resolved()) as begun:
         begun.save_costs(run.costs)
+        begun.save_data_facts(run.data)
         append_record(path / "records.jsonl", run.records[0])
     return path
 
