@@ -113,29 +113,29 @@ def test_an_adapter_for_another_base_or_other_layers_is_refused(tmp_path: Path) 
 def test_a_node_with_another_base_is_refused() -> None:
     pytest.importorskip("flwr")
     from fedhm.data.samples import Preprocessing
-    from fedhm.flower.clients import OwnModel, _networks
-    from fedhm.flower.wire import Terms, greeting
+    from fedhm.flower.clients import UserModel, _networks
+    from fedhm.flower.wire import RunInfo, introduction_request
 
     config = parse(settings(), "test").resolved()
     base = base_digest(started("lora", ranks=RANKS)[0].network("full"))
-    terms = Terms(config, 3, Preprocessing(), base=base)
+    info = RunInfo(config, 3, Preprocessing(), base_digest=base)
     form = tuple((name, (1, 7), torch.int64) for name in ("input_ids", "attention_mask"))
-    assert Terms.read(greeting(terms)).base == base
-    assert _networks(OwnModel(tiny_bert, 0), terms, "cpu", form)
+    assert RunInfo.decode(introduction_request(info)).base_digest == base
+    assert _networks(UserModel(tiny_bert, 0), info, "cpu", form)
     with pytest.raises(fedhm.FedhmError, match="this node's base is not the server's"):
-        _networks(OwnModel(lambda: tiny_bert(seed=1), 0), terms, "cpu", form)
+        _networks(UserModel(lambda: tiny_bert(seed=1), 0), info, "cpu", form)
 
 
 def test_an_adapter_too_large_for_half_precision_is_one_sentence() -> None:
     pytest.importorskip("flwr")
-    from fedhm.flower.wire import read_replies, reply_parcel
+    from fedhm.flower.wire import decode_replies, encode_replies
 
     method, state, _ = started("lora", ranks=[2])
     layer = next(iter(method.base.shapes))
     (task,) = method.tasks(state, [Participant(0, "full")], 1)
     (update,) = answers(method, state, 1)
     large = replace(update, tensors={**update.tensors, f"{layer}.v": update.tensors[f"{layer}.v"] + 1e5})
-    (reply,) = read_replies(reply_parcel([large], fp16=True), [task], fp16=True)
+    (reply,) = decode_replies(encode_replies([large], fp16=True), [task], fp16=True)
     assert isinstance(reply, Failure)
     assert f"'{layer}.v' holds 1e+05, too large for half precision: set engine.fp16 = false" in reply.reason
 

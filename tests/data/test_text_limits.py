@@ -112,18 +112,18 @@ def test_a_client_whose_tokens_the_network_does_not_know_fails_by_a_sentence() -
 def test_a_node_whose_tokenizer_does_not_fit_says_so() -> None:
     pytest.importorskip("flwr")
     from fedhm.flower import client_app
-    from fedhm.flower.nodes import Roster
-    from fedhm.flower.wire import Terms, greeting
+    from fedhm.flower.nodes import NodeRegistry
+    from fedhm.flower.wire import RunInfo, introduction_request
     from flower_loopback import Loopback, LoopbackNode
 
     bad = ({"input_ids": [[1, 77], [2, 3], [3]]}, [0, 1, 2])
     apps = [client_app(tiny_bert, lambda _, data=data: data) for data in (DATA[0], bad)]
     grid = Loopback({n + 1: LoopbackNode(app, {"partition-id": n}) for n, app in enumerate(apps)})
     said: list[str] = []
-    terms = Terms(parse(settings(), "test").resolved(), 3, Preprocessing())
-    roster = Roster(grid, 2, greeting(terms), said.append)
-    roster.wait(2, 1)
-    assert roster.introduced()[0].samples == len(DATA[0][1])
+    info = RunInfo(parse(settings(), "test").resolved(), 3, Preprocessing())
+    registry = NodeRegistry(grid, 2, introduction_request(info), said.append)
+    registry.wait(1)
+    assert registry.connected()[0].samples == len(DATA[0][1])
     assert [line for line in said if "client 1 takes no part" in line and "a token 77, but the model knows 40" in line]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.fleet import FleetFolder, connection_of
-from fedhm.flower.processes.process import Process, check_port, environment, free_ports, own_commands
-from fedhm.flower.processes.superlink import Connection, ask, flwr, write_connection
+from fedhm.flower.deployment import DeploymentFolder, connection_of
+from fedhm.flower.processes.process import Process, check_port, environment, free_ports, replaced_commands
+from fedhm.flower.processes.superlink import Connection, flwr, flwr_json, write_connection
 
 
 def test_importing_the_library_imports_no_flower() -> None:
@@ -34,7 +34,7 @@ def test_a_named_connection_is_looked_up_in_flowers_configuration(
 
 
 def test_a_folder_whose_federation_does_not_run_is_said_so(tmp_path: Path) -> None:
-    folder = FleetFolder(tmp_path)
+    folder = DeploymentFolder(tmp_path)
     with folder.locked():
         with pytest.raises(FedhmError, match="still coming up"):
             connection_of(str(tmp_path))
@@ -45,7 +45,7 @@ def test_a_folder_whose_federation_does_not_run_is_said_so(tmp_path: Path) -> No
     with pytest.raises(FedhmError, match="is not running"):
         connection_of(str(tmp_path))
     with folder.locked():  # and again
-        assert folder.runs
+        assert folder.is_running
 
 
 def test_an_unreachable_superlink_is_one_sentence(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_an_unreachable_superlink_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(
         FedhmError, match=r"^'flwr supernode' failed: Connection to the SuperLink is unavailable[^\n]*$"
     ):
-        ask(connection, "supernode", "list")
+        flwr_json(connection, "supernode", "list")
     with pytest.raises(FedhmError, match=r"^'flwr list' failed: [^\n│]*connection 'other' not found[^\n│]*$"):
         flwr(Connection(tmp_path, "other"), "list")
 
@@ -74,11 +74,11 @@ def test_a_process_that_fails_to_start_is_quoted(tmp_path: Path) -> None:
     process = Process("the SuperLink", ["flower-superlink", "--port", "x"], tmp_path, tmp_path / "log")
     with pytest.raises(FedhmError, match=r"^the SuperLink ended: .*argument --port: invalid.*$"):
         process.wait_for_port(free_ports(1)[0])
-    process.end()
+    process.stop()
 
 
 def test_commands_run_offline_and_are_found_beside_this_python(tmp_path: Path) -> None:
     given = environment(tmp_path)
-    assert given["PATH"].split(os.pathsep)[:2] == [str(own_commands(tmp_path)), str(Path(sys.executable).parent)]
+    assert given["PATH"].split(os.pathsep)[:2] == [str(replaced_commands(tmp_path)), str(Path(sys.executable).parent)]
     assert (given["FLWR_TELEMETRY_ENABLED"], given["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
     assert (given["RAY_USAGE_STATS_ENABLED"], given["FLWR_HOME"]) == ("0", str(tmp_path))

@@ -21,10 +21,10 @@ from fedhm.cli import main
 from fedhm.config.loading import load_config, parse, parse_flat
 from fedhm.data.federation import from_arrays
 from fedhm.engines.engine import Engine
-from fedhm.flower.clients import OwnModel
+from fedhm.flower.clients import UserModel
+from fedhm.flower.deployment import DeploymentFolder, connection_of
 from fedhm.flower.nodes import fingerprint
-from fedhm.flower.processes.fleet import FleetFolder, connection_of
-from fedhm.flower.processes.superlink import ask, status, submit
+from fedhm.flower.processes.superlink import flwr_json, run_status, start_run
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.models import load_tier
@@ -86,7 +86,7 @@ def test_a_round_without_updates_is_tried_again_with_other_clients(up: Up, tmp_p
     config = parse({"federation": {"clients": 4, "participation": 0.5}}, "test").federation
     first, second = islice(drawings(config, 4, ["full", "1/2"], 0, 1), 2)
     faults = {f"1 {participant.client}": "raise" for participant in first}
-    submit(connection, APPS / "faults", {**changes, "faults": json.dumps(faults)})
+    start_run(connection, APPS / "faults", {**changes, "faults": json.dumps(faults)})
     wait_until((out / "report.md").exists, 400)
     (record,) = read_records(out / "records.jsonl")
     assert record.attempts == 2
@@ -97,12 +97,12 @@ def test_a_round_without_updates_is_tried_again_with_other_clients(up: Up, tmp_p
 def test_clients_that_fail_cost_only_their_updates(up: Up, tmp_path: Path) -> None:
     """They raise, send what cannot be used, hang and die; and in the last round a SuperNode is killed."""
     out, connection = tmp_path / "run", connection_of(str(up.folder))
-    run_id = submit(connection, APPS / "faults", {"faults": json.dumps(FAULTS), "out": str(out)})
+    run_id = start_run(connection, APPS / "faults", {"faults": json.dumps(FAULTS), "out": str(out)})
     wait_until(lambda: len(read_records(out / "records.jsonl")) == 1, 400)
     (node,) = [pid for pid in up.pids_of("flower-supernode") if "partition-id=2" in command_line(pid)]
     os.kill(node, signal.SIGKILL)
     wait_until((out / "report.md").exists, 400)
-    wait_until(lambda: status(connection, run_id) == "finished:completed", 60)
+    wait_until(lambda: run_status(connection, run_id) == "finished:completed", 60)
     first, second = (reasons(record) for record in read_records(out / "records.jsonl"))
     assert set(first) == {0, 1, 2}
     assert first[0] == "its ClientApp raised an exception: the disk is full"
@@ -113,7 +113,7 @@ def test_clients_that_fail_cost_only_their_updates(up: Up, tmp_path: Path) -> No
     assert second[1] in ("its process died", second[0])
     assert second[2] in ("it is not connected", "it is not connected any more", second[0])
 
-    network = load_tier(out / "models" / "full.safetensors", OwnModel(task.build_model, 0).build())
+    network = load_tier(out / "models" / "full.safetensors", UserModel(task.build_model, 0).build())
     for name, tensor in what_the_others_give().items():
         assert torch.equal(network.state_dict()[name], tensor), name
 
@@ -125,7 +125,7 @@ def what_the_others_give() -> dict[str, torch.Tensor]:
     given = {f"{section}.{key}": value for section in sections for key, value in settings[section].items()}
     config = parse_flat({**given, "train.on_bad_update": "drop", "engine.workers": 1}, "test")
     federation = from_arrays([task.samples(client) for client in range(4)], task.samples(100))
-    model = OwnModel(task.build_model, 0).build()
+    model = UserModel(task.build_model, 0).build()
     honest = assemble(model, federation, config).engine
     return assemble(model, federation, config, Failing(honest)).run().networks["full"].state_dict()
 
@@ -146,7 +146,7 @@ class Failing:
 
 def public_key(up: Up, client: int) -> bytes:
     """As Flower hands it around."""
-    key = load_ssh_public_key(Path(f"{FleetFolder(up.folder).key(client)}.pub").read_bytes())
+    key = load_ssh_public_key(Path(f"{DeploymentFolder(up.folder).key(client)}.pub").read_bytes())
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
@@ -155,7 +155,7 @@ def command_line(pid: int) -> str:
 
 
 def supernodes(up: Up) -> list[tuple[str, str]]:
-    nodes = ask(connection_of(str(up.folder)), "supernode", "list")["nodes"]
+    nodes = flwr_json(connection_of(str(up.folder)), "supernode", "list")["nodes"]
     return sorted((node["node-id"], node["status"]) for node in nodes)
 
 

@@ -14,8 +14,8 @@ from fedhm.config.schema import Config, DeviceProfile, Measurement
 from fedhm.data.federation import Federation, remote_federation
 from fedhm.data.samples import Preprocessing
 from fedhm.flower import client_app
-from fedhm.flower.clients import OwnModel
-from fedhm.flower.server import run_on
+from fedhm.flower.clients import UserModel
+from fedhm.flower.server import run_on_grid
 from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import structure_digest
 from fedhm.runs.folder import read_config
@@ -57,8 +57,8 @@ def federation(sizes: tuple[int, ...], _: str) -> Federation:
 
 
 def on_flower(nodes: list[LoopbackNode], out: Path, table: dict[str, Any]) -> Config:
-    run_on(
-        Loopback(dict(enumerate(nodes, start=1))), parse(table, "test"), OwnModel(build_model, 0), federation, out, []
+    run_on_grid(
+        Loopback(dict(enumerate(nodes, start=1))), parse(table, "test"), UserModel(build_model, 0), federation, out, []
     )
     return read_config(out)
 
@@ -126,7 +126,7 @@ def test_nodes_that_name_only_their_memory_get_the_same_plan(tmp_path: Path, mon
     spared = [whole, again, again - 1]
     table = settings([{"name": f"device {n}", "clients": [n], "memory": size} for n, size in enumerate(spared)])
     given_back: list[int] = []
-    monkeypatch.setattr("fedhm.flower.apps.return_freed_memory", lambda: given_back.append(1))
+    monkeypatch.setattr("fedhm.flower.clients.return_freed_memory", lambda: given_back.append(1))
     local = here(tmp_path / "here", table).federation
     assert not given_back, "devices are only simulated here"
     nodes = [node(n, memory=f"{size}B") for n, size in enumerate(spared)]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fedhm
-from fedhm.flower.clients import OwnModel
-from fedhm.flower.processes.superlink import simulation_superlink, status, submit
+from fedhm.flower.clients import UserModel
+from fedhm.flower.processes.superlink import run_status, simulation_superlink, start_run
 from fedhm.runs.records import read_records
 from flower_up import wait_until
 
@@ -22,9 +22,9 @@ def test_it_trains_as_fedhm_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
     out = tmp_path / "run"
     with simulation_superlink(tmp_path / "superlink") as connection:
         settings = {"out": str(out), "engine.threads": 1, "engine.server_threads": 1}
-        run_id = submit(connection, APP, settings, "num-supernodes=4 client-resources-num-cpus=1")
+        run_id = start_run(connection, APP, settings, "num-supernodes=4 client-resources-num-cpus=1")
         wait_until((out / "report.md").exists, 300)
-        wait_until(lambda: status(connection, run_id) == "finished:completed", 60)
+        wait_until(lambda: run_status(connection, run_id) == "finished:completed", 60)
 
     monkeypatch.syspath_prepend(APP)
     task = importlib.import_module("mixed_fleet.task")
@@ -37,10 +37,10 @@ def test_it_trains_as_fedhm_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "method": {"name": "fedhm", "tiers": [1, "1/2", "1/4"]},
         "engine": {"threads": 1, "server_threads": 1},
     }
-    result = fedhm.run(OwnModel(task.build_model, 0).build(), clients, task.test_data(), config)
+    result = fedhm.run(UserModel(task.build_model, 0).build(), clients, task.test_data(), config)
     for tier, network in result.networks.items():
         path = out / "models" / f"{tier.replace('/', '-')}.safetensors"
-        found = fedhm.load_tier(path, OwnModel(task.build_model, 0).build())
+        found = fedhm.load_tier(path, UserModel(task.build_model, 0).build())
         for name, tensor in network.state_dict().items():
             assert torch.equal(found.state_dict()[name], tensor), (tier, name)
     last = read_records(out / "records.jsonl")[-1]

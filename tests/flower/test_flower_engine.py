@@ -15,13 +15,13 @@ from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app
 from fedhm.flower.engine import FlowerEngine
-from fedhm.flower.nodes import Node, Roster
-from fedhm.flower.wire import Terms, greeting
+from fedhm.flower.nodes import Node, NodeRegistry
+from fedhm.flower.wire import RunInfo, introduction_request
 from fedhm.work.messages import Failure, Task, Update
 from flower_loopback import GarbledError, Loopback, LoopbackNode
 
 CONFIG = parse({"federation": {"clients": 3}, "method": {"name": "fedavg"}, "train": {"batch": 4}}, "test").resolved()
-TERMS = Terms(CONFIG.resolved(), 2, Preprocessing())
+INFO = RunInfo(CONFIG.resolved(), 2, Preprocessing())
 
 
 def build_model() -> nn.Module:
@@ -72,8 +72,8 @@ def said() -> list[str]:
     return []
 
 
-def roster(grid: Loopback, said: list[str]) -> Roster:
-    found = Roster(grid, 3, greeting(TERMS), said.append)
+def registry(grid: Loopback, said: list[str]) -> NodeRegistry:
+    found = NodeRegistry(grid, 3, introduction_request(INFO), said.append)
     found.refresh()
     return found
 
@@ -84,17 +84,17 @@ def task(client: int, **changes: str) -> Task:
 
 
 def engine(grid: Loopback, said: list[str], deadline: float = 0.0) -> FlowerEngine:
-    return FlowerEngine(grid, roster(grid, said), TERMS, deadline, fp16=False)
+    return FlowerEngine(grid, registry(grid, said), INFO, deadline, fp16=False)
 
 
 def test_nodes_say_who_they_are(grid: Loopback, said: list[str]) -> None:
-    found = roster(grid, said).introduced()
+    found = registry(grid, said).connected()
     assert found == {0: Node(0, 8), 1: Node(1, 8, "full"), 2: Node(2, 8, "", 64 << 20)}
     assert said == []
 
 
 def test_only_new_nodes_are_asked(grid: Loopback, said: list[str]) -> None:
-    found = roster(grid, said)
+    found = registry(grid, said)
     grid.nodes[13] = node(0)
     found.refresh()
     found.refresh()
@@ -102,17 +102,17 @@ def test_only_new_nodes_are_asked(grid: Loopback, said: list[str]) -> None:
 
 
 def test_a_node_that_was_started_anew_takes_the_place_of_the_one_before_it(grid: Loopback, said: list[str]) -> None:
-    found = roster(grid, said)
+    found = registry(grid, said)
     grid.nodes[13] = node(1)
     found.refresh()
-    assert found[1] == 11  # Flower still lists it
+    assert found.node_id(1) == 11  # Flower still lists it
     assert said == ["client 1 is connected already: node 13 waits until it is gone"]
     del grid.nodes[11]
     found.refresh()
-    assert found[1] == 13
+    assert found.node_id(1) == 13
     del grid.nodes[13]
     found.refresh()
-    assert found[1] is None
+    assert found.node_id(1) is None
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_node_that_was_started_anew_takes_the_place_of_the_one_before_it(grid:
     ],
 )
 def test_nodes_of_no_use_are_left_out(stranger: LoopbackNode, reason: str, said: list[str]) -> None:
-    found = roster(Loopback({10: node(0), 13: stranger}), said)
-    assert set(found.introduced()) == {0}
+    found = registry(Loopback({10: node(0), 13: stranger}), said)
+    assert set(found.connected()) == {0}
     assert len(said) == 1
     assert said[0].startswith("node 13 is not used: ")
     assert reason in said[0]
@@ -150,12 +150,12 @@ def test_a_client_that_cannot_take_part_is_known_and_left_out(
     stranger: LoopbackNode, reason: str, grid: Loopback, said: list[str]
 ) -> None:
     grid.nodes[11] = stranger
-    running = roster(grid, said)
-    running.require_all(0)  # it is connected
+    running = registry(grid, said)
+    running.wait_for_all(0)  # it is connected
     assert len(said) == 1
     assert said[0].startswith("client 1 takes no part: ")
     assert reason in said[0]
-    replies = {r.client: r for r in FlowerEngine(grid, running, TERMS, 0, fp16=False).run([task(0), task(1)])}
+    replies = {r.client: r for r in FlowerEngine(grid, running, INFO, 0, fp16=False).run([task(0), task(1)])}
     assert isinstance(replies[0], Update)
     assert isinstance(replies[1], Failure)
     assert reason in replies[1].reason
@@ -164,7 +164,7 @@ def test_a_client_that_cannot_take_part_is_known_and_left_out(
 def test_missing_clients_are_named(grid: Loopback, said: list[str]) -> None:
     grid.nodes = {10: node(0), 14: node(9)}
     with pytest.raises(FedhmError, match=r"2 of 3 clients did not connect .*partition-id 1, 2; node 14 is"):
-        roster(grid, said).require_all(0)
+        registry(grid, said).wait_for_all(0)
 
 
 def test_a_node_that_does_not_say_who_it_is_holds_nobody_up(grid: Loopback, said: list[str]) -> None:
@@ -179,22 +179,22 @@ def test_a_node_that_does_not_say_who_it_is_holds_nobody_up(grid: Loopback, said
 def test_a_node_whose_first_process_died_is_asked_again(grid: Loopback, said: list[str]) -> None:
     honest = grid.nodes[11].app
     grid.nodes[11].app = Dying()  # type: ignore[assignment]
-    found = roster(grid, said)
-    assert found[1] is None
+    found = registry(grid, said)
+    assert found.node_id(1) is None
     grid.nodes[11].app = honest
     found.refresh()
-    assert found[1] == 11
+    assert found.node_id(1) == 11
 
 
 def test_a_node_that_comes_back_is_asked_again(grid: Loopback, said: list[str]) -> None:
     """It keeps its id where it has a key, but may have other data by then."""
-    found = roster(grid, said)
+    found = registry(grid, said)
     gone = grid.nodes.pop(11)
     found.refresh()
     gone.app = client_app(build_model, lambda c: tuple(part[:4] for part in data(c)))
     grid.nodes[11] = gone
     found.refresh()
-    assert found.introduced()[1].samples == 4
+    assert found.connected()[1].samples == 4
 
 
 class Dying:
@@ -222,7 +222,7 @@ class Garbled:
 def test_replies_far_behind_one_that_is_missing_stay_where_they_are(
     grid: Loopback, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedhm.flower.engine.AHEAD", 2)
+    monkeypatch.setattr("fedhm.flower.engine.FETCH_AHEAD", 2)
     running = engine(grid, said, deadline=3)
     grid.nodes[10].silent = True
     replies = running.run([task(0), task(1), task(2)])

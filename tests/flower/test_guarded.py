@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from fedhm.errors import FedhmError
-from fedhm.flower.follow import _follow
-from fedhm.flower.processes.fleet import FleetFolder
-from fedhm.flower.processes.guarded_superlink import Bearer
-from fedhm.flower.processes.secrets import Secrets, current_umask, private_files
-from fedhm.flower.processes.superlink import Connection, ask, simulation_superlink
+from fedhm.flower.deployment import DeploymentFolder
+from fedhm.flower.processes.guarded_superlink import TokenAccount
+from fedhm.flower.processes.secrets import Secrets, current_umask, owner_only_files
+from fedhm.flower.processes.superlink import Connection, flwr_json, simulation_superlink
 from fedhm.flower.processes.supervisor import descendants
+from fedhm.flower.submit import _watch
 from flower_up import Up, is_run_by, wait_until
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -31,27 +31,27 @@ def mode(path: Path) -> int:
     "given", [[], [("flwr-oidc-access-token", "")], [("flwr-oidc-access-token", "secre")], [("x", "secret")]]
 )
 def test_only_the_token_itself_is_an_account(given: list[tuple[str, str]]) -> None:
-    assert Bearer("secret").validate_tokens_in_metadata(given) == (False, None)
-    assert Bearer("").validate_tokens_in_metadata(given) == (False, None)
+    assert TokenAccount("secret").validate_tokens_in_metadata(given) == (False, None)
+    assert TokenAccount("").validate_tokens_in_metadata(given) == (False, None)
 
 
 def test_the_token_is_an_account() -> None:
-    valid, account = Bearer("secret").validate_tokens_in_metadata([("flwr-oidc-access-token", "secret")])
+    valid, account = TokenAccount("secret").validate_tokens_in_metadata([("flwr-oidc-access-token", "secret")])
     assert valid
     assert account is not None
-    assert Bearer("secret").refresh_tokens([]) == (None, None)
+    assert TokenAccount("secret").refresh_tokens([]) == (None, None)
 
 
 def test_secrets_are_their_owners_only_and_new_each_time(tmp_path: Path) -> None:
     secrets, before = Secrets(tmp_path / "new" / "home"), current_umask()
-    secrets.make("127.0.0.1:1")
+    secrets.write("127.0.0.1:1")
     made = {path: path.read_bytes() for path in secrets.home.iterdir()}
     assert len(made) == 4
     assert {mode(path) for path in made} == {0o600}
     assert mode(secrets.home) == mode(secrets.home.parent) == 0o700
-    secrets.make("127.0.0.1:1")
+    secrets.write("127.0.0.1:1")
     assert all(path.read_bytes() != content for path, content in made.items())
-    with private_files():
+    with owner_only_files():
         assert current_umask() == 0o077
     assert current_umask() == before
 
@@ -65,11 +65,11 @@ def simulation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connection]
 @pytest.mark.slow
 @needs_proc
 def test_a_simulation_takes_runs_from_its_owner_only(simulation: Connection, tmp_path: Path) -> None:
-    assert ask(simulation, "list")["runs"] == []
+    assert flwr_json(simulation, "list")["runs"] == []
     stranger = Connection(tmp_path, simulation.name)
     (tmp_path / "config.toml").write_bytes((simulation.home / "config.toml").read_bytes())
     with pytest.raises(FedhmError, match=r"^'flwr list' failed: .*[Aa]uthenticat"):
-        ask(stranger, "list")
+        flwr_json(stranger, "list")
     (address,) = [
         line.split('"')[1] for line in (tmp_path / "config.toml").read_text().splitlines() if "address" in line
     ]
@@ -95,17 +95,17 @@ def test_a_dead_executor_ends_the_wait_for_a_run_in_a_sentence(simulation: Conne
     os.kill(executor, signal.SIGKILL)
     wait_until(lambda: not simulation.processes[1].alive, 30)
     with pytest.raises(FedhmError, match=r"^the SuperLink's executor ended: .* \(.*executor\.log\)$"):
-        _follow(simulation, 1, tmp_path / "status.json", tmp_path / "run", None, print)  # type: ignore[arg-type]
+        _watch(simulation, 1, tmp_path / "status.json", tmp_path / "run", None, print)  # type: ignore[arg-type]
 
 
 def test_a_federations_folder_is_its_owners_only_and_others_stay_as_they_are(tmp_path: Path) -> None:
-    with FleetFolder(tmp_path / "new").locked():
+    with DeploymentFolder(tmp_path / "new").locked():
         assert mode(tmp_path / "new") == 0o700
     (tmp_path / "new").chmod(0o755)  # as an earlier version made it
-    with FleetFolder(tmp_path / "new").locked():
+    with DeploymentFolder(tmp_path / "new").locked():
         assert mode(tmp_path / "new") == 0o700
     (tmp_path / "others").mkdir(mode=0o755)
-    with FleetFolder(tmp_path / "others").locked():
+    with DeploymentFolder(tmp_path / "others").locked():
         assert mode(tmp_path / "others") == 0o755
 
 
@@ -119,7 +119,7 @@ def test_a_federation_obeys_its_owner_and_ends_with_its_executor(tmp_path: Path)
         stranger = Connection(tmp_path, "federation")
         (tmp_path / "config.toml").write_bytes((up.folder / "flower" / "config.toml").read_bytes())
         with pytest.raises(FedhmError, match=r"^'flwr list' failed: .*[Aa]uthenticat"):
-            ask(stranger, "list")
+            flwr_json(stranger, "list")
         os.kill(up.pid_of("flower-superexec --superexec-auth-secret-file"), signal.SIGKILL)
         assert up.process.wait(60) == 1
     assert "fedhm: the SuperLink's executor ended: " in up.said

@@ -17,10 +17,10 @@ from fedhm.config.loading import parse
 from fedhm.data.federation import remote_federation
 from fedhm.data.samples import Preprocessing
 from fedhm.flower import client_app
-from fedhm.flower.clients import OwnModel
+from fedhm.flower.clients import UserModel
 from fedhm.flower.engine import FlowerEngine
-from fedhm.flower.nodes import Roster
-from fedhm.flower.wire import NOTE, Terms, greeting, read_replies, read_tasks, reply_parcel
+from fedhm.flower.nodes import NodeRegistry
+from fedhm.flower.wire import JSON_RECORD, RunInfo, decode_replies, decode_tasks, encode_replies, introduction_request
 from fedhm.runs.result import Result
 from fedhm.work.messages import Failure, Reply, Task, Update
 from flower_loopback import GarbledError, Loopback, LoopbackNode
@@ -36,8 +36,8 @@ def with_array(content: RecordDict, change: Callable[[Array], Array], name: str 
 
 
 def with_values(content: RecordDict, change: Callable[[Any], Any]) -> RecordDict:
-    listed = json.loads(str(content.config_records[NOTE]["replies"]))
-    return RecordDict({**content, NOTE: ConfigRecord({"replies": json.dumps(change(listed))})})
+    listed = json.loads(str(content.config_records[JSON_RECORD]["replies"]))
+    return RecordDict({**content, JSON_RECORD: ConfigRecord({"replies": json.dumps(change(listed))})})
 
 
 def with_value(key: str, value: Any) -> Callable[[RecordDict], RecordDict]:
@@ -118,16 +118,16 @@ DAMAGES: dict[str, Callable[[RecordDict], RecordDict]] = {
     ),
     "unending name": lambda c: RecordDict({**c, "tensors." + "9" * 5000: c["tensors.0"]}),
     "half precision": lambda c: with_array(c, lambda a: Array(a.numpy().astype(np.float16))),
-    "no tensors": lambda c: RecordDict({NOTE: c[NOTE]}),
-    "no note": lambda c: RecordDict({key: record for key, record in c.items() if key != NOTE}),
-    "note of another kind": lambda c: RecordDict({**c, NOTE: c["tensors.0"]}),
+    "no tensors": lambda c: RecordDict({JSON_RECORD: c[JSON_RECORD]}),
+    "no note": lambda c: RecordDict({key: record for key, record in c.items() if key != JSON_RECORD}),
+    "note of another kind": lambda c: RecordDict({**c, JSON_RECORD: c["tensors.0"]}),
     "nothing": lambda _: RecordDict(),
     "kept": lambda c: RecordDict({**c, "kept.0": c["tensors.0"]}),
-    "not JSON": lambda c: RecordDict({**c, NOTE: ConfigRecord({"replies": "{" * 5000})}),
-    "deep": lambda c: RecordDict({**c, NOTE: ConfigRecord({"replies": "[" * 50_000 + "]" * 50_000})}),
+    "not JSON": lambda c: RecordDict({**c, JSON_RECORD: ConfigRecord({"replies": "{" * 5000})}),
+    "deep": lambda c: RecordDict({**c, JSON_RECORD: ConfigRecord({"replies": "[" * 50_000 + "]" * 50_000})}),
     "no list": lambda c: with_values(c, lambda listed: listed[0]),
     "two replies": lambda c: with_values(c, lambda listed: listed * 2),
-    "empty text": lambda c: RecordDict({**c, NOTE: ConfigRecord({"replies": ""})}),
+    "empty text": lambda c: RecordDict({**c, JSON_RECORD: ConfigRecord({"replies": ""})}),
     "empty bytes": lambda c: RecordDict({**c, "more": ConfigRecord({"x": b""})}),
     "empty list": lambda c: RecordDict({**c, "more": ConfigRecord({"x": []})}),
     "client is a list": with_value("client", []),
@@ -179,7 +179,7 @@ class Hostile:
 
     def _train(self, message: Message, context: Context) -> Message:
         content = self._honest(message, context).content
-        round_number = read_tasks(message.content)[0].round
+        round_number = decode_tasks(message.content)[0].round
         choices = [*sorted(DAMAGES), "stale", "garbled"]
         name = choices[(round_number * (CLIENTS - 1) + self._client) % len(choices)]  # each in its turn
         self.sent.append(name)
@@ -213,10 +213,10 @@ def run(kind: type[Hostile] | type[Silent]) -> tuple[list[Hostile | Silent], Res
     apps = [client_app(build_model, lambda _: samples(0)), *(other.app for other in others)]
     grid = Loopback({100 + number: LoopbackNode(app, {"partition-id": number}) for number, app in enumerate(apps)})
     federation = remote_federation(samples(99), 3, [8] * CLIENTS, Preprocessing())
-    terms = Terms(config.resolved(), 3, federation.preprocessing)
-    roster = Roster(grid, CLIENTS, greeting(terms), print)
-    engine = FlowerEngine(grid, roster, terms, deadline=0, fp16=False)
-    return others, assemble(OwnModel(build_model, 0).build(), federation, config, engine).run()
+    info = RunInfo(config.resolved(), 3, federation.preprocessing)
+    registry = NodeRegistry(grid, CLIENTS, introduction_request(info), print)
+    engine = FlowerEngine(grid, registry, info, deadline=0, fp16=False)
+    return others, assemble(UserModel(build_model, 0).build(), federation, config, engine).run()
 
 
 @pytest.mark.slow
@@ -239,9 +239,9 @@ def test_each_damage_is_one(name: str) -> None:
     tensors = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
     task = Task("train", 3, 1, "full", "full", tensors)
     sent = Update("train", 3, 1, "full", "full", tensors, 8, (0, 1), 0.5)
-    content = reply_parcel([sent], fp16=False)
-    (honest,) = read_replies(content, [task], fp16=False)
-    (damaged,) = read_replies(DAMAGES[name](content), [task], fp16=False)
+    content = encode_replies([sent], fp16=False)
+    (honest,) = decode_replies(content, [task], fp16=False)
+    (damaged,) = decode_replies(DAMAGES[name](content), [task], fp16=False)
     assert isinstance(honest, Update)
     assert isinstance(damaged, Failure) or _differs(honest, damaged)
 

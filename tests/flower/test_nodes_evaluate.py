@@ -15,10 +15,10 @@ from fedhm.config.loading import parse_flat
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.flower import client_app, server_app
-from fedhm.flower.clients import OwnModel
+from fedhm.flower.clients import UserModel
 from fedhm.flower.engine import FlowerEngine
-from fedhm.flower.nodes import Node, Roster
-from fedhm.flower.wire import Terms, greeting
+from fedhm.flower.nodes import Node, NodeRegistry
+from fedhm.flower.wire import RunInfo, introduction_request
 from fedhm.runs.records import read_records
 from fedhm.work.messages import Failure, Task, Update
 from flower_loopback import Loopback, LoopbackNode
@@ -69,7 +69,7 @@ def test_a_share_is_held_out_and_evaluated_as_with_the_local_engine(tmp_path: Pa
     grid = grid_of(*[client_app(build_model, own)] * 3)
     records = served(grid, tmp_path / "run", client_test=0.25)
     config = parse_flat(SETTINGS, "test")
-    model = OwnModel(build_model, 0).build()
+    model = UserModel(build_model, 0).build()
     here = fedhm.run(model, [samples(n) for n in range(3)], samples(9), config, client_test=0.25)
     assert [record.clients for record in records] == [record.clients for record in here.records]
     assert records[-1].clients["full"].overall.samples == 15
@@ -90,11 +90,11 @@ def test_nodes_that_bring_test_samples_need_not_be_asked_for_them(tmp_path: Path
 def test_a_node_is_held_to_the_test_samples_that_it_said_it_has() -> None:
     grid = grid_of(client_app(build_model, own, test=own_test), client_app(build_model, own, test=own_test))
     config = parse_flat({"federation.clients": 2, "method.name": "fedavg", "engine.threads": 1}, "test").resolved()
-    terms = Terms(config, 3, Preprocessing())
-    roster = Roster(grid, 2, greeting(terms), print)
-    roster.refresh()
-    assert roster.introduced()[0] == Node(0, 20, tests=6)
-    engine = FlowerEngine(grid, roster, terms, 0.0, fp16=False)
+    info = RunInfo(config, 3, Preprocessing())
+    registry = NodeRegistry(grid, 2, introduction_request(info), print)
+    registry.refresh()
+    assert registry.connected()[0] == Node(0, 20, tests=6)
+    engine = FlowerEngine(grid, registry, info, 0.0, fp16=False)
     grid.nodes[2].app = client_app(build_model, own, test=lambda _: samples(7, 5))
     weights = {n: t for n, t in build_model().state_dict().items() if t.is_floating_point()}
     tasks = [Task("evaluate", 1, client, "full", "full", weights, options={"batch": 8.0}) for client in (0, 1)]
@@ -107,10 +107,10 @@ def test_a_node_is_held_to_the_test_samples_that_it_said_it_has() -> None:
 
 @pytest.mark.parametrize("tests", [-1, 2.5, True, "many"])
 def test_a_node_that_claims_what_cannot_be_is_not_used(tests: object) -> None:
-    content = Node(0, 20).introduction()
+    content = Node(0, 20).encode()
     content.config_records["fedhm"]["tests"] = tests  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"wrong types|-1 test samples"):
-        Node.read(content)
+        Node.decode(content)
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_server_needs_no_test_samples(tmp_path: Path, told: dict[str, Any]) ->
     grid = grid_of(*[client_app(build_model, own)] * 3)
     app(grid, Context(1, 1, {}, RecordDict(), {**SETTINGS, "out": str(tmp_path / "run")}))  # type: ignore[arg-type]
     records = read_records(tmp_path / "run" / "records.jsonl")
-    model = OwnModel(build_model, 0).build()
+    model = UserModel(build_model, 0).build()
     here = fedhm.run(model, [samples(n) for n in range(3)], config=parse_flat(SETTINGS, "test"))
     assert [record.metrics for record in records] == [record.metrics for record in here.records]
 
@@ -151,7 +151,7 @@ def test_nan_at_a_client_is_warned_of_and_counts_as_with_the_local_engine(tmp_pa
     context = Context(1, 1, {}, RecordDict(), {**first, "out": str(out)})
     with pytest.warns(FedhmWarning) as on_flower:
         server_app(build_nan)(nodes, context)  # type: ignore[arg-type]
-    model = OwnModel(build_nan, 0).build()
+    model = UserModel(build_nan, 0).build()
     with pytest.warns(FedhmWarning) as here:
         result = fedhm.run(model, [with_nan(n) for n in range(3)], config=parse_flat(first, "test"))
     words = {str(each.message) for each in here}
@@ -206,20 +206,22 @@ def test_a_resumed_run_has_the_inputs_that_it_began_with(tmp_path: Path) -> None
     grid = grid_of(*[lies_about_inputs("float32 7")] * 3)
     server_app(build_model)(grid, context)  # type: ignore[arg-type]
     assert last.exists()
-    assert {Terms.read(message.content).classes for message in grid.pushed} == {3}  # nobody was asked what it has
+    assert {RunInfo.decode(message.content).classes for message in grid.pushed} == {3}  # nobody was asked what it has
 
 
 def test_a_private_run_asks_for_nothing_without_noise() -> None:
     private = {**SETTINGS, "privacy.clip": 1.0, "privacy.noise": 1.0, "method.aggregate": "updates"}
     grid = grid_of(*[client_app(build_model, own)] * 3)
-    with pytest.raises(FedhmError, match=r"clients would say without noise .*: tell the server by inputs="):
+    with pytest.raises(
+        FedhmError, match=r"clients would describe their inputs without noise; give the server their shape by inputs="
+    ):
         server_app(build_model)(grid, Context(1, 1, {}, RecordDict(), private))  # type: ignore[arg-type]
     assert not grid.pushed
 
 
 @pytest.mark.parametrize("inputs", [3, ["float32"], "float32 0", "anything"])
 def test_what_a_node_says_of_its_inputs_is_checked(inputs: object) -> None:
-    content = Node(0, 20).introduction()
+    content = Node(0, 20).encode()
     content.config_records["fedhm"]["inputs"] = inputs  # type: ignore[assignment]
     with pytest.raises((ValueError, FedhmError), match=r"wrong types|does not say what an input is like"):
-        Node.read(content)
+        Node.decode(content)

@@ -13,8 +13,8 @@ from fedhm.data.federation import Federation, remote_federation
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app
-from fedhm.flower.clients import OwnModel
-from fedhm.flower.server import run_on
+from fedhm.flower.clients import UserModel
+from fedhm.flower.server import run_on_grid
 from fedhm.runs.privacy import LENGTH
 from fedhm.runs.records import read_records
 from flower_loopback import Loopback, LoopbackNode
@@ -61,7 +61,7 @@ def federation(sizes: tuple[int, ...], _: str) -> Federation:
 
 def run(grid: Loopback, out: Path, **changes: object) -> None:
     config = parse_flat({**SETTINGS, **{key.replace("__", "."): value for key, value in changes.items()}}, "test")
-    run_on(grid, config, OwnModel(build_model, 0), federation, out, [])
+    run_on_grid(grid, config, UserModel(build_model, 0), federation, out, [])
 
 
 def grid(privacy: dict[str, float] | None = None) -> Loopback:

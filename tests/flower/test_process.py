@@ -32,4 +32,4 @@ def test_the_line_that_tells_why_it_ended(lines: tuple[str, ...], expected: str,
     while process.alive:
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert process.last_words == expected
+    assert process.last_log_line == expected

@@ -13,12 +13,12 @@ import pytest
 from asking_app import an_app, answered
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
 
-from fedhm.flower.processes.process import Process, ended_afterwards, free_ports
-from fedhm.flower.processes.secrets import ensure_certificates, ensure_client_key, private_files
+from fedhm.flower.processes.process import Process, free_ports
+from fedhm.flower.processes.secrets import ensure_certificates, ensure_client_key, owner_only_files
 from fedhm.flower.processes.superlink import (
     Connection,
-    ask,
-    submit,
+    flwr_json,
+    start_run,
     superlink_command,
     supernode_command,
     write_connection,
@@ -57,7 +57,7 @@ class Doors:
 def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
     folder = tmp_path_factory.mktemp("proxy")
     fleet, control, superlink = ports = free_ports(3)
-    with private_files():
+    with owner_only_files():
         ensure_certificates(folder)
     make_admin(folder)
     text = (ROOT / "examples" / "flower-proxy" / "nginx.conf").read_text().replace("server.example", "localhost")
@@ -74,8 +74,7 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
     }
     with ExitStack() as stack:
         for (name, command), port in zip(commands.items(), (superlink, fleet), strict=True):
-            process = Process(name, command, connection.home, folder / f"{name}.log")
-            stack.enter_context(ended_afterwards(process)).wait_for_port(port)
+            stack.enter_context(Process(name, command, connection.home, folder / f"{name}.log")).wait_for_port(port)
         yield Doors(connection, superlink, fleet, control, folder)
 
 
@@ -133,12 +132,11 @@ def test_the_control_api_asks_for_a_certificate(doors: Doors, tmp_path: Path) ->
 def test_a_supernode_behind_the_proxy_does_its_work(doors: Doors, tmp_path: Path) -> None:
     key, (port,) = tmp_path / "client-0", free_ports(1)
     ensure_client_key(key)
-    ask(doors.connection, "supernode", "register", f"{key}.pub")
+    flwr_json(doors.connection, "supernode", "register", f"{key}.pub")
     command = supernode_command(f"127.0.0.1:{doors.fleet}", doors.folder / "ca.crt", key, port, "partition-id=0 x=3")
-    node = Process("SuperNode", command, tmp_path / "flower", tmp_path / "node.log")
-    with ended_afterwards(node):
+    with Process("SuperNode", command, tmp_path / "flower", tmp_path / "node.log"):
         given = {"nodes": 1, "answers": str(tmp_path / "answers.json")}
-        submit(doors.connection, an_app(tmp_path / "app"), given)
+        start_run(doors.connection, an_app(tmp_path / "app"), given)
         _, nodes = answered(tmp_path / "answers.json")
         assert nodes == [{"partition-id": 0, "x": 3}]
-    wait_until(lambda: ask(doors.connection, "supernode", "list")["nodes"][0]["status"] == "offline", 60)
+    wait_until(lambda: flwr_json(doors.connection, "supernode", "list")["nodes"][0]["status"] == "offline", 60)

@@ -16,8 +16,8 @@ from fedhm.data.federation import Federation, remote_federation
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app, server_app
-from fedhm.flower.clients import OwnModel
-from fedhm.flower.server import run_on
+from fedhm.flower.clients import UserModel
+from fedhm.flower.server import run_on_grid
 from fedhm.methods.tier_work import TierWork
 from fedhm.runs.folder import read_config
 from fedhm.runs.records import read_records
@@ -61,7 +61,7 @@ def run(
     grid: Loopback, out: Path | None = None, build: Callable[[], nn.Module] = build_model, **changes: object
 ) -> None:
     config = parse_flat({**SETTINGS, **{key.replace("__", "."): value for key, value in changes.items()}}, "test")
-    run_on(grid, config, OwnModel(build, 0), federation, out, [])
+    run_on_grid(grid, config, UserModel(build, 0), federation, out, [])
 
 
 def federation(sizes: tuple[int, ...], _: str) -> Federation:
@@ -98,7 +98,7 @@ def test_memory_buys_the_largest_tier_that_fits(tmp_path: Path) -> None:
 
 
 def memory(config: Config, tier: str) -> int:
-    built = design(config, OwnModel(build_large_model, 0).build(), torch.zeros(1, 12), 3)
+    built = design(config, UserModel(build_large_model, 0).build(), torch.zeros(1, 12), 3)
     return TierWork(built.method, built.model, config, (12,)).memory(tier)
 
 
@@ -200,10 +200,10 @@ def test_numbers_are_predicted_and_servers_step_as_with_the_local_engine(tmp_pat
         "server.optimizer": "momentum",
     }
     config = parse_flat(settings, "test")
-    own = OwnModel(build_model, 0)
+    own = UserModel(build_model, 0)
     grid = Loopback({1: one(0), 2: one(1), 3: one(2)})
     out = tmp_path / "run"
-    run_on(
+    run_on_grid(
         grid,
         config,
         own,

@@ -14,10 +14,9 @@ import forked
 from fedhm.cli import main
 from fedhm.config.loading import load_config
 from fedhm.config.schema import Config
-from fedhm.flower.follow import is_gone, read_status
-from fedhm.flower.processes.superlink import simulation_superlink, submit
-from fedhm.flower.processes.superlink import status as status_of
+from fedhm.flower.processes.superlink import run_status, simulation_superlink, start_run
 from fedhm.flower.processes.supervisor import descendants
+from fedhm.flower.submit import is_gone, read_status
 from fedhm.report.page import LivePages
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
@@ -127,9 +126,9 @@ def test_every_kind_of_method_ends_as_with_the_local_engine(tmp_path: Path, monk
     }
     before, below = set(descendants(os.getpid())), set[int]()
     with simulation_superlink(tmp_path / "superlink") as connection:
-        run = submit(connection, APPS / "methods", given, "num-supernodes=4 client-resources-num-cpus=1")
+        run = start_run(connection, APPS / "methods", given, "num-supernodes=4 client-resources-num-cpus=1")
         wait_until((tmp_path / "nodes.json").exists)
-        assert status_of(connection, run) == "running"
+        assert run_status(connection, run) == "running"
         if sys.platform == "linux":
             below = set(descendants(os.getpid())) - before
             assert any("raylet" in command_line(pid) for pid in below)

@@ -14,10 +14,10 @@ import pytest
 from asking_app import an_app, answered
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.fleet import FleetFolder, connection_of
-from fedhm.flower.processes.process import Process, ended_afterwards, free_ports
+from fedhm.flower.deployment import DeploymentFolder, connection_of
+from fedhm.flower.processes.process import Process, free_ports
 from fedhm.flower.processes.secrets import ensure_client_key
-from fedhm.flower.processes.superlink import ask, status, stop, submit, supernode_command
+from fedhm.flower.processes.superlink import flwr_json, run_status, start_run, stop_run, supernode_command
 from fedhm.flower.processes.supervisor import descendants
 from flower_up import Up, command, wait_until
 
@@ -31,7 +31,7 @@ AWKWARD = """a "quoted" and 'quoted' text\n= with lines, é, and an end like a f
 
 
 def statuses(folder: Path) -> list[str]:
-    return sorted(node["status"] for node in ask(connection_of(str(folder)), "supernode", "list")["nodes"])
+    return sorted(node["status"] for node in flwr_json(connection_of(str(folder)), "supernode", "list")["nodes"])
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_a_second_one_in_its_folder_is_refused(up: Up) -> None:
 
 
 def test_whoever_is_not_registered_or_speaks_plain_text_is_refused(up: Up, tmp_path: Path) -> None:
-    folder, ports = FleetFolder(up.folder), free_ports(3)
+    folder, ports = DeploymentFolder(up.folder), free_ports(3)
     address = json.loads(folder.announcement.read_text())["address"]
     authority, key = folder.certificates / "ca.crt", tmp_path / "unknown"
     ensure_client_key(key)
@@ -86,12 +86,12 @@ def test_whoever_is_not_registered_or_speaks_plain_text_is_refused(up: Up, tmp_p
         started = {}
         for name, (line, _) in refusals.items():
             started[name] = Process(name, line, tmp_path / "flower", tmp_path / f"{name}.log")
-            stack.enter_context(ended_afterwards(started[name]))
+            stack.enter_context(started[name])
         wait_until(lambda: not any(process.alive for process in started.values()), 90)
     for name, process in started.items():
         said = process.log.read_text()
         assert "Failed to initialize the connection to the SuperLink" in said
-        assert re.search(refusals[name][1], process.last_words), said
+        assert re.search(refusals[name][1], process.last_log_line), said
         assert "SuperNode ID" not in said
     assert statuses(up.folder) == ["online", "online"]
 
@@ -99,21 +99,21 @@ def test_whoever_is_not_registered_or_speaks_plain_text_is_refused(up: Up, tmp_p
 def test_a_run_gets_its_settings_and_clients_their_node_config(up: Up, tmp_path: Path) -> None:
     connection, app = connection_of(str(up.folder)), an_app(tmp_path / "app")
     with pytest.raises(FedhmError, match=r"^'flwr run' failed: .*Invalid run configuration[^\n]*$"):
-        submit(connection, app, {"unheard-of": 1})
+        start_run(connection, app, {"unheard-of": 1})
     given = {"text": AWKWARD, "number": 0.5, "nodes": 2, "wait": 60, "answers": str(tmp_path / "answers.json")}
-    run = submit(connection, app, given)
+    run = start_run(connection, app, given)
     settings, nodes = answered(tmp_path / "answers.json")
-    assert status(connection, run) == "running"
+    assert run_status(connection, run) == "running"
     assert settings == given
     assert nodes == [
         {"partition-id": 0, "num-partitions": 2, "tier": "full"},
         {"partition-id": 1, "num-partitions": 2, "tier": "1/4"},
     ]
-    stop(connection, run)
-    assert status(connection, run) == "finished:stopped"
-    stop(connection, run)  # has ended already
+    stop_run(connection, run)
+    assert run_status(connection, run) == "finished:stopped"
+    stop_run(connection, run)  # has ended already
     with pytest.raises(FedhmError, match=r"^'flwr list' failed: .*Run ID not found[^\n]*$"):
-        status(connection, 5)
+        run_status(connection, 5)
 
 
 def test_a_dead_supernode_is_reported_and_the_rest_goes_on(up: Up) -> None:

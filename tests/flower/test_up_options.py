@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedhm.cli import main
-from fedhm.flower.up import _node_configs
+from fedhm.flower.deployment import _node_configs
 
 
 def test_clients_get_tiers_or_memory_in_turn() -> None:

@@ -16,11 +16,11 @@ from fedhm.data.federation import Federation, remote_federation
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower import client_app
-from fedhm.flower.clients import OwnModel
-from fedhm.flower.nodes import Node, fingerprint
+from fedhm.flower.clients import UserModel
+from fedhm.flower.nodes import Node, fingerprint, tier_objection
 from fedhm.flower.processes.secrets import ensure_client_key
 from fedhm.flower.processes.superlink import Connection, write_connection
-from fedhm.flower.server import run_on, too_much
+from fedhm.flower.server import run_on_grid
 from fedhm.runs.identities import Identities
 from fedhm.runs.records import read_records
 from flower_loopback import Loopback, LoopbackNode
@@ -78,7 +78,7 @@ def run(grid: Loopback, out: Path, then: dict[int, LoopbackNode] | None = None, 
     config = parse_flat({**SETTINGS, **{key.replace("__", "."): value for key, value in changes.items()}}, "test")
     said: list[str] = []
     watchers = [Changing(grid, then)] if then else []
-    run_on(grid, config, OwnModel(build_model, 0), federation, out, watchers, said.append)
+    run_on_grid(grid, config, UserModel(build_model, 0), federation, out, watchers, said.append)
     return said
 
 
@@ -172,9 +172,9 @@ def test_without_lasting_keys_who_comes_in_anothers_place_is_let_in(tmp_path: Pa
     config = parse_flat(SETTINGS, "test")
     honest, said = three(), list[str]()
     after = {1: honest.nodes[1], 8: node(1, key=4), 3: honest.nodes[3]}
-    own = OwnModel(build_model, 0)
+    own = UserModel(build_model, 0)
     out = tmp_path / "run"
-    run_on(honest, config, own, federation, out, [Changing(honest, after)], said.append, node_keys=False)
+    run_on_grid(honest, config, own, federation, out, [Changing(honest, after)], said.append, node_keys=False)
     assert said == []
     assert dropped(out) == [{}, {}]
     assert not (out / "nodes.json").exists()
@@ -211,7 +211,7 @@ def test_a_later_claim_may_not_rise_above_what_was_given_at_the_start(first: str
 
 
 def test_only_larger_tiers_than_ones_own_are_too_much() -> None:
-    config, own = parse_flat(SETTINGS, "test"), OwnModel(build_model, 0)
+    config, own = parse_flat(SETTINGS, "test"), UserModel(build_model, 0)
     method = design(config, own.build(), torch.zeros(1, 6), 3).method
     sizes = {"full": 1, "1/2": 2, "1/4": 3}
     assert tuple(sizes) == method.tiers
@@ -219,9 +219,9 @@ def test_only_larger_tiers_than_ones_own_are_too_much() -> None:
     held = config.model_copy(update={"federation": given})
     for client, mine in enumerate(sizes):
         for claimed in sizes:
-            objection = too_much(held, method, Node(client, 8, claimed))
+            objection = tier_objection(held, method, Node(client, 8, claimed))
             assert bool(objection) == (sizes[claimed] < sizes[mine]), (mine, claimed)
-        assert not too_much(held, method, Node(client, 8, memory=2**40))  # which names no tier, and changes none
+        assert not tier_objection(held, method, Node(client, 8, memory=2**40))  # which names no tier, and changes none
 
 
 def test_a_later_claim_may_be_smaller_or_unsaid(tmp_path: Path) -> None:

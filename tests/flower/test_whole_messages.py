@@ -15,8 +15,8 @@ from fedhm.config.loading import parse
 from fedhm.data.samples import Preprocessing
 from fedhm.flower import client_app
 from fedhm.flower.engine import FlowerEngine
-from fedhm.flower.nodes import Roster
-from fedhm.flower.wire import NOTE, Terms, greeting, reply_parcel
+from fedhm.flower.nodes import NodeRegistry
+from fedhm.flower.wire import JSON_RECORD, RunInfo, encode_replies, introduction_request
 from fedhm.server.filters.admission import objection
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import Expected
@@ -24,11 +24,11 @@ from flower_loopback import Loopback, LoopbackNode
 
 Loopback()  # says who this process is, which a message has to know
 CONFIG = parse({"federation": {"clients": 2}, "method": {"name": "fedavg"}, "train": {"batch": 4}}, "test").resolved()
-TERMS = Terms(CONFIG, 2, Preprocessing())
+INFO = RunInfo(CONFIG, 2, Preprocessing())
 TENSORS = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
-HONEST = reply_parcel([Update("train", 1, 1, "full", "full", TENSORS, 8, (0, 1), 0.5)], fp16=False)
+HONEST = encode_replies([Update("train", 1, 1, "full", "full", TENSORS, 8, (0, 1), 0.5)], fp16=False)
 TASK = Task("train", 1, 1, "full", "full", TENSORS)
-VALUES: dict[str, Any] = json.loads(str(HONEST.config_records[NOTE]["replies"]))[0]
+VALUES: dict[str, Any] = json.loads(str(HONEST.config_records[JSON_RECORD]["replies"]))[0]
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 numbers = st.integers(-(2**63), 2**63 - 1) | st.floats()
@@ -50,7 +50,7 @@ config_records = st.dictionaries(
 ).map(ConfigRecord)
 metric_records = st.dictionaries(st.text(max_size=5), st.integers(0, 2**62) | st.floats(), max_size=2).map(MetricRecord)
 kinds = array_records | config_records | metric_records
-keys = st.sampled_from([NOTE, "tensors.0", "kept.0", "tensors.1", "x", ""])
+keys = st.sampled_from([JSON_RECORD, "tensors.0", "kept.0", "tensors.1", "x", ""])
 # what the engine expects, with some of its values and records in another's place or beside them
 notes = (
     st.dictionaries(st.sampled_from([*VALUES, "failure", "position", "up", "x"]), junk, max_size=3)
@@ -59,7 +59,9 @@ notes = (
 )
 any_note = (notes | junk).map(lambda values: ConfigRecord({"replies": json.dumps(values)}))
 contents: st.SearchStrategy[Any] = st.one_of(
-    st.builds(lambda note, more: RecordDict({**HONEST, NOTE: note, **more}), any_note, st.dictionaries(keys, kinds)),
+    st.builds(
+        lambda note, more: RecordDict({**HONEST, JSON_RECORD: note, **more}), any_note, st.dictionaries(keys, kinds)
+    ),
     st.dictionaries(keys, kinds, max_size=4).map(RecordDict),
     kinds,
     arrays,
@@ -94,22 +96,24 @@ def answer_to(task: Task, content: Any) -> Reply:
     """What becomes of the content of a reply by client 1, on its way through the engine."""
     nodes = [LoopbackNode(client_app(build_model, data), {"partition-id": n}) for n in range(2)]
     grid = Loopback(dict(enumerate(nodes, start=10)))
-    roster = Roster(grid, 2, greeting(TERMS), lambda _: None)
-    roster.refresh()
+    registry = NodeRegistry(grid, 2, introduction_request(INFO), lambda _: None)
+    registry.refresh()
     nodes[1].app = Answering(content)  # type: ignore[assignment]
-    (reply,) = FlowerEngine(grid, roster, TERMS, 0, fp16=False).run([task])
+    (reply,) = FlowerEngine(grid, registry, INFO, 0, fp16=False).run([task])
     return reply
 
 
 def changed(**values: Any) -> RecordDict:
-    return RecordDict({**HONEST, NOTE: ConfigRecord({"replies": json.dumps([{**VALUES, **values}])})})
+    return RecordDict({**HONEST, JSON_RECORD: ConfigRecord({"replies": json.dumps([{**VALUES, **values}])})})
 
 
 NAMED = {
     "an entry that is an empty text": RecordDict({**HONEST, "more": ConfigRecord({"x": ""})}),
     "an entry that is an empty list": RecordDict({**HONEST, "more": ConfigRecord({"x": []})}),
-    "an empty text among the replies": RecordDict({**HONEST, NOTE: ConfigRecord({**HONEST[NOTE], "x": ""})}),
-    "an empty text for the replies": RecordDict({**HONEST, NOTE: ConfigRecord({"replies": ""})}),
+    "an empty text among the replies": RecordDict(
+        {**HONEST, JSON_RECORD: ConfigRecord({**HONEST[JSON_RECORD], "x": ""})}
+    ),
+    "an empty text for the replies": RecordDict({**HONEST, JSON_RECORD: ConfigRecord({"replies": ""})}),
     "a client that is a list": changed(client=[]),
     "a client that is a table": changed(client={}),
     "samples that are nested too deep to be written": changed(samples=json.loads("[" * 900 + "]" * 900)),
@@ -148,25 +152,25 @@ def test_arrays_of_types_that_torch_has_not_are_refused(dtype: str) -> None:
     assert isinstance(answer_to(TASK, RecordDict({**HONEST, "tensors.0": record})), Failure)
 
 
-def introduced(content: Any) -> tuple[Roster, list[str]]:
+def connected(content: Any) -> tuple[NodeRegistry, list[str]]:
     said: list[str] = []
     honest = LoopbackNode(client_app(build_model, data), {"partition-id": 0})
     stranger = LoopbackNode(Answering(content), {})  # type: ignore[arg-type]
-    roster = Roster(Loopback({10: honest, 13: stranger}), 2, greeting(TERMS), said.append)
-    roster.refresh()
-    return roster, said
+    registry = NodeRegistry(Loopback({10: honest, 13: stranger}), 2, introduction_request(INFO), said.append)
+    registry.refresh()
+    return registry, said
 
 
 @given(contents)
 @FUZZ
 def test_any_introduction_leaves_the_others_as_they_are(content: Any) -> None:
-    roster, said = introduced(content)
-    assert roster[0] == 10
+    registry, said = connected(content)
+    assert registry.node_id(0) == 10
     assert all(sentence.isprintable() and len(sentence) < 400 for sentence in said)
 
 
 def test_a_boast_of_samples_is_a_number_like_others() -> None:
     about = {"client": 1, "samples": 2**63 - 1, "tier": "", "memory": 2**63 - 1}
-    roster, said = introduced(RecordDict({NOTE: ConfigRecord(about)}))
-    assert roster.introduced()[1].samples == 2**63 - 1
+    registry, said = connected(RecordDict({JSON_RECORD: ConfigRecord(about)}))
+    assert registry.connected()[1].samples == 2**63 - 1
     assert not said

@@ -12,10 +12,10 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from fedhm.config.loading import parse
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
-from fedhm.flower.wire import Outbox, Terms, read_replies, read_tasks, reply_parcel, travelled
+from fedhm.flower.wire import RunInfo, TaskEncoder, bytes_by_task, decode_replies, decode_tasks, encode_replies
 from fedhm.work.messages import Failure, Task, Update
 
-TERMS = Terms(parse({"seed": 1}, "test").resolved(), 10, Preprocessing((0.5,), (0.25,), 2, True))
+INFO = RunInfo(parse({"seed": 1}, "test").resolved(), 10, Preprocessing((0.5,), (0.25,), 2, True))
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -39,15 +39,15 @@ def update(of: Task) -> Update:
 
 def test_tasks_arrive_as_they_were_sent() -> None:
     sent = [task(), replace(task(), kind="statistics", kept={}, options={})]
-    content = Outbox(TERMS, fp16=False).parcel(sent)
-    assert Terms.read(content) == TERMS
-    for before, after in zip(sent, read_tasks(content), strict=True):
+    content = TaskEncoder(INFO, fp16=False).encode(sent)
+    assert RunInfo.decode(content) == INFO
+    for before, after in zip(sent, decode_tasks(content), strict=True):
         assert_same(before, after)
 
 
 def test_replies_arrive_as_they_were_sent() -> None:
     sent = [update(task()), Failure(3, "no memory"), replace(update(task()), labels=None, loss=float("nan"))]
-    found = read_replies(reply_parcel(sent, fp16=False), [task()] * 3, fp16=False)
+    found = decode_replies(encode_replies(sent, fp16=False), [task()] * 3, fp16=False)
     assert isinstance(found[0], Update)
     assert_same(sent[0], found[0])
     assert found[1] == Failure(3, "no memory")
@@ -57,24 +57,26 @@ def test_replies_arrive_as_they_were_sent() -> None:
 
 
 def test_fp16_halves_matrices_and_comes_back_in_the_type_that_was_sent() -> None:
-    whole, halved = (Outbox(TERMS, fp16).parcel([replace(task(), kept={})]) for fp16 in (False, True))
+    whole, halved = (TaskEncoder(INFO, fp16).encode([replace(task(), kept={})]) for fp16 in (False, True))
     sizes = {name: len(array.data) for name, array in halved.array_records["tensors.0"].items()}
     for name, array in whole.array_records["tensors.0"].items():
         payload = np.prod(array.shape) * np.dtype(array.dtype).itemsize
         saved = payload // 2 if len(array.shape) > 1 else 0
         assert sizes[name] == len(array.data) - saved
-    arrived = read_tasks(halved)[0].tensors
+    arrived = decode_tasks(halved)[0].tensors
     for name, tensor in tensors().items():
         assert arrived[name].dtype == tensor.dtype
         torch.testing.assert_close(arrived[name], tensor, rtol=1e-3, atol=1e-3)
-    (reply,) = read_replies(reply_parcel([update(task())], fp16=True), [task()], fp16=True)
+    (reply,) = decode_replies(encode_replies([update(task())], fp16=True), [task()], fp16=True)
     assert isinstance(reply, Update)
     assert {name: t.dtype for name, t in reply.tensors.items()} == {n: t.dtype for n, t in tensors().items()}
 
 
 def test_counts_that_halves_cannot_hold_stay_whole() -> None:
     counts = replace(update(task()), kind="statistics", tensors={"norm/values": torch.full((1, 1), 1e6)}, kept={})
-    (reply,) = read_replies(reply_parcel([counts], fp16=True), [replace(task(), kind="statistics", kept={})], fp16=True)
+    (reply,) = decode_replies(
+        encode_replies([counts], fp16=True), [replace(task(), kind="statistics", kept={})], fp16=True
+    )
     assert isinstance(reply, Update)
     assert reply.tensors["norm/values"].item() == 1e6
 
@@ -84,47 +86,47 @@ def test_values_that_halves_cannot_hold_are_said_to_be_too_large() -> None:
     large = {**tensors(), "conv.u": torch.full((8, 3, 3, 1), 7e4)}
     sentence = "'conv.u' holds 7e+04, too large for half precision: set engine.fp16 = false"
     with pytest.raises(FedhmError, match=f"^{re.escape(sentence)}$"):
-        Outbox(TERMS, fp16=True).parcel([replace(task(), tensors=large)])
+        TaskEncoder(INFO, fp16=True).encode([replace(task(), tensors=large)])
     sent = [update(task()), replace(update(task()), tensors=large)]
-    first, second = read_replies(reply_parcel(sent, fp16=True), [task()] * 2, fp16=True)
+    first, second = decode_replies(encode_replies(sent, fp16=True), [task()] * 2, fp16=True)
     assert isinstance(first, Update)
     assert second == Failure(3, sentence)
     diverged = replace(update(task()), tensors={**tensors(), "conv.u": torch.full((8, 3, 3, 1), torch.inf)})
-    (reply,) = read_replies(reply_parcel([diverged], fp16=True), [task()], fp16=True)
+    (reply,) = decode_replies(encode_replies([diverged], fp16=True), [task()], fp16=True)
     assert isinstance(reply, Update)  # that it is not finite is for admission to say
 
 
 def test_clients_that_get_the_same_share_one_record() -> None:
-    outbox, shared = Outbox(TERMS, fp16=False), tensors()
-    first, second = (outbox.parcel([replace(task(c), tensors=dict(shared), kept={})]) for c in (0, 1))
-    other = outbox.parcel([replace(task(2), tensors=tensors(), kept={})])
+    encoder, shared = TaskEncoder(INFO, fp16=False), tensors()
+    first, second = (encoder.encode([replace(task(c), tensors=dict(shared), kept={})]) for c in (0, 1))
+    other = encoder.encode([replace(task(2), tensors=tensors(), kept={})])
     assert first["tensors.0"] is second["tensors.0"]
     assert other["tensors.0"] is not first["tensors.0"]
 
 
 def test_bytes_are_those_of_the_records() -> None:
-    content = Outbox(TERMS, fp16=False).parcel([task(), replace(task(), kept={})])
-    first, second = travelled(content, 2)
+    content = TaskEncoder(INFO, fp16=False).encode([task(), replace(task(), kept={})])
+    first, second = bytes_by_task(content, 2)
     arrays = sum(len(array.data) for array in content.array_records["tensors.0"].values())
     kept = sum(len(array.data) for array in content.array_records["kept.0"].values())
     note = content.config_records["fedhm"].count_bytes()
     names = sum(len(name) for name in (*tensors(), "kept.weight"))
     assert arrays + kept + note <= first <= arrays + kept + note + names + 64 * 5
-    assert travelled(content, 2)[1] == second
-    assert sum(travelled(content, 2)) == first + second
+    assert bytes_by_task(content, 2)[1] == second
+    assert sum(bytes_by_task(content, 2)) == first + second
 
 
 def test_a_type_that_numpy_lacks_is_said_in_a_sentence() -> None:
-    with pytest.raises(FedhmError, match=r"'w' is of torch\.bfloat16, which cannot travel by Flower: use float32"):
-        Outbox(TERMS, fp16=False).parcel([replace(task(), tensors={"w": torch.ones(2, dtype=torch.bfloat16)})])
+    with pytest.raises(FedhmError, match=r"'w' is of torch\.bfloat16, which Flower cannot send: use float32"):
+        TaskEncoder(INFO, fp16=False).encode([replace(task(), tensors={"w": torch.ones(2, dtype=torch.bfloat16)})])
 
 
 def test_pickled_arrays_are_refused() -> None:
-    content = reply_parcel([update(task())], fp16=False)
+    content = encode_replies([update(task())], fp16=False)
     buffer = np.array([{"a": 1}], dtype=object)
     hostile = Array("object", (1,), "numpy.ndarray", _saved_with_pickle(buffer))
     record = ArrayRecord({**dict(content.array_records["tensors.0"]), "scale": hostile})
-    (reply,) = read_replies(RecordDict({**content, "tensors.0": record}), [task()], fp16=False)
+    (reply,) = decode_replies(RecordDict({**content, "tensors.0": record}), [task()], fp16=False)
     assert isinstance(reply, Failure)
     assert "pickle" in reply.reason.lower() or "allow_pickle" in reply.reason
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedhm.flower.processes.fleet import FleetFolder
+from fedhm.flower.deployment import DeploymentFolder
 from fedhm.flower.processes.process import Process, free_ports
 from fedhm.flower.processes.superlink import supernode_command
 from fedhm.flower.processes.supervisor import descendants
@@ -57,14 +57,14 @@ def federation(folder: Path) -> Iterator["Fleet"]:
             yield fleet
         finally:
             for node in fleet.started:
-                node.end()
+                node.stop()
 
 
 class Fleet:
     """The SuperNodes of a `fedhm flower up`, and those that were started in their place."""
 
     def __init__(self, up: Up) -> None:
-        self._up, self.folder = up, FleetFolder(up.folder.absolute())
+        self._up, self.folder = up, DeploymentFolder(up.folder.absolute())
         self.started: list[Process] = []
 
     def server_dies(self, run: Victim, rng: random.Random) -> str:
@@ -112,7 +112,7 @@ class Fleet:
                 if log.exists() and "SuperNode ID" in log.read_text(errors="replace"):  # it was let in
                     return
                 time.sleep(0.1)
-            said = node.last_words
+            said = node.last_log_line
         raise LostError(f"SuperNode {client} does not come back: {said}")
 
 

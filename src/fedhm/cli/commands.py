@@ -80,7 +80,7 @@ def resume(options: argparse.Namespace) -> None:
 
 def _on_flower(options: argparse.Namespace, config: Config, path: Path, from_round: int | None = None) -> None:
     """Have Flower's processes do the work and write the folder."""
-    from fedhm.flower.follow import run_on_flower
+    from fedhm.flower import run_on_flower
 
     console = _reading(config)
     prepare(config)  # refuses what is wrong with settings and data, before any round is moved aside
@@ -186,7 +186,7 @@ def export(options: argparse.Namespace) -> None:
 
 
 def flower_up(options: argparse.Namespace) -> None:
-    from fedhm.flower.up import up
+    from fedhm.flower import up
 
     up(options, Terminal())
 

@@ -1,4 +1,4 @@
-"""fedhm on Flower, for a user's own model and data: the two apps that Flower asks for.
+"""fedhm on Flower, for a user's own model and data: the two apps that Flower needs.
 
     # client_app.py                                   # server_app.py
     from fedhm.flower import client_app               from fedhm.flower import server_app
@@ -6,29 +6,31 @@
 
     app = client_app(build_model, client_data)        app = server_app(build_model, test_data, CLASSES)
 
-`examples/flower-app` is a whole one, and docs/flower.md says how it is run. Needs `pip install 'fedhm[flower]'`.
+`examples/flower-app` is a complete example, and docs/flower.md explains how to run it. Needs
+`pip install 'fedhm[flower]'`. `run_on_flower` and `up` are for the CLI.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fedhm.flower.processes.process import check_installed
+from fedhm.errors import FedhmError
 
 if TYPE_CHECKING:
     from fedhm.flower.clients import client_app
+    from fedhm.flower.deployment import up
     from fedhm.flower.server import server_app
+    from fedhm.flower.submit import run_on_flower
 
-__all__ = ["client_app", "server_app"]
+__all__ = ["client_app", "run_on_flower", "server_app", "up"]
+
+_MODULES = {"client_app": "clients", "run_on_flower": "submit", "server_app": "server", "up": "deployment"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the apps when one is asked for: Flower is an extra and takes seconds to import."""
-    if name not in __all__:
+    """Import a name when it is used: Flower is an extra and takes seconds to import, and a node needs no server."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'fedhm.flower' has no attribute '{name}'")
-    check_installed()
-    if name == "client_app":  # a node starts a process for every message: what only servers need is not imported there
-        from fedhm.flower.clients import client_app
-
-        return client_app
-    from fedhm.flower.server import server_app
-
-    return server_app
+    if find_spec("flwr") is None or find_spec("cryptography") is None:
+        raise FedhmError("Flower is not installed: pip install 'fedhm[flower]'")
+    return getattr(import_module(f"fedhm.flower.{_MODULES[name]}"), name)

@@ -1,41 +1,37 @@
-"""Ask the clients what their inputs are like, for a server that has no samples and was not told."""
+"""The ServerApp: waits for the clients, gives each a tier, and runs the rounds on them.
+
+`server_app` is for a user's own model, `config_server_app` for runs whose config names model and data.
+"""
 
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from torch import nn
 
 from fedhm.adapters.adapted import base_digest
 from fedhm.assembly import assemble, design, read_federation
 from fedhm.config.loading import parse_flat, parse_resolved
-from fedhm.config.schema import (
-    NO_TIER,
-    Config,
-    DeviceConfig,
-    FederationConfig,
-    ResolvedConfig,
-    fixed_level,
-    parse_profile,
-)
+from fedhm.config.schema import NO_TIER, Config, ResolvedConfig
 from fedhm.data.convert import DataLike, PublicLike, to_samples
 from fedhm.data.federation import ClientTests, Federation, check_test_share, default_test_share, remote_federation
 from fedhm.data.input_spec import InputSpec, majority_spec, placeholder_sample
 from fedhm.data.samples import Feed, Preprocessing
 from fedhm.errors import FedhmError, show_warnings
-from fedhm.flower.apps import Context, Grid, ServerApp, make_server_app
-from fedhm.flower.clients import Model, NamedModel, OwnModel, demands
+from fedhm.flower.clients import ConfigModel, Model, UserModel, dtype_and_limits
 from fedhm.flower.engine import FlowerEngine
-from fedhm.flower.follow import StatusFile
-from fedhm.flower.nodes import Node, Roster
-from fedhm.flower.wire import Terms, greeting
+from fedhm.flower.nodes import Node, NodeRegistry, assign_tiers, devices_from_nodes, tier_objection
+from fedhm.flower.submit import StatusFile
+from fedhm.flower.wire import RunInfo, introduction_request
 from fedhm.machine.printable import printable
 from fedhm.measure.cost import sample_spec
 from fedhm.methods.method import AnyMethod
@@ -48,136 +44,10 @@ from fedhm.runs.folder import RunFolder
 from fedhm.runs.identities import Identities
 from fedhm.server.callbacks import Watcher
 from fedhm.server.collect import Intake
-from fedhm.server.filters.fleet import Planned, foreign, largest_in, modes, with_plan
+from fedhm.server.filters.fleet import Planned, with_plan
 from fedhm.server.sampling import check_assignment
 
-
-def unknown_inputs(config: ResolvedConfig) -> Terms:
-    """Return the terms of a server that cannot say yet how many classes there are: nodes then tell of their inputs."""
-    return Terms(config, 0, Preprocessing())
-
-
-def inputs_of_most(roster: Roster, config: ResolvedConfig, all_of_them: bool, say: Callable[[str], None]) -> str:
-    """Wait for clients, return what most of them say of their inputs, and say who says otherwise.
-
-    These are not left out: a network may take their inputs as well, and if not, that costs their own updates.
-    """
-    if config.privacy.active:
-        raise FedhmError(
-            "[privacy]: clients would say without noise what their inputs are like: tell the server by inputs="
-        )
-    roster.gather(config.engine.patience, all_of_them)
-    said = {client: InputSpec.read(node.inputs) for client, node in roster.introduced().items() if node.inputs}
-    found, others = majority_spec(said)
-    for client in others:
-        say(f"client {client} says that its inputs are {said[client]}; those of most are {found}")
-    return str(found)
-
-
-# Which tier each client gets: the one that its node config names, or the largest that fits its memory.
-
-
-@dataclass(frozen=True)
-class Tiers:
-    federation: FederationConfig  # with the tiers that clients have
-    refused: dict[int, str]  # clients that can have none, and why
-
-
-def with_devices(config: Config, nodes: Mapping[int, Node], digest: str) -> Tiers:
-    """Make the nodes' device files the devices of the run, if there are such; who has a foreign one is left out."""
-    federation = config.federation
-    if federation.devices or not any(node.device for node in nodes.values()):
-        return Tiers(federation, {})
-    refused: dict[int, str] = {}
-    described: dict[str, tuple[dict[str, Any], list[int]]] = {}  # by what nodes say of themselves
-    for client in range(federation.clients):
-        node = nodes.get(client, Node(client, 0))
-        if node.tier or federation.assignment or federation.heterogeneity == "dynamic":
-            raise FedhmError("a client names its device file, but others have tiers that are given or drawn: do either")
-        known: dict[str, Any] = {"memory": node.memory} if node.memory else {}
-        try:
-            profile = parse_profile(node.device, "what it sent") if node.device else None
-            reason = foreign(profile, digest, config.train) if profile else ""
-        except FedhmError as error:
-            profile, reason = None, str(error)
-        if reason:
-            refused[client] = f"its device file is of no use here: {printable(reason)}"
-        elif profile:
-            known["profile"] = profile
-        described.setdefault(f"{reason and client} {node.memory} {node.device}", (known, []))[1].append(client)
-    devices = [
-        DeviceConfig(name=f"{_called(known)} {number}", clients=tuple(clients), **known)
-        for number, (known, clients) in enumerate(described.values(), start=1)
-    ]
-    unfit = "leave-out" if federation.unfit == "refuse" else federation.unfit  # others need not stop for one of them
-    return Tiers(federation.model_copy(update={"devices": tuple(devices), "unfit": unfit}), refused)
-
-
-def _called(known: Mapping[str, Any]) -> str:
-    return printable(known["profile"].name)[:40] if "profile" in known else "device"
-
-
-def chosen_tiers(config: Config, work: TierWork, nodes: Mapping[int, Node]) -> Tiers:
-    """Choose tiers: a client that asks for none gets that of its number; one that cannot get its own is left out."""
-    asking = {client: node for client, node in nodes.items() if node.tier or node.memory}
-    federation = config.federation
-    if not asking or federation.given_tiers or federation.devices or federation.heterogeneity == "dynamic":
-        return Tiers(federation, {})
-    assignment: list[str] = []
-    checkpointed: list[int] = []
-    refused: dict[int, str] = {}
-    for client in range(federation.clients):
-        node = asking.get(client)
-        if node is None:
-            assignment.append(work.levels[fixed_level(client, len(work.levels))])
-        elif node.tier and node.tier in (*work.tiers, *work.levels):
-            assignment.append(node.tier)
-        elif not node.tier and (found := largest_in(node.memory, work, bool(config.train.checkpointing))):
-            assignment.append(found[0])
-            checkpointed += [client] if found[1] and not config.train.checkpointing else []
-        else:
-            assignment.append(work.tiers[-1])
-            refused[client] = _why(node, work, config)
-    found_for_all = {"assignment": tuple(assignment), "checkpointed": tuple(checkpointed)}
-    return Tiers(federation.model_copy(update=found_for_all), refused)
-
-
-def too_much(config: Config, method: AnyMethod, node: Node) -> str:
-    """Return why a client may not have the tier that it names: it was given a smaller one. Empty if it may.
-
-    Given by the server's settings, by what it said when the run began, or by its number. What it can spare names no
-    tier: it was measured when the run began.
-    """
-    if not node.tier or config.federation.heterogeneity == "dynamic":
-        return ""
-    order = tuple(dict.fromkeys([*method.levels, *method.tiers]))  # largest first
-    if node.tier not in order:
-        return _unknown(node, method.tiers)
-    by_number = method.levels[fixed_level(node.client, len(method.levels))]
-    given = config.federation.given_tiers[node.client] if config.federation.given_tiers else by_number
-    if order.index(node.tier) >= order.index(given):
-        return ""
-    return f"it asks for tier {node.tier}, but was given {given}, which is smaller"
-
-
-def _unknown(node: Node, tiers: Sequence[str]) -> str:
-    return f"it asks for tier '{printable(node.tier)}', known are {', '.join(tiers)}"
-
-
-def _why(node: Node, work: TierWork, config: Config) -> str:
-    if node.tier:
-        return _unknown(node, work.tiers)
-    ways = [(tier, again) for tier in work.tiers for again in modes(work, bool(config.train.checkpointing))]
-    size, tier = min((work.memory(tier, again), tier) for tier, again in ways)
-    return (
-        f"it can spare {node.memory >> 20} MiB, but training even tier {tier} takes {-(-size >> 20)} MiB "
-        f"with train.batch = {config.train.batch}"
-    )
-
-
-# The server side of an app: finds out which clients there are, and runs the loop on them.
-
-# Makes the federation from the number of samples at each client, and what most of them say of their inputs
+# Makes the federation from the number of samples of each client, and the form of the inputs that most clients have
 MakeFederation = Callable[[tuple[int, ...], str], Federation]
 
 
@@ -196,64 +66,74 @@ def server_app(
 ) -> ServerApp:
     """Return a Flower ServerApp that trains `model` on the nodes that are connected.
 
-    test        samples to evaluate every tier's model on, as `fedhm.run` takes them; without, models are evaluated at
-                the clients
-    classes     how many there are, or numbers to predict, which the server does not see; 0: as many as the model has
-                outputs
-    inputs      without `test`, what goes into the model: the shape of one input, (3, 32, 32); an array like one where
-                that is neither of floats nor an image. If that is not said either, it is what most clients say
-    mean, std   of each channel, where inputs are uint8 images: these are divided by 255 and normalised
-    crop, flip  clients augment images: random window after padding by `crop` pixels, random mirror image
-    public      inputs that everybody has, for methods that distil
-    client_test the share of its samples that each client holds out of its training, to evaluate every tier's model
-                there, too, 0.2 where there is no `test`; clients that bring test samples of their own evaluate on
-                these
+    test         returns samples to evaluate every tier's model on, as `fedhm.run` takes them. Without it, models are
+                 evaluated at the clients
+    classes      the number of classes, or of numbers to predict, which the server does not see. 0: as many as the model
+                 has outputs
+    inputs       without `test`, the shape of one input, (3, 32, 32), or an array like one if inputs are neither floats
+                 nor images. Without both, the server asks the clients and takes the form that most of them have
+    mean, std    of each channel of uint8 images, which are divided by 255 and normalised
+    crop, flip   clients augment images: a random window after padding by `crop` pixels, a random mirror image
+    public       returns inputs that everybody has, for methods that distil
+    client_test  the share of its samples that each client holds out to evaluate every tier's model on; 0.2 without
+                 `test`. Clients with test samples of their own evaluate on these
 
-    Settings are the app's run config, by dotted keys: `train.rounds = 20`. With `out`, the path of a folder, the run
-    leaves there what `fedhm run` leaves, and resumes an unfinished run that it finds there. A client's number belongs
-    to its SuperNode's key; `node-keys = false` is for SuperNodes that are started without one.
+    The app's run config holds the settings, by dotted keys: `train.rounds = 20`. With `out`, the path of a folder, the
+    run writes there what `fedhm run` writes, and resumes an unfinished run in it. A client's number belongs to its
+    SuperNode's key; `node-keys = false` is for SuperNodes that are started without one.
     """
+    app = ServerApp()
 
+    @app.main()
     def serve(grid: Grid, context: Context) -> None:
         config = parse_flat(context.run_config, "the run config")
-        own = OwnModel(model, config.seed)
-        preprocessing, learned = Preprocessing(tuple(mean), tuple(std), crop, flip), config.objective
+        user_model = UserModel(model, config.seed)
+        preprocessing, objective = Preprocessing(tuple(mean), tuple(std), crop, flip), config.objective
 
-        def federation(sizes: tuple[int, ...], said_inputs: str) -> Federation:
-            everybodys = public() if public else None
-            dtype, _ = demands(own)
+        def make_federation(sizes: tuple[int, ...], majority_inputs: str) -> Federation:
+            shared = public() if public else None
+            dtype, _ = dtype_and_limits(user_model)
             samples, outputs, form = (test() if test else None), classes, None
             if samples is None or not outputs:
-                like = InputSpec.read(said_inputs).zeros() if samples is None and inputs is None else inputs
-                like = like if samples is None else to_samples(samples, "the test set", dtype, learned).example
-                form, outputs = placeholder_sample(like, classes, own.build(), preprocessing, learned, dtype)
-            there = remote_federation(samples, outputs, sizes, preprocessing, everybodys, dtype, learned, form)
+                like = InputSpec.read(majority_inputs).zeros() if samples is None and inputs is None else inputs
+                like = like if samples is None else to_samples(samples, "the test set", dtype, objective).example
+                form, outputs = placeholder_sample(like, classes, user_model.build(), preprocessing, objective, dtype)
+            federation = remote_federation(samples, outputs, sizes, preprocessing, shared, dtype, objective, form)
             share = default_test_share(test is not None) if client_test is None else check_test_share(client_test)
-            return replace(there, client_tests=ClientTests(share=share))
+            return replace(federation, client_tests=ClientTests(share=share))
 
-        said = context.run_config
-        out, keys = str(said.get("out", "")), said.get("node-keys", True) is not False
-        with progress(Console(), config.objective.headline) as bar:
-            folder, ask = Path(out) if out else None, test is None and inputs is None
-            run_on(grid, config, own, federation, folder, [bar], node_keys=keys, ask_inputs=ask)
+        out = str(context.run_config.get("out", ""))
+        with progress(Console(), objective.headline) as bar:
+            run_on_grid(
+                grid,
+                config,
+                user_model,
+                make_federation,
+                Path(out) if out else None,
+                [bar],
+                node_keys=_has_node_keys(context),
+                ask_inputs=test is None and inputs is None,
+            )
 
-    return make_server_app(serve)
+    return app
 
 
-def named_server_app() -> ServerApp:
-    """Return the app of runs from a config, which names model and data."""
+def config_server_app() -> ServerApp:
+    """Return the ServerApp of runs whose config names model and data, as `fedhm run` submits them."""
+    app = ServerApp()
 
+    @app.main()
     def serve(grid: Grid, context: Context) -> None:
-        said = context.run_config
-        status = StatusFile(Path(str(said["status"])))
-        # Flower's files are their owner's only, but the run's are as a user wishes
-        os.umask(int(str(said["umask"]), 8))
+        settings = context.run_config
+        status = StatusFile(Path(str(settings["status"])))
+        # The umask of `fedhm run`: only Flower's own files are restricted to their owner.
+        os.umask(int(str(settings["umask"]), 8))
         try:
-            config = parse_resolved(str(said["config"]), "the run's config")
-            out, keys = Path(str(said["out"])), said.get("node-keys", True) is not False
+            config = parse_resolved(str(settings["config"]), "the run's config")
             with warnings.catch_warnings():
-                show_warnings(status.said)
-                run_named(grid, config, out, [status], status.said, keys)
+                show_warnings(status.message)
+                out = Path(str(settings["out"]))
+                run_config_on_grid(grid, config, out, [status], status.message, _has_node_keys(context))
         except FedhmError as error:
             status.ended(str(error))
             raise
@@ -265,10 +145,14 @@ def named_server_app() -> ServerApp:
             raise
         status.ended()
 
-    return make_server_app(serve)
+    return app
 
 
-def run_named(
+def _has_node_keys(context: Context) -> bool:
+    return context.run_config.get("node-keys", True) is not False
+
+
+def run_config_on_grid(
     grid: Grid,
     config: ResolvedConfig,
     out: Path,
@@ -277,11 +161,11 @@ def run_named(
     node_keys: bool = True,
 ) -> None:
     federation = read_federation(config)
-    named = NamedModel(config, federation.input_shape, federation.classes)
-    run_on(grid, config, named, lambda *_: federation, out, watchers, say, node_keys)
+    model = ConfigModel(config, federation.input_shape, federation.classes)
+    run_on_grid(grid, config, model, lambda *_: federation, out, watchers, say, node_keys)
 
 
-def run_on(
+def run_on_grid(
     grid: Grid,
     config: Config,
     model: Model,
@@ -292,48 +176,55 @@ def run_on(
     node_keys: bool = True,
     ask_inputs: bool = False,
 ) -> None:
-    """Wait for the clients, ask what their inputs are like if nobody else knows, then run the rounds that are left."""
+    """Wait for the clients and run the remaining rounds on them.
+
+    node_keys   a client's number belongs to its node's key
+    ask_inputs  first ask the clients for the form of their inputs, which nobody else knows
+    """
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"name": "flower"})})
     settings = resumed_settings(config, out).resolved()
+    clients = settings.federation.clients
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(out)) if out and (out / "config.toml").exists() else None
-        clients = settings.federation.clients
+        resumed = folder is not None
         identities = Identities.read(folder.path) if folder else Identities()
 
-        def roster_of(terms: Terms) -> Roster:
-            return Roster(grid, clients, greeting(terms), say, identities if node_keys else None)
+        def registry_for(info: RunInfo) -> NodeRegistry:
+            return NodeRegistry(grid, clients, introduction_request(info), say, identities if node_keys else None)
 
         inputs = settings.federation.inputs
         if ask_inputs and not inputs:
-            inputs = inputs_of_most(roster_of(unknown_inputs(settings)), settings, folder is None, say)
-            if not folder:
-                found = settings.federation.model_copy(update={"inputs": inputs})
-                settings = settings.model_copy(update={"federation": found})
-        bare = make_federation((0,) * clients, inputs)
-        batch, _ = Feed(bare.example, bare.preprocessing).one()
-        # what is wrong with the method or model is said before anyone waits, if nobody has to be asked
-        method = design(settings, model.build(), batch, bare.classes, bare.public_feed()).method
+            inputs = _majority_inputs(registry_for(RunInfo(settings, 0, Preprocessing())), settings, resumed, say)
+            if not resumed:
+                federation_config = settings.federation.model_copy(update={"inputs": inputs})
+                settings = settings.model_copy(update={"federation": federation_config})
+        empty_federation = make_federation((0,) * clients, inputs)
+        batch, _ = Feed(empty_federation.example, empty_federation.preprocessing).one()
+        # Errors in the method or model are raised here, before anyone waits for clients.
+        method = design(settings, model.build(), batch, empty_federation.classes, empty_federation.public_feed()).method
         check_assignment(settings.federation, clients, method.tiers, method.levels)
-        roster = roster_of(_terms(settings, bare, method))
-        if folder or settings.federation.given_tiers:
-            roster.hold_to(partial(too_much, settings, method))
-        roster.gather(settings.engine.patience, all_of_them=folder is None)
-        if not folder:
+
+        registry = registry_for(_run_info(settings, empty_federation, method))
+        if resumed or settings.federation.given_tiers:
+            registry.check_tiers(partial(tier_objection, settings, method))
+        _wait_for_clients(registry, settings, resumed)
+        if not resumed:
             settings, refused = _with_tiers(
-                settings, model.build(), method, batch, make_federation, roster.introduced()
+                settings, model.build(), method, batch, make_federation, registry.connected()
             )
-            roster.leave_out(refused)
-            roster.hold_to(partial(too_much, settings, method))
+            registry.exclude(refused)
+            registry.check_tiers(partial(tier_objection, settings, method))
             if out:
                 folder = stack.enter_context(RunFolder.create(out, settings))
                 identities.keep_in(out)
-        known = roster.introduced()
-        federation = make_federation(_sizes(known, clients), inputs)
+
+        nodes = registry.connected()
+        federation = make_federation(_sample_counts(nodes, clients), inputs)
         if federation.remote:
-            tests = tuple(known[c].tests if c in known else 0 for c in range(clients))
+            tests = tuple(nodes[client].tests if client in nodes else 0 for client in range(clients))
             federation = replace(federation, client_tests=replace(federation.client_tests, remote=tests))
-        place = settings.engine
-        engine = FlowerEngine(grid, roster, _terms(settings, federation, method), place.deadline, place.fp16)
+        info = _run_info(settings, federation, method)
+        engine = FlowerEngine(grid, registry, info, settings.engine.deadline, settings.engine.fp16)
         try:
             assemble(model.build(), federation, settings, engine, watchers).run(folder)
         except FedhmError:
@@ -344,6 +235,31 @@ def run_on(
         report_on(out)
 
 
+def _wait_for_clients(registry: NodeRegistry, config: ResolvedConfig, resumed: bool) -> None:
+    """Wait for all clients. A resumed run goes on without missing clients, which may come back later."""
+    if resumed:
+        registry.wait(config.engine.patience)
+    else:
+        registry.wait_for_all(config.engine.patience)
+
+
+def _majority_inputs(registry: NodeRegistry, config: ResolvedConfig, resumed: bool, say: Callable[[str], None]) -> str:
+    """Wait for clients, return the form of the inputs that most of them have, and name the clients with another form.
+
+    These take part all the same. A network may accept their inputs, and if it does not, only their updates are lost.
+    """
+    if config.privacy.active:
+        raise FedhmError(
+            "[privacy]: clients would describe their inputs without noise; give the server their shape by inputs="
+        )
+    _wait_for_clients(registry, config, resumed)
+    forms = {client: InputSpec.read(node.inputs) for client, node in registry.connected().items() if node.inputs}
+    majority, others = majority_spec(forms)
+    for client in others:
+        say(f"client {client} says that its inputs are {forms[client]}; those of most are {majority}")
+    return str(majority)
+
+
 def _with_tiers(
     config: ResolvedConfig,
     model: nn.Module,
@@ -352,29 +268,31 @@ def _with_tiers(
     make_federation: MakeFederation,
     nodes: Mapping[int, Node],
 ) -> tuple[ResolvedConfig, dict[int, str]]:
-    """Return the settings with the tiers that clients get by what their nodes say or by their devices, and who none."""
-    by_file = with_devices(config, nodes, structure_digest(model, sample_shape(batch)))
+    """Return the settings with the clients' tiers, and the clients that get none, with the reason.
+
+    A tier follows from a node's introduction, or from a plan where there are devices.
+    """
+    by_file = devices_from_nodes(config, nodes, structure_digest(model, sample_shape(batch)))
     config = config.model_copy(update={"federation": by_file.federation})
-    work = TierWork(method, model, config, *sample_spec(batch))
-    tiers = chosen_tiers(config, work, nodes)
-    config = config.model_copy(update={"federation": tiers.federation})
+    by_node = assign_tiers(config, TierWork(method, model, config, *sample_spec(batch)), nodes)
+    config = config.model_copy(update={"federation": by_node.federation})
     planned: list[Planned] = []
 
     def plan() -> list[Planned]:
-        federation = make_federation(_sizes(nodes, config.federation.clients), config.federation.inputs)
+        federation = make_federation(_sample_counts(nodes, config.federation.clients), config.federation.inputs)
         sample = next(Feed(federation.example, federation.preprocessing).ordered(1))
         planned.extend(plan_fleet(config, model, method, batch, Intake(method.network, federation, config, sample, ())))
         return planned
 
     config = with_plan(config, plan)
-    left_out = {each.client: each.problem for each in planned if each.tier == NO_TIER}
-    return config, {**tiers.refused, **left_out, **by_file.refused}
+    unfit = {each.client: each.problem for each in planned if each.tier == NO_TIER}
+    return config, {**by_node.refused, **unfit, **by_file.refused}
 
 
-def _sizes(nodes: Mapping[int, Node], clients: int) -> tuple[int, ...]:
+def _sample_counts(nodes: Mapping[int, Node], clients: int) -> tuple[int, ...]:
     return tuple(nodes[client].samples if client in nodes else 0 for client in range(clients))
 
 
-def _terms(config: ResolvedConfig, federation: Federation, method: AnyMethod) -> Terms:
-    base = base_digest(method.network(method.tiers[0])) if config.method.adapters else ""
-    return Terms(config, federation.classes, federation.preprocessing, federation.client_tests.share, base)
+def _run_info(config: ResolvedConfig, federation: Federation, method: AnyMethod) -> RunInfo:
+    digest = base_digest(method.network(method.tiers[0])) if config.method.adapters else ""
+    return RunInfo(config, federation.classes, federation.preprocessing, federation.client_tests.share, digest)

@@ -1,6 +1,11 @@
-"""Tasks and replies as Flower's records: one array for each tensor, the rest as JSON beside them. Nothing is pickled.
+"""The message format: tasks and replies as Flower records, one array for each tensor, everything else as JSON.
 
-A message holds all of a client's tasks of one exchange, since an exchange takes seconds however little it carries.
+Nothing is pickled. A message holds all tasks of one client in an exchange, because an exchange takes seconds
+however little it carries. Its records are
+
+    fedhm        a ConfigRecord of JSON texts: "terms" (`RunInfo`) and "tasks" on the way down, "replies" on the way up
+    tensors.N    an ArrayRecord with the tensors of task or reply number N
+    kept.N       an ArrayRecord with the tensors that the client keeps between tasks
 """
 
 import json
@@ -24,95 +29,107 @@ from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of
 
-NOTE = "fedhm"  # the record with all that is not a tensor
-PARTS = ("tensors", "kept")
-ELSEWHERE = {*PARTS, "position", "down", "up"}  # fields of a message that are no part of its values
-
-UPDATE_VALUES = {field.name for field in fields(Update)} - ELSEWHERE
+JSON_RECORD = "fedhm"  # the name of the record with everything that is not a tensor
+TENSOR_FIELDS = ("tensors", "kept")
+NOT_IN_JSON = {*TENSOR_FIELDS, "position", "down", "up"}  # the last three are filled in by the engine
+UPDATE_FIELDS = {field.name for field in fields(Update)} - NOT_IN_JSON
 
 Records = dict[str, ArrayRecord | ConfigRecord]
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the server tells every client of the run; it comes with each message, since processes may live for one."""
+class RunInfo:
+    """The server's description of the run. Every message carries it, because a client process may live for one only."""
 
     config: ResolvedConfig
-    classes: int  # 0: not known yet, as the server asks what clients' inputs are like
+    classes: int  # 0: not known yet, the server is asking for the shape of the clients' inputs
     preprocessing: Preprocessing
-    client_test: float = 0.0  # the share of its samples that a client holds out, if it brings no test samples
-    base: str = ""  # what tells the frozen base, which does not travel, from others; "" where there is none
+    client_test: float = 0.0  # the share of its samples that a client holds out, unless it has test samples
+    base_digest: str = ""  # identifies the frozen base of adapters, which does not travel; "" without adapters
 
-    def note(self) -> dict[str, str]:
-        config = self.config.model_copy(update={"tracking": None})  # the server's alone, as are its paths
-        said = {"config": config.to_toml(), "classes": self.classes, "preprocessing": asdict(self.preprocessing)}
+    def encode(self) -> dict[str, str]:
+        config = self.config.model_copy(update={"tracking": None})  # trackers and their paths belong to the server
+        values = {"config": config.to_toml(), "classes": self.classes, "preprocessing": asdict(self.preprocessing)}
         if self.client_test:
-            said["client_test"] = self.client_test
-        if self.base:
-            said["base"] = self.base
-        return {"terms": json.dumps(said)}
+            values["client_test"] = self.client_test
+        if self.base_digest:
+            values["base"] = self.base_digest
+        return {"terms": json.dumps(values)}
 
     @classmethod
-    def read(cls, content: RecordDict) -> "Terms":
-        return _terms(str(content.config_records[NOTE]["terms"]))
+    def decode(cls, content: RecordDict) -> "RunInfo":
+        return _decode_run_info(str(content.config_records[JSON_RECORD]["terms"]))
 
 
-@lru_cache(maxsize=1)  # the same with every message
-def _terms(text: str) -> Terms:
+@lru_cache(maxsize=1)  # every message of a run carries the same text
+def _decode_run_info(text: str) -> RunInfo:
     values = json.loads(text)
-    pixels = values["preprocessing"]
-    pixels |= {"mean": tuple(pixels["mean"]), "std": tuple(pixels["std"])}
+    preprocessing = values["preprocessing"]
+    preprocessing |= {"mean": tuple(preprocessing["mean"]), "std": tuple(preprocessing["std"])}
     config = parse_resolved(values["config"], "the server's config")
     share, base = values.get("client_test", 0.0), values.get("base", "")
-    return Terms(config, values["classes"], Preprocessing(**pixels), share, base)
+    return RunInfo(config, values["classes"], Preprocessing(**preprocessing), share, base)
 
 
-def greeting(terms: Terms) -> RecordDict:
-    """Return a message that asks a node who it is."""
-    return RecordDict({NOTE: ConfigRecord({**terms.note()})})
+def introduction_request(info: RunInfo) -> RecordDict:
+    """Return the content of a message that asks a node which client it is."""
+    return RecordDict({JSON_RECORD: ConfigRecord({**info.encode()})})
 
 
-class Outbox:
-    """The messages to clients in one exchange. A record that several get is made once, and Flower uploads it once."""
+# Tasks: encoded by the server, decoded by a client, which trusts its server.
 
-    def __init__(self, terms: Terms, fp16: bool) -> None:
-        self._terms, self._fp16 = terms, fp16
-        self._made: dict[tuple[tuple[str, int], ...], tuple[Tensors, ArrayRecord]] = {}
 
-    def parcel(self, tasks: Iterable[Task]) -> RecordDict:
+class TaskEncoder:
+    """Encodes the tasks of one exchange. Clients with equal tensors share one record, which Flower uploads once."""
+
+    def __init__(self, info: RunInfo, fp16: bool) -> None:
+        self._info, self._fp16 = info, fp16
+        self._encoded: dict[tuple[tuple[str, int], ...], tuple[Tensors, ArrayRecord]] = {}
+
+    def encode(self, tasks: Iterable[Task]) -> RecordDict:
         records: Records = {}
         listed: list[Values] = []
         for number, task in enumerate(tasks):
-            values = _values(task) | {"options": dict(task.options)}
             if task.tensors:
-                records[f"tensors.{number}"] = self._shared(task.tensors)
+                records[f"tensors.{number}"] = self._shared_record(task.tensors)
             if task.kept:
-                records[f"kept.{number}"] = _record(task.kept)
-            listed.append(values | {part: _types(getattr(task, part)) for part in PARTS})
-        records[NOTE] = ConfigRecord({**self._terms.note(), "tasks": json.dumps(listed)})
+                records[f"kept.{number}"] = _array_record(task.kept)
+            listed.append(_task_values(task))
+        records[JSON_RECORD] = ConfigRecord({**self._info.encode(), "tasks": json.dumps(listed)})
         return RecordDict(records)  # type: ignore[arg-type]
 
-    def _shared(self, tensors: Tensors) -> ArrayRecord:
+    def _shared_record(self, tensors: Tensors) -> ArrayRecord:
         key = tuple((name, id(tensor)) for name, tensor in tensors.items())
-        if key not in self._made:
-            self._made[key] = tensors, _record(tensors, self._fp16)  # they are held, so that no other takes their id
-        return self._made[key][1]
+        if key not in self._encoded:
+            # the tensors are held as well, so that no other tensor gets their ids
+            self._encoded[key] = tensors, _array_record(tensors, self._fp16)
+        return self._encoded[key][1]
 
 
-def read_tasks(content: RecordDict) -> list[Task]:
-    """Read the tasks in a message, on a client, which trusts its server."""
-    tasks = []
-    for number, values in enumerate(json.loads(str(content.config_records[NOTE]["tasks"]))):
-        for part in PARTS:
-            types: dict[str, str] = values[part]
-            arrays = content.array_records[f"{part}.{number}"] if types else {}
-            values[part] = {name: _tensor(arrays[name]).to(getattr(torch, types[name])) for name in types}
-        tasks.append(Task(**values))
-    return tasks
+def decode_tasks(content: RecordDict) -> list[Task]:
+    listed = json.loads(str(content.config_records[JSON_RECORD]["tasks"]))
+    return [_decode_task(content, number, values) for number, values in enumerate(listed)]
 
 
-def reply_parcel(replies: Iterable[Reply], fp16: bool) -> RecordDict:
+def _task_values(task: Task) -> Values:
+    """Return the JSON of a task: its plain fields, and the types of its tensors before they were halved."""
+    types = {part: _types(getattr(task, part)) for part in TENSOR_FIELDS}
+    return _plain_values(task) | {"options": dict(task.options)} | types
+
+
+def _decode_task(content: RecordDict, number: int, values: Values) -> Task:
+    for part in TENSOR_FIELDS:
+        types: dict[str, str] = values[part]
+        arrays = content.array_records[f"{part}.{number}"] if types else {}
+        values[part] = {name: _tensor(arrays[name]).to(getattr(torch, types[name])) for name in types}
+    return Task(**values)
+
+
+# Replies: encoded by a client, decoded by the server, which trusts no client.
+
+
+def encode_replies(replies: Iterable[Reply], fp16: bool) -> RecordDict:
     records: Records = {}
     listed: list[Values] = []
     for number, reply in enumerate(replies):
@@ -120,95 +137,102 @@ def reply_parcel(replies: Iterable[Reply], fp16: bool) -> RecordDict:
             listed.append({"failure": reply.reason})
             continue
         try:
-            halves = fp16 and work_of(reply.kind).returns_network
-            parts = {"tensors": _record(reply.tensors, halves), "kept": _record(reply.kept)}
+            halve = fp16 and work_of(reply.kind).returns_network
+            parts = {"tensors": _array_record(reply.tensors, halve), "kept": _array_record(reply.kept)}
         except FedhmError as error:  # other tasks in the same message may have gone well
             listed.append({"failure": str(error)})
             continue
-        listed.append(_values(reply))
+        listed.append(_plain_values(reply))
         records |= {f"{part}.{number}": record for part, record in parts.items() if record}
-    records[NOTE] = ConfigRecord({"replies": json.dumps(listed)})
+    records[JSON_RECORD] = ConfigRecord({"replies": json.dumps(listed)})
     return RecordDict(records)  # type: ignore[arg-type]
 
 
-def read_replies(content: RecordDict, tasks: Sequence[Task], fp16: bool) -> list[Reply]:
-    """Read the replies in a message, on the server, which trusts no client: each task gets one, whatever was sent.
+def decode_replies(content: RecordDict, tasks: Sequence[Task], fp16: bool) -> list[Reply]:
+    """Return one reply for each task, whatever the client sent.
 
-    Here an update need only be readable. Whether it may be merged is for admission to say.
+    An update only has to be readable here. Admission decides whether it is merged.
     """
     try:
-        if not isinstance(content, RecordDict):  # Flower takes any of its objects for a message's content
+        if not isinstance(content, RecordDict):  # Flower accepts any of its objects as the content of a message
             raise TypeError(f"its message holds a {type(content).__name__} in place of records")
-        if set(content.config_records[NOTE]) != {"replies"}:
+        if set(content.config_records[JSON_RECORD]) != {"replies"}:
             raise ValueError("its note does not hold replies alone")
-        listed = json.loads(str(content.config_records[NOTE]["replies"]))
+        listed = json.loads(str(content.config_records[JSON_RECORD]["replies"]))
         if not isinstance(listed, list) or len(listed) != len(tasks):
             raise ValueError(f"its message does not hold {len(tasks)} replies")
-        if more := set(content) - {NOTE, *_places(len(tasks))}:
-            raise ValueError(f"its message has a record {min(more)[:80]!r}")
+        if unknown := set(content) - {JSON_RECORD, *_task_of_record(len(tasks))}:
+            raise ValueError(f"its message has a record {min(unknown)[:80]!r}")
     except Exception as error:
-        return [Failure(task.client, unreadable(error)) for task in tasks]
-    return [_read_reply(content, number, listed[number], task, fp16) for number, task in enumerate(tasks)]
+        return [Failure(task.client, unreadable_reason(error)) for task in tasks]
+    return [_decode_reply(content, number, listed[number], task, fp16) for number, task in enumerate(tasks)]
 
 
-def _read_reply(content: RecordDict, number: int, values: Any, task: Task, fp16: bool) -> Reply:
+def _decode_reply(content: RecordDict, number: int, values: Any, task: Task, fp16: bool) -> Reply:
     try:
         if set(values) == {"failure"}:
             return Failure(task.client, printable(str(values["failure"])))
-        if set(values) != UPDATE_VALUES:
+        if set(values) != UPDATE_FIELDS:
             raise ValueError("its values are not those of an update")
         labels = values["labels"]
         values["labels"] = tuple(labels) if isinstance(labels, list) else labels
-        for part in PARTS:
+        for part in TENSOR_FIELDS:
             arrays = content.array_records.get(f"{part}.{number}") or ArrayRecord()
             values[part] = {name: _tensor(arrays[name]) for name in arrays}
         if fp16 and work_of(task.kind).returns_network:
-            values["tensors"] = {name: _as_sent(t, task.tensors.get(name)) for name, t in values["tensors"].items()}
+            values["tensors"] = {name: _unhalved(t, task.tensors.get(name)) for name, t in values["tensors"].items()}
         return Update(**values)
-    except Exception as error:  # whatever a client may have put into its bytes
-        return Failure(task.client, unreadable(error))
+    except Exception as error:  # a client's bytes can raise anything
+        return Failure(task.client, unreadable_reason(error))
 
 
-def travelled(content: RecordDict, count: int) -> list[int]:
-    """Return the bytes of a message's records by task; what belongs to none, or to several, counts for the first."""
-    places = _places(count)
-    if not isinstance(content, RecordDict):
-        return [0] * count
-    seen: set[int] = set()
+def unreadable_reason(error: Exception) -> str:
+    return f"it cannot be read ({printable(str(error), 200) or type(error).__name__})"
+
+
+# Both ways.
+
+
+def bytes_by_task(content: RecordDict, count: int) -> list[int]:
+    """Return the bytes of a message's records for each task. Records of no task, or of several, count for the first."""
     counted = [0] * count
+    if not isinstance(content, RecordDict):
+        return counted
+    task_of_record = _task_of_record(count)
+    seen: set[int] = set()
     for key, record in content.items():
         if id(record) not in seen:
-            counted[places.get(key, 0)] += _size(record)
+            counted[task_of_record.get(key, 0)] += _count_bytes(record)
             seen.add(id(record))
     return counted
 
 
-def _size(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
+def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
     try:
         return record.count_bytes()
-    except Exception:  # Flower cannot count a record that holds an empty text or list, as a client may send
+    except Exception:  # Flower cannot count a record with an empty text or list, which a client may send
         return 0
 
 
-def _places(count: int) -> dict[str, int]:
-    """Return the names of the records of so many tasks or replies, each with the number of its task."""
-    return {f"{part}.{number}": number for part in PARTS for number in range(count)}
+def _task_of_record(count: int) -> dict[str, int]:
+    """Return the names of the array records in a message of `count` tasks or replies, with the number of each task."""
+    return {f"{part}.{number}": number for part in TENSOR_FIELDS for number in range(count)}
 
 
-def _values(message: Task | Update) -> Values:
-    return {field.name: getattr(message, field.name) for field in fields(message) if field.name not in ELSEWHERE}
+def _plain_values(message: Task | Update) -> Values:
+    return {field.name: getattr(message, field.name) for field in fields(message) if field.name not in NOT_IN_JSON}
 
 
 def _types(tensors: Tensors) -> dict[str, str]:
     return {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
 
 
-def _record(tensors: Tensors, fp16: bool = False) -> ArrayRecord:
+def _array_record(tensors: Tensors, fp16: bool = False) -> ArrayRecord:
     return ArrayRecord({name: _array(name, tensor, fp16) for name, tensor in tensors.items()})
 
 
 def _array(name: str, tensor: Tensor, fp16: bool) -> Array:
-    """Return a tensor as it travels. Matrices may be halved; vectors are few numbers, and some need their range."""
+    """Return a tensor as Flower sends it. Only matrices are halved: vectors are small, and some need their range."""
     if fp16 and tensor.ndim > 1 and tensor.is_floating_point():
         halved = tensor.half()
         if not halved.isfinite().all() and tensor.isfinite().all():
@@ -217,19 +241,16 @@ def _array(name: str, tensor: Tensor, fp16: bool) -> Array:
         tensor = halved
     try:
         return Array(tensor.contiguous().numpy())
-    except TypeError:  # of bfloat16, which numpy has not
-        raise FedhmError(f"'{name}' is of {tensor.dtype}, which cannot travel by Flower: use float32") from None
+    except TypeError:  # numpy has no bfloat16
+        raise FedhmError(f"'{name}' is of {tensor.dtype}, which Flower cannot send: use float32") from None
 
 
 def _tensor(array: Array) -> Tensor:
     return torch.from_numpy(np.lib.format.read_array(BytesIO(array.data), allow_pickle=False))
 
 
-def _as_sent(tensor: Tensor, sent: Tensor | None) -> Tensor:
-    """Return a tensor that was halved to travel in its own type again."""
-    halved = sent is not None and sent.ndim > 1 and tensor.dtype == torch.float16
-    return tensor.to(sent.dtype) if sent is not None and halved else tensor
-
-
-def unreadable(error: Exception) -> str:
-    return f"it cannot be read ({printable(str(error), 200) or type(error).__name__})"
+def _unhalved(tensor: Tensor, sent: Tensor | None) -> Tensor:
+    """Return a tensor of a reply in the type of the tensor that was sent, if it was halved on the way back."""
+    if sent is not None and sent.ndim > 1 and tensor.dtype == torch.float16:
+        return tensor.to(sent.dtype)
+    return tensor

@@ -1,11 +1,11 @@
-"""Flower's SuperLink, which takes runs only from whoever has a token.
+"""Flower's SuperLink, which takes runs only from holders of a token.
 
-Whoever may start a run has code of theirs executed. Flower's SuperLink can ask for an account, but the published
-package has no kind of account to choose. So this gives it one: whoever has the token is the one account that there is
-without logins. Flower's own command sends the token, which it finds in its FLWR_HOME (`private.py`).
+Whoever may start a run can execute code on this machine. Flower's SuperLink can require an account, but the published
+package offers no kind of account. `TokenAccount` is one: a holder of the token gets the account that Flower uses
+without logins. Flower's own command finds the token in its FLWR_HOME (`secrets.py`) and sends it.
 
-This file is run by its path, `python -P guarded_superlink.py TOKEN_FILE flower-superlink …`, since importing the
-package would take seconds.
+This file is run by its path, `python -P guarded_superlink.py TOKEN_FILE flower-superlink …`: importing the package
+would take seconds.
 """
 
 import hmac
@@ -22,8 +22,8 @@ from flwr.superlink.auth_plugin import ControlAuthnPlugin
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
-class Bearer(ControlAuthnPlugin):
-    """The account of whoever has the token."""
+class TokenAccount(ControlAuthnPlugin):
+    """The account of a holder of the token. There are no logins and no other accounts."""
 
     def __init__(self, token: str = "") -> None:
         self._token = token
@@ -46,7 +46,8 @@ class Bearer(ControlAuthnPlugin):
 
 if __name__ == "__main__":
     _, token_file, *sys.argv = sys.argv
-    bearer = Bearer(Path(token_file).read_text())
-    command: Any = import_module("flwr.superlink.cli.flower_superlink")  # which a function of this name hides
-    command.load_control_authn_plugin = lambda: bearer
+    account = TokenAccount(Path(token_file).read_text())
+    # by import_module, because the package has a function of the same name that hides the module
+    command: Any = import_module("flwr.superlink.cli.flower_superlink")
+    command.load_control_authn_plugin = lambda: account
     command.flower_superlink()

@@ -1,4 +1,4 @@
-"""One of Flower's processes, with all that it starts: its log, whether it lives, what it last said, its end."""
+"""One of Flower's processes, together with all processes that it starts: its log, its state and its end."""
 
 import os
 import re
@@ -7,34 +7,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from shutil import which
+from typing import Self
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.secrets import OWNERS_ONLY, private_files
+from fedhm.flower.processes.secrets import OWNER_ONLY_UMASK, owner_only_files
 from fedhm.machine.printable import printable
 
 HOST = "127.0.0.1"
-ENDING = 15.0  # seconds; more than the supervisor needs
+STOP_TIMEOUT = 15.0  # seconds; longer than the supervisor takes
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _UNREMARKABLE = re.compile(
     r"INFO\b|\S+Z INFO\b|For more information|The SuperNode could not establish|WARNING.*--insecure"
 )
-_RETRIES = re.compile(r"WARNING.*Connection attempt failed, retrying")
-
-
-def check_installed() -> None:
-    if find_spec("flwr") is None or find_spec("cryptography") is None:
-        raise FedhmError("Flower is not installed: pip install 'fedhm[flower]'")
+_RETRY = re.compile(r"WARNING.*Connection attempt failed, retrying")
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's commands: they report nothing to anyone, and are found beside this Python.
+    """Return the environment of Flower's commands: without telemetry, and with the commands beside this Python first.
 
-    Without `no_proxy` they would ask a proxy even for this machine.
+    Without `no_proxy` they would use a proxy even for this machine.
     """
     direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), HOST, "localhost"]))
     return {
@@ -42,18 +37,18 @@ def environment(home: Path) -> dict[str, str]:
         "FLWR_HOME": str(home.absolute()),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # seconds; every message would wait for up to one
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",  # seconds; the default delays every message by up to one
         "RAY_USAGE_STATS_ENABLED": "0",
         "no_proxy": direct,
         "NO_PROXY": direct,
         "PATH": os.pathsep.join(
-            [str(own_commands(home)), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+            [str(replaced_commands(home)), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
         ),
     }
 
 
-def own_commands(home: Path) -> Path:
-    """Return the folder of the commands that are run in place of Flower's own, by us and by Flower."""
+def replaced_commands(home: Path) -> Path:
+    """Return the folder of the commands that replace Flower's own, for us and for Flower's processes."""
     return home.absolute() / "bin"
 
 
@@ -79,7 +74,13 @@ def check_port(port: int) -> None:
 
 
 class Process:
-    """A command that runs under a supervisor; `supervisor.py` explains `linger`. What it writes is its owner's only."""
+    """A command under a supervisor, started at once. As a context manager it ends with the context.
+
+    linger         how many seconds it outlives this process; see `supervisor.py`
+    inherited_fds  file descriptors that stay open in it
+
+    Only the owner can read the files that it writes.
+    """
 
     def __init__(
         self,
@@ -88,20 +89,14 @@ class Process:
         home: Path,
         log: Path,
         linger: float = 0.0,
-        keep_open: Sequence[int] = (),
-        settings: Mapping[str, str] | None = None,
+        inherited_fds: Sequence[int] = (),
+        extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.command, self.log = name, list(command), log
-        supervisor = [
-            sys.executable,
-            "-I",
-            str(Path(__file__).with_name("supervisor.py")),
-            str(os.getpid()),
-            str(linger),
-            "--",
-        ]
+        script = Path(__file__).with_name("supervisor.py")
+        supervisor = [sys.executable, "-I", str(script), str(os.getpid()), str(linger), "--"]
         found = executable(self.command[0], home)
-        with private_files():
+        with owner_only_files():
             log.parent.mkdir(parents=True, exist_ok=True)
             opened = log.open("wb")
         with opened as file:
@@ -110,29 +105,35 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**environment(home), **(settings or {})},
-                umask=OWNERS_ONLY,
-                start_new_session=True,  # Ctrl-C is for us, who then end it
-                pass_fds=keep_open,
+                env={**environment(home), **(extra_environment or {})},
+                umask=OWNER_ONLY_UMASK,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the command
+                pass_fds=inherited_fds,
             )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def alive(self) -> bool:
         return self._supervisor.poll() is None
 
     @property
-    def last_words(self) -> str:
-        """Return the last line of the process's log that tells why it ended."""
+    def last_log_line(self) -> str:
+        """Return the last line of the log that explains why the process ended."""
         text = _COLOUR.sub("", self.log.read_text(errors="replace")) if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        told = [line for line in lines if not _UNREMARKABLE.match(line)]
-        # a node's own processes may still ask for it when it has said why it ends
-        final = [line for line in told if not _RETRIES.match(line)]
-        return printable((final or told or lines or ["(nothing)"])[-1])
+        remarkable = [line for line in lines if not _UNREMARKABLE.match(line)]
+        # a node's own processes may still try to reach it after it has logged why it ends
+        final = [line for line in remarkable if not _RETRY.match(line)]
+        return printable((final or remarkable or lines or ["(nothing)"])[-1])
 
     def check(self) -> None:
         if not self.alive:
-            raise FedhmError(f"{self.name} ended: {self.last_words} ({self.log})")
+            raise FedhmError(f"{self.name} ended: {self.last_log_line} ({self.log})")
 
     def wait_for_port(self, port: int, seconds: float = 90.0) -> None:
         until = time.monotonic() + seconds
@@ -140,29 +141,23 @@ class Process:
             self.check()
             if time.monotonic() > until:
                 raise FedhmError(
-                    f"{self.name} did not answer within {seconds:.0f} seconds: {self.last_words} ({self.log})"
+                    f"{self.name} did not answer within {seconds:.0f} seconds: {self.last_log_line} ({self.log})"
                 )
             time.sleep(0.1)
 
-    def tell_to_end(self) -> None:
+    def terminate(self) -> None:
+        """Ask the process to end, without waiting for it."""
         if self.alive:
             self._supervisor.send_signal(signal.SIGTERM)
 
-    def end(self) -> None:
-        self.tell_to_end()
+    def stop(self) -> None:
+        """End the process, and wait until it has ended."""
+        self.terminate()
         try:
-            self._supervisor.wait(ENDING)
+            self._supervisor.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._supervisor.kill()
             self._supervisor.wait()
-
-
-@contextmanager
-def ended_afterwards(process: Process) -> Iterator[Process]:
-    try:
-        yield process
-    finally:
-        process.end()
 
 
 def _listens(port: int) -> bool:

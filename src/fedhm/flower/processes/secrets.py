@@ -1,4 +1,7 @@
-"""What keeps a SuperLink on this machine to whoever started it: secrets in FLWR_HOME, that only its owner can read."""
+"""Secrets, certificates and keys of a SuperLink on this machine, in files that only their owner can read.
+
+The secrets keep other users of the machine out. The certificates and keys identify the SuperLink and its clients.
+"""
 
 import base64
 import json
@@ -19,44 +22,44 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedhm.machine.files import write_atomically
 
-OWNERS_ONLY = 0o077  # a umask
+OWNER_ONLY_UMASK = 0o077
 
 
 @dataclass(frozen=True)
 class Secrets:
-    """The secrets of one SuperLink, made anew whenever one is started."""
+    """The secrets of one SuperLink, in its FLWR_HOME; new ones for every start."""
 
     home: Path
 
     @property
     def token(self) -> Path:
-        """Return the file of the token that the control API asks for, by which runs are started and stopped."""
+        """Return the file of the token for the control API, which starts and stops runs."""
         return self.home / "control.token"
 
     @property
     def executor(self) -> Path:
-        """Return the file of what the SuperLink and its executor share: nobody else is given the tasks of a run."""
+        """Return the file of the secret that the SuperLink shares with its executor, which alone gets tasks of runs."""
         return self.home / "executor.secret"
 
     @property
     def ray(self) -> Path:
-        """Return the file of the token that the processes of Ray ask each other for."""
+        """Return the file of the token by which the processes of Ray admit each other."""
         return self.home / "ray.token"
 
-    def make(self, address: str) -> None:
-        """Write new secrets, and for Flower's own command those that the SuperLink at `address` asks for."""
+    def write(self, address: str) -> None:
+        """Write new secrets, and the credentials with which Flower's own command reaches the SuperLink at `address`."""
         token = secrets.token_urlsafe(32)
-        names = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
-        known = {f"flower.account-auth.{address}.{name}": _encoded(value) for name, value in names.items()}
-        write_private(self.token, token.encode())
-        write_private(self.executor, secrets.token_bytes(32))
-        write_private(self.ray, secrets.token_hex(32).encode())
-        write_private(self.home / "credentials.yaml", json.dumps(known).encode())  # JSON is YAML
+        values = {"authn-type": "oidc", "oidc-access-token": token, "oidc-refresh-token": "none"}
+        credentials = {f"flower.account-auth.{address}.{name}": _base64(value) for name, value in values.items()}
+        write_secret(self.token, token.encode())
+        write_secret(self.executor, secrets.token_bytes(32))
+        write_secret(self.ray, secrets.token_hex(32).encode())
+        write_secret(self.home / "credentials.yaml", json.dumps(credentials).encode())  # JSON is YAML
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read at any moment."""
-    with private_files():
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a file that no other user can read at any moment."""
+    with owner_only_files():
         path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -64,9 +67,9 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def private_files() -> Iterator[None]:
-    """Have this process make files and folders that are its owner's only, while the context lasts."""
-    before = os.umask(OWNERS_ONLY)
+def owner_only_files() -> Iterator[None]:
+    """Make files and folders of this process readable by their owner only, while the context lasts."""
+    before = os.umask(OWNER_ONLY_UMASK)
     try:
         yield
     finally:
@@ -74,24 +77,24 @@ def private_files() -> Iterator[None]:
 
 
 def current_umask() -> int:
-    mask = os.umask(OWNERS_ONLY)  # which can only be read by setting it
+    mask = os.umask(OWNER_ONLY_UMASK)  # it can only be read by setting it
     os.umask(mask)
     return mask
 
 
-def _encoded(text: str) -> str:
+def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-# Who is who in a federation on this machine: a certificate authority, its server certificate, and keys of clients.
+# ---- certificates and keys ----
 
 LIFETIME = timedelta(days=365)
-RENEWED_BEFORE = timedelta(days=7)  # a federation may stay up for days
+RENEWED_BEFORE = timedelta(days=7)  # a deployment may stay up for days
 
 
 def ensure_certificates(folder: Path) -> None:
-    """Write `ca.crt`, `server.pem` and `server.key` for localhost, unless those in the folder last for some days."""
-    if all((folder / name).exists() for name in ("ca.crt", "server.pem", "server.key")) and _lasts(folder):
+    """Write `ca.crt`, `server.pem` and `server.key` for localhost, unless the folder has some that are still valid."""
+    if all((folder / name).exists() for name in ("ca.crt", "server.pem", "server.key")) and _are_valid(folder):
         return
     authority_key, server_key = _new_key(), _new_key()
     authority_name, now = _name("fedhm flower up"), datetime.now(UTC)
@@ -112,24 +115,24 @@ def ensure_certificates(folder: Path) -> None:
         .add_extension(issuer, critical=False)
         .sign(authority_key, hashes.SHA384())
     )
-    # The authority's own key is not kept: nobody can issue another certificate that these clients would believe.
-    write_private(folder / "server.key", _pem(server_key, PrivateFormat.PKCS8))
+    # The authority's own key is not kept: nobody can issue another certificate that these clients would trust.
+    write_secret(folder / "server.key", _pem(server_key, PrivateFormat.PKCS8))
     write_atomically(folder / "server.pem", server.public_bytes(Encoding.PEM))
     write_atomically(folder / "ca.crt", authority.public_bytes(Encoding.PEM))
 
 
 def ensure_client_key(path: Path) -> None:
-    """Write `path` and `path.pub` as `ssh-keygen -t ecdsa -b 384` would; a pair that exists stays."""
+    """Write `path` and `path.pub` as `ssh-keygen -t ecdsa -b 384` would, unless both exist."""
     public_path = path.with_name(path.name + ".pub")
     if path.exists() and public_path.exists():
         return
     key = _new_key()
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    write_private(path, _pem(key, PrivateFormat.OpenSSH))
+    write_secret(path, _pem(key, PrivateFormat.OpenSSH))
     write_atomically(public_path, public + f" {path.name}\n".encode())
 
 
-def _lasts(folder: Path) -> bool:
+def _are_valid(folder: Path) -> bool:
     try:
         certificates = [x509.load_pem_x509_certificate((folder / n).read_bytes()) for n in ("ca.crt", "server.pem")]
     except ValueError:

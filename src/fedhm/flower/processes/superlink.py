@@ -1,4 +1,4 @@
-"""A connection to a SuperLink, and what is asked of it with Flower's own command."""
+"""A SuperLink: the connection to it, Flower's own command `flwr`, and the commands that start it and its nodes."""
 
 import json
 import os
@@ -16,35 +16,25 @@ from typing import Any
 import tomli_w
 
 from fedhm.errors import FedhmError
-from fedhm.flower.processes.process import (
-    HOST,
-    Process,
-    check_installed,
-    ended_afterwards,
-    executable,
-    free_ports,
-    own_commands,
-)
-from fedhm.flower.processes.process import environment as environment_of
-from fedhm.flower.processes.ready_commands import answered, is_ready
-from fedhm.flower.processes.secrets import Secrets, private_files
+from fedhm.flower.processes.process import HOST, Process, environment, executable, free_ports, replaced_commands
+from fedhm.flower.processes.secrets import Secrets, ensure_certificates, owner_only_files
 from fedhm.machine.files import write_atomically
 from fedhm.machine.printable import printable
 
-ANSWER = 300.0  # seconds that a command may take; one that ships an app to a busy machine can be slow
+# ---- connections ----
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A connection's place: `[superlink.NAME]` in the `config.toml` of `home`, which is FLWR_HOME."""
+    """A connection to a SuperLink: the table `[superlink.NAME]` in the `config.toml` of `home`, which is FLWR_HOME."""
 
     home: Path
     name: str
-    processes: tuple[Process, ...] = field(default=(), compare=False)  # of the SuperLink, where they are this process's
+    processes: tuple[Process, ...] = field(default=(), compare=False)  # of the SuperLink, if this process started it
 
     @property
     def encrypted(self) -> bool:
-        """Tell whether it is by TLS. Without, Flower registers no keys: a SuperNode makes up one at each start."""
+        """Tell whether the connection uses TLS. Without it, SuperNodes have random keys, new at each start."""
         try:
             table = tomllib.loads((self.home / "config.toml").read_text())
             return not table["superlink"][self.name].get("insecure")
@@ -52,7 +42,7 @@ class Connection:
             return True  # Flower's own command will say what is wrong
 
     def check(self) -> None:
-        """Raise if one of the SuperLink's processes ended: no run would start any more."""
+        """Raise if one of the SuperLink's processes has ended: no run would start any more."""
         for process in self.processes:
             process.check()
 
@@ -60,12 +50,12 @@ class Connection:
 def write_connection(connection: Connection, port: int, authority: Path | None) -> None:
     """Write a connection to a SuperLink on this machine; without the authority of its certificate, in plain text."""
     trust = {"insecure": True} if authority is None else {"root-certificates": str(authority.absolute())}
-    table = {"default": connection.name, connection.name: {"address": f"127.0.0.1:{port}", **trust}}
+    table = {"default": connection.name, connection.name: {"address": f"{HOST}:{port}", **trust}}
     write_atomically(connection.home / "config.toml", tomli_w.dumps({"superlink": table}))
 
 
 def named_connection(name: str) -> Connection:
-    """Return a connection that the user has in a Flower configuration."""
+    """Return a connection from the user's own Flower configuration."""
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     try:
         table = tomllib.loads((home / "config.toml").read_text())
@@ -82,128 +72,119 @@ def named_connection(name: str) -> Connection:
     return Connection(home, name)
 
 
+# ---- Flower's own command ----
+
+COMMAND_TIMEOUT = 300.0  # seconds; a command that ships an app to a busy machine can be slow
+
+
 def flwr(connection: Connection, *arguments: str) -> str:
-    """Return what `flwr ARGUMENTS NAME` prints; a connection's name comes last in all of Flower's subcommands."""
-    check_installed()
-    command, environment = executable("flwr", connection.home), _environment(connection)
-    words = [*arguments, connection.name]
+    """Return the output of `flwr ARGUMENTS NAME`; the connection's name comes last in all of Flower's subcommands."""
     try:
-        if is_ready(command):
-            done = answered(words, environment, ANSWER)
-        else:
-            done = subprocess.run(
-                [command, *words],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=ANSWER,
-                check=False,
-            )
-    except (subprocess.TimeoutExpired, TimeoutError):
-        raise FedhmError(f"'flwr {arguments[0]}' did not answer within {ANSWER:.0f} seconds") from None
+        done = subprocess.run(
+            [executable("flwr", connection.home), *arguments, connection.name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment(connection.home) | {"COLUMNS": "1000", "NO_COLOR": "1"},
+            timeout=COMMAND_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise FedhmError(f"'flwr {arguments[0]}' did not answer within {COMMAND_TIMEOUT:.0f} seconds") from None
     if done.returncode != 0:
-        raise FedhmError(f"'flwr {arguments[0]}' failed: {_sentence(done.stderr or done.stdout)}")
+        raise FedhmError(f"'flwr {arguments[0]}' failed: {_error_sentence(done.stderr or done.stdout)}")
     return done.stdout
 
 
-def _environment(connection: Connection) -> dict[str, str]:
-    return environment_of(connection.home) | {"COLUMNS": "1000", "NO_COLOR": "1"}
-
-
-def ask(connection: Connection, *arguments: str) -> dict[str, Any]:
-    """Return what `flwr` answers in JSON, which tells of failures that the exit code does not."""
-    shown = flwr(connection, *arguments, "--format", "json")
+def flwr_json(connection: Connection, *arguments: str) -> dict[str, Any]:
+    """Return the answer of `flwr` in JSON, which also tells of failures that the exit code hides."""
+    output = flwr(connection, *arguments, "--format", "json")
     try:
-        answer: dict[str, Any] = json.loads(shown)
+        answer: dict[str, Any] = json.loads(output)
     except ValueError:
-        raise FedhmError(f"'flwr {arguments[0]}' failed: {_sentence(shown)}") from None
+        raise FedhmError(f"'flwr {arguments[0]}' failed: {_error_sentence(output)}") from None
     if not answer.get("success"):
-        raise FedhmError(f"'flwr {arguments[0]}' failed: {_sentence(str(answer.get('error-message', '')))}")
+        raise FedhmError(f"'flwr {arguments[0]}' failed: {_error_sentence(str(answer.get('error-message', '')))}")
     return answer
 
 
-def submit(
+def start_run(
     connection: Connection,
     app: Path,
     run_config: Mapping[str, str | int | float | bool],
     federation_config: str = "",
 ) -> int:
-    """Start a run of the app and return its id. Keys of the run config must be in the app's own."""
+    """Start a run of the app and return its id. The app's own run config must have the keys of `run_config`."""
     with TemporaryDirectory() as folder:
-        changes = Path(folder) / "run.toml"  # Flower reads the quotes of values on its command line wrongly
+        changes = Path(folder) / "run.toml"  # Flower misreads quotes in values on its command line
         changes.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
         arguments = ["run", str(app), "--run-config", str(changes)]
         if federation_config:
             arguments += ["--federation-config", federation_config]
-        return int(ask(connection, *arguments)["run-id"])
+        return int(flwr_json(connection, *arguments)["run-id"])
 
 
-def stop(connection: Connection, run_id: int) -> None:
+def stop_run(connection: Connection, run_id: int) -> None:
     """Stop a run, unless it has ended by itself."""
     try:
-        ask(connection, "stop", str(run_id))
+        flwr_json(connection, "stop", str(run_id))
     except FedhmError:
-        if not status(connection, run_id).startswith("finished"):
+        if not run_status(connection, run_id).startswith("finished"):
             raise
 
 
-def status(connection: Connection, run_id: int) -> str:
+def run_status(connection: Connection, run_id: int) -> str:
     """Return pending, starting, running, finished:completed, finished:failed or finished:stopped."""
-    (run,) = ask(connection, "list", "--run-id", str(run_id))["runs"]
+    (run,) = flwr_json(connection, "list", "--run-id", str(run_id))["runs"]
     return str(run["status"])
 
 
-def _sentence(text: str) -> str:
-    """Return what Flower says is wrong, which it prints after what it does and an empty line, without its boxes."""
+def _error_sentence(text: str) -> str:
+    """Return Flower's error message without its box. Flower prints it last, after an empty line."""
     last = text.strip().split("\n\n")[-1]
     words = (line.strip("│╭╮╰╯─ ") for line in last.splitlines())
     return printable(" ".join(word for word in words if word and word != "Error"), 1000) or "it does not say why"
 
 
-# Flower's processes as this library starts them: a SuperLink for simulations, or one with SuperNodes of its own.
+# ---- starting a SuperLink and its nodes ----
 
-GUARD = Path(__file__).with_name("guarded_superlink.py")
-READY = Path(__file__).with_name("ready_executor.py")
-EXECUTOR = "the SuperLink's executor"
-GOODBYES = 3.0  # seconds that SuperNodes have to disconnect from a SuperLink whose parent has vanished
+TOKEN_SUPERLINK = Path(__file__).with_name("guarded_superlink.py")
+FORKING_EXECUTOR = Path(__file__).with_name("forking_executor.py")
+EXECUTOR_NAME = "the SuperLink's executor"
 
 
 @contextmanager
 def simulation_superlink(folder: Path) -> Iterator[Connection]:
     """Run a SuperLink that simulates its clients on Ray, while the context lasts; its files are in `folder`.
 
-    Other users of this machine reach its ports, but are let in by none of them.
+    Other users of this machine can reach its ports, but none of them lets a stranger in.
     """
-    check_installed()
-    from fedhm.flower.processes.secrets import ensure_certificates
-
     folder = folder.absolute()
     connection, certificates = Connection(folder / "flower", "simulation"), folder / "certificates"
     (port,) = free_ports(1)
-    with private_files():
+    with owner_only_files():
         ensure_certificates(certificates)
         write_connection(connection, port, certificates / "ca.crt")
     home, secrets = connection.home, Secrets(connection.home)
-    secrets.make(f"{HOST}:{port}")
-    have_ready_executors(home)
+    secrets.write(f"{HOST}:{port}")
+    install_forking_executor(home)
     command = guarded(superlink_command(port, certificates, ["--simulation"]), secrets)
-    executor = superexec_command(port, certificates, secrets)
+    executor_command = superexec_command(port, certificates, secrets)
     with (
-        _private_ray(secrets) as settings,
-        ended_afterwards(Process("the SuperLink", command, home, folder / "superlink.log")) as superlink,
+        _private_ray(secrets) as ray_settings,
+        Process("the SuperLink", command, home, folder / "superlink.log") as superlink,
     ):
         superlink.wait_for_port(port)
-        started = Process(EXECUTOR, executor, home, folder / "executor.log", settings=settings)
-        with ended_afterwards(started):
-            yield replace(connection, processes=(superlink, started))
+        log = folder / "executor.log"
+        with Process(EXECUTOR_NAME, executor_command, home, log, extra_environment=ray_settings) as executor:
+            yield replace(connection, processes=(superlink, executor))
 
 
-def have_ready_executors(home: Path) -> None:
-    """Have the processes of this home, SuperNodes among them, find an executor whose processes begin at once."""
-    command = own_commands(home) / "flower-superexec"
-    words = shlex.join([sys.executable, "-P", str(READY), command.name])
-    with private_files():
+def install_forking_executor(home: Path) -> None:
+    """Replace `flower-superexec` for the processes of this home, SuperNodes included, by `forking_executor.py`."""
+    command = replaced_commands(home) / "flower-superexec"
+    words = shlex.join([sys.executable, "-P", str(FORKING_EXECUTOR), command.name])
+    with owner_only_files():
         command.parent.mkdir(parents=True, exist_ok=True)
         command.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     command.chmod(0o700)
@@ -211,10 +192,10 @@ def have_ready_executors(home: Path) -> None:
 
 @contextmanager
 def _private_ray(secrets: Secrets) -> Iterator[dict[str, str]]:
-    """Yield an environment in which Ray listens on the loopback only, and lets in only whoever has its token.
+    """Yield an environment in which Ray listens on the loopback only, and admits only processes with its token.
 
-    By itself it lets everybody in, from everywhere. It opens its own folder to all users, so that lies in one that is
-    not open; not in the run's, since names of sockets must not be long.
+    By default Ray admits everybody from everywhere. It opens its own folder to all users, so that folder lies in one
+    that is closed. It cannot lie in the run's folder, because the names of sockets must be short.
     """
     short = "/tmp" if sys.platform == "darwin" else None
     with TemporaryDirectory(prefix="fedhm-", dir=short, ignore_cleanup_errors=True) as folder:
@@ -222,25 +203,25 @@ def _private_ray(secrets: Secrets) -> Iterator[dict[str, str]]:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(secrets.ray),
             "RAY_TMPDIR": folder,
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # elsewhere too this says that there is but this machine
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on Linux, too, this says that there is only this machine
         }
 
 
-def superlink_command(port: int, certificates: Path | None, more: Sequence[str]) -> list[str]:
-    """Return the command of a SuperLink; with certificates, only SuperNodes whose keys are registered get in."""
+def superlink_command(port: int, certificates: Path | None, options: Sequence[str]) -> list[str]:
+    """Return the command of a SuperLink; with certificates, it admits only SuperNodes with registered keys."""
     return [
         "flower-superlink",
-        *(_encrypted(certificates) if certificates else ["--insecure"]),
-        "--disable-runtime-dependency-installation",  # apps run with what is installed here
+        *(_tls_options(certificates) if certificates else ["--insecure"]),
+        "--disable-runtime-dependency-installation",  # apps run with the installed packages
         *("--host", HOST, "--port", str(port)),
-        *more,
+        *options,
     ]
 
 
 def guarded(command: Sequence[str], secrets: Secrets) -> list[str]:
-    """Return the command of a SuperLink that lets in only whoever has its secrets, and has its executor beside it."""
+    """Return the command of a SuperLink that admits only holders of its secrets, and starts no executor of its own."""
     apart = ["--isolation", "process", "--superexec-auth-secret-file", str(secrets.executor)]
-    return [sys.executable, "-P", str(GUARD), str(secrets.token), *command, *apart]
+    return [sys.executable, "-P", str(TOKEN_SUPERLINK), str(secrets.token), *command, *apart]
 
 
 def superexec_command(port: int, certificates: Path | None, secrets: Secrets) -> list[str]:
@@ -264,7 +245,7 @@ def supernode_command(superlink: str, authority: Path | None, key: Path, port: i
     ]
 
 
-def _encrypted(certificates: Path) -> list[str]:
+def _tls_options(certificates: Path) -> list[str]:
     files = {"ca-certfile": "ca.crt", "certfile": "server.pem", "keyfile": "server.key"}
     options = [text for option, name in files.items() for text in (f"--ssl-{option}", str(certificates / name))]
     return [*options, "--enable-supernode-auth"]

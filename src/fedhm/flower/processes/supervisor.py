@@ -1,9 +1,10 @@
-"""The supervisor of a command: ends it, with all that it started, when told to or when its parent is gone.
+"""The supervisor of a command: ends it and everything that it started, on SIGTERM or when its parent is gone.
 
-Flower's processes start others, some in sessions of their own, so that ending a process or its group leaves some
-behind. This file is run by its path, `python supervisor.py PARENT_PID LINGER -- COMMAND …`: importing the package would
-cost each of Flower's processes seconds. LINGER is how many seconds a command outlives a parent that vanished: a
-SuperLink has to hear its SuperNodes disconnect, or else it refuses them for a minute when they come again.
+Flower's processes start others, some in sessions of their own. Ending a process or its group would leave some behind.
+
+This file is run by its path, `python supervisor.py PARENT_PID LINGER -- COMMAND …`: importing the package would cost
+each of Flower's processes seconds. LINGER is how many seconds a command outlives a parent that vanished. A SuperLink
+has to hear its SuperNodes disconnect: otherwise it refuses them for a minute when they connect again.
 """
 
 import ctypes
@@ -17,33 +18,34 @@ from pathlib import Path
 
 LINUX = sys.platform == "linux"
 SET_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
-PAUSE, GRACE = 0.1, 5.0  # seconds between looks; between asking to end and killing
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 
 class Supervisor:
     def __init__(self, parent: int, linger: float, command: list[str]) -> None:
         self.parent, self.linger, self.command = parent, linger, command
-        self.told = False
+        self.stopping = False
         self.status: int | None = None  # of the command, once it has ended
 
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._tell)
+            signal.signal(number, self._request_stop)
         if LINUX:
-            _prctl(SET_CHILD_SUBREAPER, 1)  # orphans become ours, so that none is lost
+            _prctl(SET_CHILD_SUBREAPER, 1)  # orphans become children of this process, so that none is lost
         self.child = subprocess.Popen(self.command, start_new_session=True, preexec_fn=_die_with_supervisor)  # noqa: PLW1509
-        while not self.told and os.getppid() == self.parent and self._alive():
-            time.sleep(PAUSE)
-        if not self.told:
-            self._linger()
+        while not self.stopping and os.getppid() == self.parent and self._alive():
+            time.sleep(POLL_SECONDS)
+        if not self.stopping:
+            self._wait_lingering()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._signal(number)
-            if self._all_end(number):
+            self._signal_all(number)
+            if self._wait_for_end(number):
                 break
-        return 0 if self.told or self.status is None else self.status
+        return 0 if self.stopping or self.status is None else self.status
 
-    def _tell(self, *_: object) -> None:
-        self.told = True
+    def _request_stop(self, *_: object) -> None:
+        self.stopping = True
 
     def _alive(self) -> bool:
         """Tell whether the command is alive."""
@@ -51,7 +53,7 @@ class Supervisor:
         return self.status is None
 
     def _reap(self) -> bool:
-        """Reap the processes that have ended; tell whether any are left."""
+        """Reap processes that have ended; tell whether any are left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -62,22 +64,22 @@ class Supervisor:
             if pid == self.child.pid:
                 self.status = self.child.returncode = os.waitstatus_to_exitcode(status)
 
-    def _linger(self) -> None:
+    def _wait_lingering(self) -> None:
         until = time.monotonic() + self.linger
-        while not self.told and self._alive() and time.monotonic() < until:
-            time.sleep(PAUSE)
+        while not self.stopping and self._alive() and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
 
-    def _all_end(self, number: int) -> bool:
-        until = time.monotonic() + GRACE
+    def _wait_for_end(self, number: int) -> bool:
+        until = time.monotonic() + GRACE_SECONDS
         while self._reap():
             if time.monotonic() > until:
                 return False
-            time.sleep(PAUSE)
+            time.sleep(POLL_SECONDS)
             if number == signal.SIGKILL:
-                self._signal(number)  # also those that were started meanwhile
+                self._signal_all(number)  # again, for processes that were started meanwhile
         return True
 
-    def _signal(self, number: int) -> None:
+    def _signal_all(self, number: int) -> None:
         pids = list(descendants(os.getpid()))
         if self.status is None:
             pids.append(self.child.pid)
@@ -90,7 +92,7 @@ class Supervisor:
 
 def descendants(pid: int) -> Iterator[int]:
     children: dict[int, list[int]] = {}
-    for own, parent in _parents():
+    for own, parent in _processes():
         children.setdefault(parent, []).append(own)
     known = children.get(pid, [])
     for found in known:
@@ -98,7 +100,8 @@ def descendants(pid: int) -> Iterator[int]:
         known.extend(children.get(found, []))
 
 
-def _parents() -> Iterator[tuple[int, int]]:
+def _processes() -> Iterator[tuple[int, int]]:
+    """Yield the ids of all processes that have not ended, each with that of its parent."""
     if not LINUX:
         shown = subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,comm="], stdout=subprocess.PIPE, text=True)
         for line in shown.communicate()[0].splitlines():

@@ -1,5 +1,5 @@
-"""What every node runs."""
+"""The ClientApp: it runs on every node."""
 
-from fedhm.flower.clients import named_client_app
+from fedhm.flower.clients import config_client_app
 
-app = named_client_app()
+app = config_client_app()

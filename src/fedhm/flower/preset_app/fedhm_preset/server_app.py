@@ -1,5 +1,5 @@
-"""What runs beside the SuperLink."""
+"""The ServerApp: it runs beside the SuperLink."""
 
-from fedhm.flower.server import named_server_app
+from fedhm.flower.server import config_server_app
 
-app = named_server_app()
+app = config_server_app()

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from faulty.task import build_model, client_data
 from fedhm.flower import client_app
-from fedhm.flower.wire import read_tasks
+from fedhm.flower.wire import decode_tasks
 
 honest = client_app(build_model, client_data)
 app = ClientApp()
@@ -25,7 +25,7 @@ def introduce(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     faults = json.loads(str(context.run_config["faults"]))
-    fault = faults.get(f"{read_tasks(message.content)[0].round} {context.node_config['partition-id']}")
+    fault = faults.get(f"{decode_tasks(message.content)[0].round} {context.node_config['partition-id']}")
     if fault == "raise":
         raise ValueError("the disk is full")
     if fault == "die":

@@ -2,9 +2,9 @@
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from fedhm.flower.clients import named_client_app
+from fedhm.flower.clients import config_client_app
 
-app = named_client_app()
+app = config_client_app()
 
 
 @app.query("node")

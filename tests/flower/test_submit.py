@@ -13,13 +13,13 @@ from flwr.proto.node_pb2 import NodeInfo
 
 from fedhm.config.loading import load_config
 from fedhm.errors import FedhmError
-from fedhm.flower import follow
-from fedhm.flower.clients import named_client_app
-from fedhm.flower.follow import StatusFile, read_status
+from fedhm.flower import submit
+from fedhm.flower.clients import config_client_app
 from fedhm.flower.processes.process import Process
 from fedhm.flower.processes.secrets import current_umask
 from fedhm.flower.processes.superlink import Connection
-from fedhm.flower.server import named_server_app
+from fedhm.flower.server import config_server_app
+from fedhm.flower.submit import StatusFile, read_status
 from flower_loopback import Loopback, LoopbackNode
 from flower_up import wait_until
 
@@ -44,17 +44,22 @@ def sentence(run: Callable[[], object]) -> str:
     ],
 )
 def test_a_run_that_does_not_begin(state: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"ASK_AFTER": 0.0, "SILENCE": 0.0, "PAUSE": 0.01, "status": lambda *_: state}.items():
-        monkeypatch.setattr(follow, name, value)
+    for name, value in {
+        "ASK_FLOWER_AFTER": 0.0,
+        "START_TIMEOUT": 0.0,
+        "POLL_SECONDS": 0.01,
+        "run_status": lambda *_: state,
+    }.items():
+        monkeypatch.setattr(submit, name, value)
     ours = Connection(tmp_path, "ours")
-    assert sentence(lambda: follow._wait_for_its_beginning(ours, 1, tmp_path / "news.json")).startswith(said)
+    assert sentence(lambda: submit._wait_for_start(ours, 1, tmp_path / "news.json")).startswith(said)
 
 
 def test_a_process_that_died_is_why_a_run_does_not_begin(tmp_path: Path) -> None:
     died = Process("the SuperLink's executor", ["false"], tmp_path, tmp_path / "executor.log")
     wait_until(lambda: not died.alive, 30)
     ours = Connection(tmp_path, "ours", (died,))
-    said = sentence(lambda: follow._wait_for_its_beginning(ours, 1, tmp_path / "news.json"))
+    said = sentence(lambda: submit._wait_for_start(ours, 1, tmp_path / "news.json"))
     assert said == f"the SuperLink's executor ended: (nothing) ({tmp_path}/executor.log)"
 
 
@@ -70,14 +75,14 @@ def test_warnings_of_the_server_are_said(tmp_path: Path) -> None:
         "status": str(news),
         "umask": oct(current_umask()),
     }
-    grid = Loopback({1: LoopbackNode(named_client_app(), {"partition-id": 0, "num-partitions": 1})})
+    grid = Loopback({1: LoopbackNode(config_client_app(), {"partition-id": 0, "num-partitions": 1})})
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        named_server_app()(grid, Context(1, 1, {}, RecordDict(), given))
+        config_server_app()(grid, Context(1, 1, {}, RecordDict(), given))
     status = read_status(news)
     assert status is not None
     assert status["error"] == ""
-    assert status["said"].startswith("with train.micro_batch = 8, BatchNorm layers normalise by")
+    assert status["message"].startswith("with train.micro_batch = 8, BatchNorm layers normalise by")
 
 
 class Unreachable(Loopback):
@@ -92,15 +97,15 @@ def test_a_superlink_that_was_killed_does_not_hide_how_to_resume(tmp_path: Path)
     config = load_config("digits", [*SETTINGS, "data.train_samples=40"]).resolved()
     given = {"config": config.to_toml(), "out": str(out), "status": str(news), "umask": oct(current_umask())}
     with pytest.raises(httpx.ConnectError):
-        named_server_app()(Unreachable({}), Context(1, 1, {}, RecordDict(), given))
+        config_server_app()(Unreachable({}), Context(1, 1, {}, RecordDict(), given))
     status = read_status(news)
     assert status is not None
     assert status["error"] == "the SuperLink does not answer any more (ConnectError)"
     ours = Connection(tmp_path, "ours")
-    assert sentence(lambda: follow._follow(ours, 1, news, out, None, print)) == status["error"]  # type: ignore[arg-type]
+    assert sentence(lambda: submit._watch(ours, 1, news, out, None, print)) == status["error"]  # type: ignore[arg-type]
     out.mkdir(parents=True)
     (out / "config.toml").touch()  # it had begun
-    said = sentence(lambda: follow._follow(ours, 1, news, out, None, print))  # type: ignore[arg-type]
+    said = sentence(lambda: submit._watch(ours, 1, news, out, None, print))  # type: ignore[arg-type]
     quoted = (
         re.escape("; fedhm resume '")
         + ".*"
@@ -115,7 +120,7 @@ def test_what_a_user_can_mend_is_said_without_more(tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     StatusFile(news).ended("train.lr is too high")
     ours = Connection(tmp_path, "ours")
-    assert sentence(lambda: follow._follow(ours, 1, news, tmp_path, None, print)) == "train.lr is too high"  # type: ignore[arg-type]
+    assert sentence(lambda: submit._watch(ours, 1, news, tmp_path, None, print)) == "train.lr is too high"  # type: ignore[arg-type]
 
 
 def test_a_run_that_cannot_be_stopped_says_why_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +134,9 @@ def test_a_run_that_cannot_be_stopped_says_why_it_ended(tmp_path: Path, monkeypa
 
         return fail
 
-    replaced = {"_superlink": superlink, "submit": lambda *_: 1, "LAST_BREATH": 0.0}
-    for name, value in {**replaced, "_follow": raising("it ended"), "stop": raising("nobody answers")}.items():
-        monkeypatch.setattr(follow, name, value)
+    replaced = {"_superlink": superlink, "start_run": lambda *_: 1, "STOP_TIMEOUT": 0.0}
+    for name, value in {**replaced, "_watch": raising("it ended"), "stop_run": raising("nobody answers")}.items():
+        monkeypatch.setattr(submit, name, value)
     config = load_config("digits", SETTINGS).resolved()
-    said = sentence(lambda: follow.run_on_flower(config, tmp_path / "run", None, lambda _: None))  # type: ignore[arg-type]
+    said = sentence(lambda: submit.run_on_flower(config, tmp_path / "run", None, lambda _: None))  # type: ignore[arg-type]
     assert said == "it ended"

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from fedhm.flower.processes import ready_executor
-from fedhm.flower.processes.process import executable, own_commands
-from fedhm.flower.processes.superlink import have_ready_executors
+from fedhm.flower.processes import forking_executor
+from fedhm.flower.processes.process import executable, replaced_commands
+from fedhm.flower.processes.superlink import install_forking_executor
 from flower_up import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Flower's own executor is run")
 
 ASKING = """
 import runpy, subprocess, sys, time
-forks = runpy.run_path(sys.argv[1])["Forks"]()
+forks = runpy.run_path(sys.argv[1])["ForkServer"]()
 forks.start(["sh", "-c", "echo loud; echo $PPID > forked"])
 forks.start(["sh", "-c", "echo silent; touch second"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 sys.stdin.read()
@@ -23,7 +23,7 @@ sys.stdin.read()
 
 
 def test_commands_run_below_one_process_that_ends_with_the_one_that_asked(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ASKING, ready_executor.__file__]
+    command = [sys.executable, "-c", ASKING, forking_executor.__file__]
     with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
         wait_until(lambda: (tmp_path / "second").exists() and (tmp_path / "forked").read_text().strip(), 60)
         forks = Path(f"/proc/{(tmp_path / 'forked').read_text().strip()}")
@@ -39,7 +39,7 @@ import importlib.util, pathlib, sys, time
 spec = importlib.util.spec_from_file_location("ready", sys.argv[1])
 ready = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ready)
-ready.OFTEN = ("wave",)
+ready.LEARNED = ("wave",)
 said = pathlib.Path("said")
 
 def run():
@@ -47,8 +47,8 @@ def run():
         print("wave" in sys.modules, file=file)
     import wave
 
-ready._imported = lambda _: run
-forks = ready.Forks()
+ready._import_command = lambda _: run
+forks = ready.ForkServer()
 until = time.monotonic() + 60
 while not (said.exists() and "True" in said.read_text()) and time.monotonic() < until:
     forks.start(["flwr-clientapp"])
@@ -57,22 +57,22 @@ while not (said.exists() and "True" in said.read_text()) and time.monotonic() < 
 
 
 def test_what_one_process_imported_the_next_ones_have(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", LEARNING, ready_executor.__file__], cwd=tmp_path, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", LEARNING, forking_executor.__file__], cwd=tmp_path, check=True, timeout=120)
     first, *_, last = (tmp_path / "said").read_text().split()
     assert (first, last) == ("False", "True")
 
 
 def test_the_apps_commands_are_imported_and_others_are_left_to_themselves() -> None:
-    assert all(callable(ready_executor._imported(name)) for name in ready_executor.NEEDED)
-    assert ready_executor._imported("flwr-simulation") is None
-    assert ready_executor._imported("no-such-command") is None
+    assert all(callable(forking_executor._import_command(name)) for name in forking_executor.PRELOADED)
+    assert forking_executor._import_command("flwr-simulation") is None
+    assert forking_executor._import_command("no-such-command") is None
 
 
 @pytest.mark.slow
 def test_flower_finds_this_executor_in_place_of_its_own(tmp_path: Path) -> None:
     own = Path(executable("flower-superexec", tmp_path))
-    have_ready_executors(tmp_path)
-    assert Path(executable("flower-superexec", tmp_path)) == own_commands(tmp_path) / "flower-superexec" != own
-    assert (own_commands(tmp_path) / "flower-superexec").stat().st_mode & 0o777 == 0o700
+    install_forking_executor(tmp_path)
+    assert Path(executable("flower-superexec", tmp_path)) == replaced_commands(tmp_path) / "flower-superexec" != own
+    assert (replaced_commands(tmp_path) / "flower-superexec").stat().st_mode & 0o777 == 0o700
     said = subprocess.check_output([executable("flower-superexec", tmp_path), "--version"], text=True)
     assert said.startswith("Flower version: 1.41")
