@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fedhm
-from fedhm.cli.parser import make_parser
+from fedhm.cli import make_parser
 from fedhm.config.loading import _known_keys, presets
 from fedhm.config.registry import known
 
@@ -82,7 +82,7 @@ def test_commands_can_be_written_like_that(page: Path) -> None:
         if line.startswith("fedhm ") and "…" not in line:
             words = shlex.split(line, comments=True)[1:]
             if "--help" not in words:
-                assert make_parser().parse_args(words).verb
+                assert make_parser().parse_args(words).action
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -91,7 +91,7 @@ def test_commands_within_sentences_can_be_written_like_that(page: Path) -> None:
     for command in re.findall(r"`(fedhm [^`…]+)`", page.read_text()):
         words = [re.sub(r"\b(N|ROUND|PORT)$", lambda found: stand_for[found[1]], word) for word in shlex.split(command)]
         if len(words) > 2 and not words[-1].startswith("--") and words[1:] != ["flower", "up"]:
-            assert make_parser().parse_args(words[1:]).verb, command
+            assert make_parser().parse_args(words[1:]).action, command
 
 
 def test_every_name_has_its_place_in_the_reference() -> None:

@@ -1,22 +1,20 @@
 """A command line is answered before anything heavy is imported, and Ctrl-C meanwhile is no traceback."""
 
+import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
 
 import pytest
 
-import fedhm
 import forked
-from fedhm.cli.parser import make_parser
+from fedhm.cli import make_parser
 
 HEAVY = ("torch", "numpy", "matplotlib", "sklearn", "pydantic", "rich", "flwr", "PIL", "safetensors")
-SOURCE = Path(fedhm.__file__).parent
 
 AFTERWARDS = """
 import sys, time
@@ -73,12 +71,18 @@ print(callable(fedhm.run), callable(fedhm.measure))
     assert forked.code(code).stdout == "True True\n"
 
 
-def test_every_verb_has_a_function() -> None:
-    named = re.findall(r'verb="([^"]+)"', (SOURCE / "cli" / "parser.py").read_text())
-    assert len(named) >= 7
-    for name in named:
-        assert callable(resolve_name(name))
-    assert make_parser().parse_args(["presets"]).verb in named
+def verbs_of(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """Return the parsers of all verbs, and of verbs of verbs."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [found for group in groups for verb in group.choices.values() for found in verbs_of(verb)] or [parser]
+
+
+def test_every_verb_has_an_action_and_a_module_to_import() -> None:
+    verbs = verbs_of(make_parser())
+    assert len(verbs) == 12
+    for verb in verbs:
+        assert callable(verb.get_default("action"))
+        assert not verb.get_default("imports") or import_module(verb.get_default("imports"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")

@@ -6,7 +6,7 @@ import pytest
 
 import fedhm
 from fedhm.cli import main
-from fedhm.cli.devices.profile import modes_to_measure
+from fedhm.cli.profile import modes_to_measure
 from fedhm.config.schema import TrainConfig, read_profile
 from fedhm.measure.fit import TrainingMode
 

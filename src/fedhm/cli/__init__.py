@@ -1,24 +1,30 @@
-"""The command line: fedhm run, resume, compare, sizes, fit, plan, profile, report, watch, export, presets, flower up.
+"""The command line: `fedhm VERB`. One file a verb, with its arguments and its action; `make_parser` lists them.
 
-Nothing heavy is imported before a command line is known to be right: torch alone takes seconds.
+A command line is checked before anything heavy is imported, since torch alone takes seconds. So verb files import heavy
+modules inside their actions only. A new verb is a new file, and a line in `make_parser`.
 """
 
+import argparse
+import os
 import shlex
+import signal
 import sys
+import threading
 import warnings
-from argparse import Namespace
-from collections.abc import Callable, Sequence
-from pkgutil import resolve_name
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any, NoReturn
 
-from fedhm.cli.interrupts import STOPPED, ended_at_once
-from fedhm.cli.parser import make_parser
+from fedhm.cli import compare, export, fit, flower, profile, report, run
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.machine.files import os_error_sentence
 from fedhm.machine.printable import printable_lines
 from fedhm.machine.process import run_and_exit
 
-__all__ = ["command", "main"]
+__all__ = ["command", "exit_on_interrupt", "main", "make_parser"]
+
+INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
 def command() -> NoReturn:
@@ -26,28 +32,87 @@ def command() -> NoReturn:
     run_and_exit(main)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all verbs.
+
+    Each verb sets two defaults: `action`, a function of the options, and `imports`, the heavy module that it needs.
+    """
+    parser = argparse.ArgumentParser(
+        prog="fedhm",
+        description="Federated learning for devices that are not alike: every client trains the largest "
+        "low-rank version of one model that it can afford.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    for add_verb in (
+        run.add_run,
+        run.add_resume,
+        compare.add_compare,
+        report.add_sizes,
+        fit.add_fit,
+        fit.add_plan,
+        profile.add_profile,
+        report.add_report,
+        report.add_watch,
+        export.add_export,
+        report.add_presets,
+        flower.add_flower,
+    ):
+        add_verb(verbs)
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what a command line asks for and return the exit code; what is wrong is one sentence on stderr."""
-    options = Namespace()
+    """Execute a command line and return the exit code; an error is one sentence on stderr."""
+    options = argparse.Namespace()
     try:
         with warnings.catch_warnings():
             show_warnings(lambda sentence: print(f"fedhm: {sentence}", file=sys.stderr))
             make_parser().parse_args(arguments, options)
             options.command = shlex.join(["fedhm", *(sys.argv[1:] if arguments is None else arguments)])
-            with ended_at_once():
-                verb: Callable[[Namespace], None] = resolve_name(options.verb)
-            verb(options)
+            with exit_on_interrupt():
+                if options.imports:
+                    import_module(options.imports)
+            options.action(options)
     except FedhmError as error:
         return _failed(str(error), 1)
     except KeyboardInterrupt:
-        return _failed(f"stopped{_resume_hint(options)}", STOPPED, before="\n")
-    except OSError as error:  # a full disk, a folder that may not be written
+        return _failed(f"stopped{_resume_hint(options)}", INTERRUPTED, before="\n")
+    except OSError as error:  # such as a full disk, or a folder without write permission
         return _failed(f"{os_error_sentence(error)}{_resume_hint(options)}", 1)
-    except UnicodeEncodeError as error:  # of a path in a config, in an argument or in the environment
+    except UnicodeEncodeError as error:  # a path in a config, in an argument or in the environment
         line = error.object[: error.start].rpartition("\n")[2] + error.object[error.start :].partition("\n")[0]
         shown = line.encode(errors="surrogateescape").decode(errors="backslashreplace").strip()
         return _failed(f"there is a name that is not in UTF-8: {shown}{_resume_hint(options)}", 1)
     return 0
+
+
+@contextmanager
+def exit_on_interrupt(clean_up: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Let Ctrl-C end the process at once, after `clean_up`: for work that leaves nothing half done on disk.
+
+    An exception would be lost in imports, and in callbacks of weak references, of which torch has many.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield  # another handler is in charge
+        return
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        clean_up()
+        with suppress(RuntimeError, OSError):  # the signal may interrupt a write to stdout
+            sys.stdout.flush()
+        print("\nfedhm: stopped", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _failed(sentence: str, code: int, before: str = "") -> int:
@@ -55,6 +120,14 @@ def _failed(sentence: str, code: int, before: str = "") -> int:
     return code
 
 
-def _resume_hint(options: Namespace) -> str:
-    said: str = getattr(options, "resume_hint", "")
-    return said
+def _resume_hint(options: argparse.Namespace) -> str:
+    hint: str = getattr(options, "resume_hint", "")
+    return hint
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version  # takes longer than all other imports of a command line
+
+        print(f"fedhm {version('fedhm')}")
+        parser.exit()

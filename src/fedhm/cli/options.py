@@ -1,10 +1,52 @@
-"""What the options of a command line take, and the sentence for what they do not: `type=` of argparse's arguments."""
+"""Shared by the verbs: types of options (`type=` of argparse), the arguments that name a config, and the terminal."""
 
+import argparse
 import math
+import os
+import re
+import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedhm.errors import FedhmError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_config(parser: argparse.ArgumentParser, default: str | None = "digits") -> None:
+    """Add the preset or config file, and --set."""
+    hint = f"default: {default}" if default else "see 'fedhm presets'"
+    parser.add_argument("config", nargs="?", default=default, metavar="PRESET or file.toml", help=hint)
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change settings, such as train.lr=0.05",
+    )
+
+
+def accept_negative_sizes(parser: argparse.ArgumentParser) -> None:
+    """Let -5MB be the value of an option, which is refused with a reason, instead of an unknown option."""
+    parser._negative_number_matcher = re.compile(r"-\d")
+
+
+def terminal() -> "Console":
+    """Return the terminal that verbs print to."""
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            """Keep running when the reader of our output went away, as `head` does."""
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return Terminal()
 
 
 def whole_number(option: str, largest: int | None = None) -> Callable[[str], int]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +11,6 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from fedhm.cli.options import number
 from fedhm.compare import SPEC_FILE
 from fedhm.compare.execute import Cell, Failed, cells, check, execute, settings_text
 from fedhm.compare.report import ComparisonReport
@@ -200,10 +200,15 @@ def _show(report: ComparisonReport, out: Path, console: Console) -> None:
 def _target(options: argparse.Namespace, metric: Metric) -> float | None:
     if options.target is None:
         return None
-    if not metric.percent:
-        return number("--target", f"a value of {metric.name}, such as 0.9")(options.target)
-    share = f"{'an' if metric.name[0] in 'aeiou' else 'a'} {metric.name} between 0 and 1, such as 0.9"
-    return number("--target", share, above=0, below=1)(options.target)
+    try:
+        value = float(options.target)
+    except ValueError:
+        value = math.nan
+    article = "an" if metric.name[0] in "aeiou" else "a"
+    wanted = f"{article} {metric.name} between 0 and 1" if metric.percent else f"a value of {metric.name}"
+    if not (0 < value < 1 if metric.percent else math.isfinite(value)):
+        raise FedhmError(f"--target takes {wanted}, such as 0.9, not '{options.target[:80]}'")
+    return value
 
 
 def _config(options: argparse.Namespace) -> Config:

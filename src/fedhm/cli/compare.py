@@ -1,9 +1,9 @@
-"""The options of `fedhm compare`, apart from what it does: that takes seconds to import."""
+"""`fedhm compare` runs several methods on the same data and puts them into one table."""
 
 import argparse
 from pathlib import Path
 
-from fedhm.cli.options import number, one_of, whole_number
+from fedhm.cli.options import Verbs, add_config, number, one_of, terminal, whole_number
 from fedhm.compare import METHODS, TUNE_SHARE
 
 DESCRIPTION = """\
@@ -12,7 +12,11 @@ level, accuracy or another headline metric as mean ± deviation over the seeds. 
 missing."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_compare(verbs: Verbs) -> None:
+    parser = verbs.add_parser(
+        "compare", help="run several methods and put them into one table", description=DESCRIPTION
+    )
+    add_config(parser, default=None)
     parser.add_argument("--methods", metavar="A,B,…", help=f"docs/comparison.md has all names (default: {METHODS})")
     parser.add_argument(
         "--seeds", type=whole_number("--seeds"), metavar="N", help="how many, from the config's seed on (default: 3)"
@@ -67,3 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="compare runs that exist (default --out: comparison)",
     )
+    parser.set_defaults(action=compare, imports="fedhm.compare.command")
+
+
+def compare(options: argparse.Namespace) -> None:
+    from fedhm.compare.command import compare
+
+    compare(options, terminal())

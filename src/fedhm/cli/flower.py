@@ -1,16 +1,22 @@
-"""The options of `fedhm flower up`, apart from what it does: that takes seconds to import."""
+"""`fedhm flower up` starts a Flower federation on this machine."""
 
 import argparse
 from pathlib import Path
 
-from fedhm.cli.options import whole_number
+from fedhm.cli.options import Verbs, terminal, whole_number
 
 DESCRIPTION = """\
 Starts a Flower SuperLink and SuperNodes on this machine and keeps them up until Ctrl-C. Certificates and the clients'
 keys are made in the folder and used again the next time, as is the SuperLink's database."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_flower(verbs: Verbs) -> None:
+    flower = verbs.add_parser(
+        "flower", help="a Flower federation on this machine", description="Flower, to try it out."
+    )
+    parser = flower.add_subparsers(required=True, metavar="VERB").add_parser(
+        "up", help="start a SuperLink and SuperNodes", description=DESCRIPTION
+    )
     parser.add_argument(
         "--clients",
         type=whole_number("--clients", 1000),
@@ -35,3 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--insecure", action="store_true", help="plain text, and whoever connects is let in: without TLS and keys"
     )
+    parser.set_defaults(action=flower_up, imports="")
+
+
+def flower_up(options: argparse.Namespace) -> None:
+    from fedhm.cli import exit_on_interrupt
+
+    with exit_on_interrupt():
+        from fedhm.flower import up  # refuses, if Flower is not installed
+    up(options, terminal())

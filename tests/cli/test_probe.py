@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import fedhm
-from fedhm.cli.devices.fresh_process import mode_of, ran_out_of_memory, step_in_fresh_process, with_mode
+from fedhm.cli.probe import measure_step, mode_of, ran_out_of_memory, with_mode
 from fedhm.errors import FedhmError
 from fedhm.measure.fit import TrainingMode
 
@@ -24,11 +24,11 @@ def test_settings_have_the_mode_that_is_measured() -> None:
 
 @pytest.mark.slow
 def test_a_version_is_measured_by_its_ranks() -> None:
-    found = step_in_fresh_process(CONFIG, "it", ranks={"conv2": 3, "conv3": 2}, form="spatial")
+    found = measure_step(CONFIG, "it", ranks={"conv2": 3, "conv3": 2}, form="spatial")
     assert found is not None
     assert found["seconds"] > 0
     with pytest.raises(FedhmError, match=r"^training it fails on this device: .*rank 9999 is impossible"):
-        step_in_fresh_process(CONFIG, "it", ranks={"conv2": 9999}, form="spatial")
+        measure_step(CONFIG, "it", ranks={"conv2": 9999}, form="spatial")
 
 
 @pytest.mark.slow

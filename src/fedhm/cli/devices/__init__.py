@@ -1,1 +1,0 @@
-"""What a device can afford: budgets, plans of fleets, and measuring one."""
