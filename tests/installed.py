@@ -23,6 +23,6 @@ def install(folder: Path, source: Path, group: str, points: dict[str, str], monk
     monkeypatch.syspath_prepend(str(folder))
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.setattr(plugins, "_provided", {})
+    monkeypatch.setattr(plugins, "_registered", {})
     sys.modules.pop(source.stem, None)
     importlib.invalidate_caches()

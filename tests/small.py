@@ -109,7 +109,7 @@ def forked_runs() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _names_of_one_test() -> Iterator[None]:
     """What a test makes known by a name is not known to the others."""
-    before = dict(plugins._provided)
+    before = dict(plugins._registered)
     yield
-    plugins._provided.clear()
-    plugins._provided.update(before)
+    plugins._registered.clear()
+    plugins._registered.update(before)

@@ -48,7 +48,7 @@ def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("without_figures")
 def test_an_object_is_run_saved_and_resumed(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins, "_provided", {})
+    monkeypatch.setattr(plugins, "_registered", {})
     own = runpy.run_path(str(EXAMPLE))["FedMedian"]
     settings = {"train": {"rounds": 2, "lr": 0.1}, "engine": {"threads": 1}}
 

@@ -1,4 +1,4 @@
-"""Reading settings from presets and TOML files, and saying in sentences what is wrong with them."""
+"""Reads settings from presets and TOML files. Errors are sentences."""
 
 import difflib
 import os
@@ -16,7 +16,7 @@ from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.config.section import Section
 from fedhm.errors import FedhmError
 
-LONGEST = 120  # characters of a value in a sentence
+LONGEST = 120  # characters of a value in an error
 
 
 def load_config(name: str, changes: Iterable[str] = ()) -> Config:
@@ -38,12 +38,12 @@ def load_config(name: str, changes: Iterable[str] = ()) -> Config:
 
 
 def parse_resolved(text: str, where: str) -> ResolvedConfig:
-    """Read the TOML that a resolved config wrote."""
+    """Read the TOML of a resolved config."""
     return parse(_loads(text, where), where).resolved()
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a text file, without the mark that some editors begin one with."""
+    """Return the content of a text file, without the byte order mark that some editors write."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -64,9 +64,9 @@ def _loads(text: str, where: str) -> dict[str, Any]:
 
 
 def parse_flat(values: Mapping[str, Any], where: str) -> Config:
-    """Read dotted keys with plain values, in which a list is written as text: {"method.tiers": "[1, 1/2]"}.
+    """Read dotted keys with plain values; lists are written as text: {"method.tiers": "[1, 1/2]"}.
 
-    Keys that belong to no section are somebody else's and ignored.
+    Keys of no section are ignored: Flower's run config may hold keys of others.
     """
     table: dict[str, Any] = {}
     for key, value in values.items():
@@ -96,7 +96,7 @@ def _changed(table: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
         pairs.append((key.strip().split("."), read_value(text.strip())))
     for path, value in pairs:
         if len(path) == 2 and path[0] in NAMED and path[1] == "name" and _name_of(table, path[0]) != value:
-            table[path[0]] = {}  # another method has other settings: its section starts anew
+            table[path[0]] = {}  # another method has other settings, so its section starts empty
     for path, value in pairs:
         section = table
         for part in path[:-1]:
@@ -113,7 +113,7 @@ def _name_of(table: dict[str, Any], section: str) -> Any:
 
 
 def read_value(text: str) -> Any:
-    """Read a value as TOML would; a bare word is a string, and so is a bare fraction in a list."""
+    """Read a value as TOML does. A bare word is a string, and so is a bare fraction in a list."""
     if text.startswith("["):
         text = re.sub(r'(?<![\w"\'/.])(\d+/\d+)(?![\w"\'/.])', r'"\1"', text)
     try:
@@ -131,18 +131,18 @@ def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
     known = list(_known_keys(table))
     said: set[str] = set()
     for problem in error.errors():
-        # pydantic puts the name of a union's branch into the path; the user never wrote it
+        # pydantic puts the name of a union's branch into the path, which the user never wrote
         path = [str(part) for part in problem["loc"]]
         key = ".".join(part for part in path if not part.startswith(("constrained-", "literal[")))
         if key in said:
-            continue  # a value that fits none of several types has a problem with each
+            continue  # pydantic reports a value once for each type of a union
         said.add(key)
         if problem["type"] == "unknown_name":
             yield f"{key}.name: {problem['msg']}"
         elif problem["type"] == "too_short" and len(problem["input"]):
-            continue  # follows from an item that was refused, which has a sentence of its own
+            continue  # follows from a refused item, which has its own sentence
         elif problem["type"] == "extra_forbidden":
-            sections = [each for each in known if each.rpartition(".")[2] == key]  # who left the section out
+            sections = [each for each in known if each.rpartition(".")[2] == key]  # the user left out the section
             near = sections or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             yield f"unknown key '{key}'" + (f", did you mean '{near[0]}'?" if near else "")
         else:
@@ -153,7 +153,7 @@ def _sentences(error: ValidationError, table: dict[str, Any]) -> Iterator[str]:
 
 
 def _known_keys(table: dict[str, Any]) -> Iterator[str]:
-    """Yield every key that a config like this one may have, in dotted form."""
+    """Yield every key that this config may have, in dotted form."""
     for name in Config.model_fields:
         yield name
         section = _section_of(name, table.get(name))
@@ -162,7 +162,7 @@ def _known_keys(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _brief(value: Any) -> str:
-    """Return how a sentence shows a value, which may be of any length."""
+    """Return a value as an error shows it, shortened."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def _brief(value: Any) -> str:
 
 
 def _section_of(name: str, given: Any) -> type[Section] | None:
-    """Return the class by which a section is read."""
+    """Return the class that reads a section."""
     return _named_section(name, given) if name in NAMED else _section(Config.model_fields[name].annotation)
 
 

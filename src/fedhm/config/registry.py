@@ -1,12 +1,11 @@
-"""Methods, objectives and kinds of client work by their names: those of this library, and those of other packages.
+"""Methods, objectives and kinds of client work by name, from this library and from other packages.
 
-What comes with the library is a module `fedhm.GROUP.NAME` that says `ENTRY_POINT = …`. Another package names the same
-kind of object in its own metadata, as in a `pyproject.toml`:
+In this library, the module `fedhm.GROUP.NAME` defines `ENTRY_POINT`. Another package names its object in its metadata:
 
     [project.entry-points."fedhm.methods"]
     mine = "my_package:MyMethod"
 
-Nothing is imported before it is asked for by its name, so settings can be read without knowing what they are for.
+Nothing is imported before its name is looked up, so reading settings imports only what they name.
 """
 
 from functools import cache
@@ -19,38 +18,38 @@ from fedhm.errors import FedhmError
 
 Group = Literal["methods", "objectives", "work"]
 CALLED: dict[Group, str] = {"methods": "method", "objectives": "objective", "work": "kind of client work"}
-FIRST = "fedhm"  # in all lists: what the library is named after
+FIRST = "fedhm"  # in all lists
 
 
 class UnknownNameError(FedhmError):
-    """A name that nobody provides anything for."""
+    """A name that is not registered."""
 
 
-_provided: dict[tuple[Group, str], Any] = {}
+_registered: dict[tuple[Group, str], Any] = {}
 
 
 def register(group: Group, name: str, thing: Any) -> None:
-    """Make something known by its name in this process alone, as in a notebook; packages have entry points."""
-    _provided[group, name] = thing
+    """Register an object by name in this process alone, as in a notebook; packages have entry points."""
+    _registered[group, name] = thing
 
 
 def find(group: Group, name: str) -> Any:
-    """Return what a name stands for."""
-    if (group, name) not in _provided:
-        _provided[group, name] = _found(group, name)
-    return _provided[group, name]
+    """Return the object of a name."""
+    if (group, name) not in _registered:
+        _registered[group, name] = _found(group, name)
+    return _registered[group, name]
 
 
 def make(group: Group, name: str) -> Any:
-    """Return what a name stands for with its default settings."""
+    """Return the object of a name with its default settings."""
     return find(group, name)()
 
 
 def known(group: Group) -> list[str]:
-    """Return every name that `find` takes."""
+    """Return every registered name."""
     own = [name for name in _modules(group) if _of_module(group, name) is not None]
-    provided = [name for its_group, name in _provided if its_group == group]
-    names = {*own, *provided, *(point.name for point in entry_points(group=f"fedhm.{group}"))}
+    registered = [name for its_group, name in _registered if its_group == group]
+    names = {*own, *registered, *(point.name for point in entry_points(group=f"fedhm.{group}"))}
     return sorted(names, key=lambda name: (name != FIRST, name))
 
 
@@ -60,7 +59,7 @@ def _found(group: Group, name: str) -> Any:
     for point in entry_points(group=f"fedhm.{group}", name=name):
         try:
             return point.load()
-        except Exception as error:  # whatever another package raises when it is imported
+        except Exception as error:  # another package may raise anything when it is imported
             raise FedhmError(f"the {CALLED[group]} '{name}' cannot be loaded from {point.value}: {error!r}") from error
     raise UnknownNameError(f"there is no {CALLED[group]} '{name}', known are {', '.join(known(group))}")
 

@@ -1,4 +1,8 @@
-"""The devices of a fleet: what they can spare for training, how fast they are, and how they are connected."""
+"""All settings of a run: one class for each section of a config file, then `Config`, which holds them.
+
+`loading.py` reads them from presets and files. The sections [method] and [objective] are read by the classes of the
+method and the objective that they name.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,19 +23,19 @@ from fedhm.machine.device import find_device
 from fedhm.machine.process import MOST_PROCESSES, usable_cores
 
 Seconds = Annotated[float, Field(gt=0)]
-Size = Annotated[int, BeforeValidator(parse_size)]  # plain bytes where settings are written down
-Rate = Annotated[float, BeforeValidator(parse_rate)]  # in bytes a second, likewise
+Size = Annotated[int, BeforeValidator(parse_size)]  # written as plain bytes
+Rate = Annotated[float, BeforeValidator(parse_rate)]  # written as plain bytes a second
 
 
 class Measurement(Section):
-    """What one step of training took on a device."""
+    """One step of training on a device."""
 
-    network: str  # by its name in the method's tasks, as a rule that of a tier
+    network: str  # its name in the method's tasks, usually that of a tier
     checkpointing: bool = False
     micro_batch: Annotated[int, Field(ge=0)] = 0
     macs: Annotated[int, Field(gt=0)]  # of one sample's forward pass
     seconds: Seconds  # of a step
-    memory: Annotated[int, Field(ge=0)] = 0  # most bytes above an idle process; 0: the system does not tell
+    memory: Annotated[int, Field(ge=0)] = 0  # peak bytes above an idle process; 0: unknown on this system
 
 
 class DeviceProfile(Section):
@@ -45,18 +49,18 @@ class DeviceProfile(Section):
     optimizer: Literal["sgd", "adamw"]
     threads: Positive
     machine: str
-    memory: Size | None = None  # that it can spare for training
+    memory: Size | None = None  # to spare for training
     up: Rate | None = None
     down: Rate | None = None
     steps: Annotated[tuple[Measurement, ...], Field(min_length=1)]
 
     def step(self, network: str, checkpointing: bool, micro_batch: int) -> Measurement | None:
-        """Return what was measured of a network trained in this way, if it was."""
+        """Return the measurement of a network in a training mode, if there is one."""
         wanted = (network, checkpointing, micro_batch)
         return next((s for s in self.steps if (s.network, s.checkpointing, s.micro_batch) == wanted), None)
 
     def macs_per_second(self, macs: int) -> float:
-        """Return how fast the device trains a network that was not measured: as the one with the nearest MACs."""
+        """Return the speed for a network that was not measured: that of the one with the nearest MACs."""
         nearest = min(self._plain or self.steps, key=lambda step: abs(step.macs - macs))
         return nearest.macs * self.batch / nearest.seconds
 
@@ -66,17 +70,17 @@ class DeviceProfile(Section):
 
 
 class DeviceConfig(Section):
-    """A kind of device, and the clients that have one."""
+    """A kind of device, and the clients that have it."""
 
     name: Annotated[str, Field(min_length=1, max_length=60)]
     share: Ratio | None = None  # of the clients,
     clients: tuple[Annotated[int, Field(ge=0)], ...] = ()  # or their numbers, from 0
-    memory: Size | None = None  # that it can spare for training; none: as its file says, or without limit
+    memory: Size | None = None  # to spare for training; none: as in its file, or no limit
     speed: Annotated[float, Field(gt=0)] | None = None  # relative to federation.reference_macs_per_second; none: 1
     file: Path | None = None  # as `fedhm profile` wrote it on the device, in place of a speed
-    up: Rate | None = None  # none: as its file says, or it takes no time
+    up: Rate | None = None  # none: as in its file, or transfers take no time
     down: Rate | None = None
-    profile: DeviceProfile | None = None  # the file's content: so runs keep it
+    profile: DeviceProfile | None = None  # the content of `file`, which runs keep
 
     @model_validator(mode="after")
     def _one_source(self) -> "DeviceConfig":
@@ -90,7 +94,7 @@ class DeviceConfig(Section):
 
     @property
     def uplink(self) -> float | None:
-        """Return the bytes a second from the device to the server; None: that takes no time."""
+        """Return the bytes a second from the device to the server; None: transfers take no time."""
         return self.up or (self.profile.up if self.profile else None)
 
     @property
@@ -98,7 +102,7 @@ class DeviceConfig(Section):
         return self.down or (self.profile.down if self.profile else None)
 
     def with_file_read(self) -> "DeviceConfig":
-        """Return the device with the content of its file, which may be another one when the run is resumed."""
+        """Return the device with the content of its file: the file may change before the run is resumed."""
         if self.file is None:
             return self
         return self.model_copy(update={"profile": read_profile(self.file), "file": None})
@@ -113,7 +117,7 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def parse_profile(text: str | bytes, where: str) -> DeviceProfile:
-    """Read what a device file holds."""
+    """Read the content of a device file."""
     try:
         return DeviceProfile.model_validate_json(text)
     except ValidationError as error:
@@ -123,10 +127,9 @@ def parse_profile(text: str | bytes, where: str) -> DeviceProfile:
 
 
 def clients_of(devices: Sequence[DeviceConfig], clients: int) -> list[int]:
-    """Return which of the devices each client has; raise ValueError if not every client has exactly one.
+    """Return each client's device, as its place in the list; raise ValueError unless every client has exactly one.
 
-    By shares clients are dealt out in the order of the list, so many as each share comes to, rounded so that all
-    clients have a device.
+    With shares, clients get devices in the order of the list. Shares are rounded so that every client has a device.
     """
     by_share = [device for device in devices if device.share is not None]
     for device in devices:
@@ -136,7 +139,7 @@ def clients_of(devices: Sequence[DeviceConfig], clients: int) -> list[int]:
             )
     if len({device.name for device in devices}) < len(devices):
         raise ValueError("two devices have the same name")
-    return _dealt_by_share(devices, clients) if by_share else _by_numbers(devices, clients)
+    return _by_shares(devices, clients) if by_share else _by_numbers(devices, clients)
 
 
 def _by_numbers(devices: Sequence[DeviceConfig], clients: int) -> list[int]:
@@ -153,13 +156,13 @@ def _by_numbers(devices: Sequence[DeviceConfig], clients: int) -> list[int]:
     return [found[client] for client in range(clients)]
 
 
-def _dealt_by_share(devices: Sequence[DeviceConfig], clients: int) -> list[int]:
+def _by_shares(devices: Sequence[DeviceConfig], clients: int) -> list[int]:
     shares = [device.share or 0.0 for device in devices]
     if abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"the devices' shares add up to {sum(shares):g}, not to 1")
     exact = [share * clients for share in shares]
     counts = [int(each + 1e-9) for each in exact]
-    by_rest = sorted(range(len(devices)), key=lambda number: counts[number] - exact[number])  # the largest rest first
+    by_rest = sorted(range(len(devices)), key=lambda number: counts[number] - exact[number])  # largest remainder first
     for number in by_rest[: clients - sum(counts)]:
         counts[number] += 1
     if 0 in counts:
@@ -168,27 +171,28 @@ def _dealt_by_share(devices: Sequence[DeviceConfig], clients: int) -> list[int]:
     return [number for number, count in enumerate(counts) for _ in range(count)]
 
 
-# The clients: how many, who of them takes part, what they can afford.
-
-NO_TIER = "none"  # of a client whose device can train none: it is sampled like the others, and left out
+NO_TIER = "none"  # of a client whose device can train no tier: it is sampled like the others, and left out
 
 
 class FederationConfig(Section):
+    """The clients: how many there are, how many take part in a round, and what they can afford."""
+
     clients: Positive = 20
     participation: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of the clients sampled each round
     heterogeneity: Literal["fixed", "dynamic"] = "fixed"  # client p has tier p mod Γ, or draws one each round
     assignment: tuple[str, ...] = ()  # each client's tier by name, in place of p mod Γ
-    min_updates: Positive = 1  # a round that brings fewer is tried again with other clients
-    attempts: Positive = 3  # at a round, before the run ends
-    devices: tuple[DeviceConfig, ...] = ()  # in place of p mod Γ: clients get the tier that fits their device
+    min_updates: Positive = 1  # a round with fewer is repeated with other clients
+    attempts: Positive = 3  # at a round, before the run ends with an error
+    devices: tuple[DeviceConfig, ...] = ()  # in place of p mod Γ: each client gets a tier that fits its device
     deadline: Annotated[float, Field(ge=0)] = 0.0  # of a round, in simulated seconds; 0: no limit
-    late: Literal["drop", "wait"] = "drop"  # the round ends without clients that are later, or waits for them
-    unfit: Literal["refuse", "leave-out", "smallest"] = "refuse"  # what becomes of devices that no tier fits
-    reference_macs_per_second: Annotated[float, Field(gt=0)] = 5e9  # of a device with speed 1, in training: MACs of
-    # forward passes
-    plan: tuple[str, ...] = ()  # each client's tier by its device, as a run found it at its start
-    checkpointed: tuple[int, ...] = ()  # likewise, the clients that train with checkpointing
-    inputs: str = ""  # likewise, what an input is like, by what most clients say to a server that has no samples
+    late: Literal["drop", "wait"] = "drop"  # clients past the deadline are dropped, or waited for
+    unfit: Literal["refuse", "leave-out", "smallest"] = "refuse"  # devices that no tier fits
+    # of a device with speed 1, in training: MACs of forward passes
+    reference_macs_per_second: Annotated[float, Field(gt=0)] = 5e9
+    # found by a run at its start
+    plan: tuple[str, ...] = ()  # each client's tier by its device
+    checkpointed: tuple[int, ...] = ()  # the clients that train with checkpointing
+    inputs: str = ""  # an `InputSpec`: what most clients report to a server without samples
 
     @model_validator(mode="after")
     def _devices_decide(self) -> "FederationConfig":
@@ -205,17 +209,17 @@ class FederationConfig(Section):
         return self
 
     def per_round(self, clients: int) -> int:
-        """Return how many of so many clients take part in a round."""
+        """Return how many of `clients` take part in a round."""
         return max(1, round(self.participation * clients))
 
     @property
     def given_tiers(self) -> tuple[str, ...]:
-        """Return each client's tier, where somebody or its device has decided on it; otherwise nothing."""
+        """Return each client's tier, if settings or devices decide it; empty otherwise."""
         return self.plan or self.assignment
 
     @property
     def device_of(self) -> tuple[DeviceConfig, ...]:
-        """Return each client's device; empty where there are none."""
+        """Return each client's device; empty without devices."""
         return tuple(self.devices[n] for n in clients_of(self.devices, self.clients)) if self.devices else ()
 
     def with_device_files(self) -> "FederationConfig":
@@ -225,28 +229,27 @@ class FederationConfig(Section):
 
 
 def fixed_level(client: int, levels: int) -> int:
-    """Return which of so many capability levels a client stays at whose tier nobody assigned; 0 is the strongest."""
+    """Return the capability level of a client without an assigned tier; 0 is the strongest."""
     return client % levels
 
-
-# The settings of training: what clients do with their samples, and the server with what comes back.
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Section):
+    """How clients train."""
+
     rounds: Positive = 20
     epochs: Positive = 1
     batch: Positive = 64
-    micro_batch: Annotated[int, Field(ge=0)] = (
-        0  # a batch goes through the network in parts of so many samples, for one
-    )
-    # step: less memory; 0: all at once
-    checkpointing: bool | tuple[str, ...] = False  # blocks of the network, found or named, run again in the backward
-    # pass: less memory for a third more computation, and the same weights
-    frozen_statistics: bool = False  # BatchNorm layers normalise by the statistics that the model came with
+    # samples that go through the network together, for a step on the whole batch: less memory; 0: the whole batch
+    micro_batch: Annotated[int, Field(ge=0)] = 0
+    # blocks of the network, found or named, run again in the backward pass: less memory, a third more computation, the
+    # same weights
+    checkpointing: bool | tuple[str, ...] = False
+    frozen_statistics: bool = False  # BatchNorm layers normalise by the statistics of the initial model
     lr: Annotated[float, Field(gt=0)] = 0.1
-    head_factor: Annotated[float, Field(gt=0)] = 1.0  # on the learning rate, of a new head beside adapters
+    head_factor: Annotated[float, Field(gt=0)] = 1.0  # times the learning rate, for a new head beside adapters
     milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
     optimizer: Literal["sgd", "adamw"] = "sgd"  # torch's own
@@ -258,12 +261,12 @@ class TrainConfig(Section):
     amsgrad: bool = False
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     frobenius_decay: Annotated[float, Field(ge=0)] = 1e-4
-    decay_factors: bool = False  # plain weight decay on the factors too, as published FedHM code does
+    decay_factors: bool = False  # plain weight decay on the factors, too, as in published FedHM code
     masked_loss: bool = True  # logits of labels that a client does not hold count as 0
-    nested: Annotated[float, Field(ge=0, le=1)] = 0.5  # of FedHM by bands: how much a client trains a smaller tier, too
-    nested_tier: Literal["smallest", "random"] = "smallest"  # always that one, or one drawn for every batch
-    # both losses on every batch, as their sum or their mean, or the other one alone on this share of the batches; auto:
-    # the sum, whose steps are longer, where the network has normalisation layers, which bear that
+    nested: Annotated[float, Field(ge=0, le=1)] = 0.5  # FedHM by bands: weight of a smaller tier inside
+    nested_tier: Literal["smallest", "random"] = "smallest"  # always the smallest, or one drawn for every batch
+    # sum, beside: both losses on every batch, as their sum or their mean; instead: the smaller tier alone, on a share
+    # of the batches; auto: the sum, whose steps are longer, if normalisation layers make up for that
     nested_form: Literal["auto", "sum", "beside", "instead"] = "auto"
     clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
     max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
@@ -286,12 +289,12 @@ class TrainConfig(Section):
 
     @property
     def parts(self) -> int:
-        """Return the samples in a micro-batch; 0: a batch goes through the network at once."""
+        """Return the samples in a micro-batch; 0: the whole batch at once."""
         return self.micro_batch if self.micro_batch < self.batch else 0
 
     @property
     def nested_shares(self) -> tuple[float, float] | None:
-        """Return the shares of the batches that run through a client's own network and through one inside it."""
+        """Return the shares of batches that run through a client's own network, and through the smaller one inside."""
         if not self.nested:
             return None
         return (1 - self.nested, self.nested) if self.nested_form == "instead" else (1.0, 1.0)
@@ -302,17 +305,17 @@ class TrainConfig(Section):
 
 
 class ServerConfig(Section):
-    """What the server makes of a round's updates: how far each may go, and their mean itself or a step towards it."""
+    """How the server merges updates: how it defends against hostile ones, and how it steps towards their mean."""
 
     optimizer: Literal["none", "momentum", "adam"] = "none"  # FedAvgM, FedAdam
     lr: Annotated[float, Field(ge=0)] = 0.0  # of the server's steps; 0: 1 with momentum, 0.01 with adam
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # β of momentum
     betas: tuple[Beta, Beta] = (0.9, 0.99)  # β₁ and β₂ of adam
     tau: Annotated[float, Field(gt=0)] = 1e-3  # τ of adam: its degree of adaptivity
-    # against hostile clients; auto: clip, or none where the server hides its clients by noise
+    # defence against hostile clients; auto: clip, or none if the server adds noise for privacy
     robust: Literal["auto", "none", "clip", "centered-clip", "krum", "trimmed-mean", "median"] = "auto"
-    attackers: Annotated[int, Field(ge=0)] = 1  # of krum: how many of a round's participants may be hostile
-    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2  # of trimmed-mean: the share that is left out at each end
+    attackers: Annotated[int, Field(ge=0)] = 1  # krum: how many participants of a round may be hostile
+    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2  # trimmed-mean: the share left out at each end
 
     @property
     def learning_rate(self) -> float:
@@ -320,13 +323,13 @@ class ServerConfig(Section):
 
 
 class StopConfig(Section):
-    """When a run ends before its last round: never, if neither a patience nor a target is set."""
+    """When a run ends before its last round. Without a patience and a target it never does."""
 
-    patience: Annotated[int, Field(ge=0)] = 0  # so many evaluations without an improvement end it; 0: never
-    min_change: Annotated[float, Field(ge=0)] = 0.0  # of the headline metric: what is not more is no improvement
-    target: float | None = None  # the headline metric's value at which it ends, as records have it: 0.97
+    patience: Annotated[int, Field(ge=0)] = 0  # evaluations without improvement that end the run; 0: never
+    min_change: Annotated[float, Field(ge=0)] = 0.0  # of the headline metric: a smaller change is no improvement
+    target: float | None = None  # a value of the headline metric that ends the run, as in records: 0.97
     tier: str = ""  # whose model counts; empty: the largest tier's
-    # where only clients evaluate: what of their metrics counts. One that lies moves the pooled ones as far as it likes
+    # the metric that counts if only clients evaluate; a lying client can move the pooled one as far as it likes
     clients: Literal["median", "pooled"] = "median"
 
     @property
@@ -334,18 +337,16 @@ class StopConfig(Section):
         return self.patience > 0 or self.target is not None
 
 
-# The settings of differential privacy: what one client can change at most, and how much noise hides it.
-
-LEAST_NOISE = 1e-6  # with far less ε is no longer a number, and with this it is of the order of 10¹² already
+LEAST_NOISE = 1e-6  # with it, ε is of the order of 10¹²; with far less, ε is no longer a number
 
 
 class PrivacyConfig(Section):
-    """Off, unless a bound is set; a bound without noise guarantees nothing."""
+    """Differential privacy. It is off unless `clip` is set; a clip without noise guarantees nothing."""
 
     clip: Annotated[float, Field(ge=0)] = 0.0  # C: the largest norm of one client's change, of all tensors together
     noise: Annotated[float, Field(ge=0)] = 0.0  # z: the noise has a standard deviation of z · C
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5  # δ at which ε is stated
-    where: Literal["server", "client"] = "server"  # who adds the noise: a server that is trusted, or every client
+    where: Literal["server", "client"] = "server"  # a trusted server adds the noise, or every client
 
     @model_validator(mode="after")
     def _noise_hides_something_bounded(self) -> "PrivacyConfig":
@@ -368,48 +369,45 @@ class PrivacyConfig(Section):
         return self.active and self.where == "client"
 
 
-# The settings of trackers: which tools are told how a run goes. They do not make it another run.
-
-
 class TrackingConfig(Section):
-    tensorboard: str = ""  # a folder, in which every run has one of its own; empty: none
+    """The experiment trackers that log the run. They are no part of its identity."""
+
+    tensorboard: str = ""  # a folder, in which every run has its own; empty: none
     mlflow: str = ""  # a tracking URI, or a folder; empty: none
     mlflow_experiment: str = "fedhm"
     wandb: str = ""  # a project; empty: none
     wandb_mode: Literal["online", "offline"] = "online"  # offline: into the run's folder, for `wandb sync`
-    models: bool = True  # the final models are kept as artefacts, where a tracker has such
+    models: bool = True  # keep the final models as artefacts, if the tracker has them
 
     def with_absolute_paths(self) -> "TrackingConfig":
-        """Return the settings with whole paths: on Flower another process follows them, in another folder."""
+        """Return the settings with absolute paths: on Flower, another process uses them in another folder."""
         board = str(Path(self.tensorboard).absolute()) if self.tensorboard else ""
         is_folder = self.mlflow and "://" not in self.mlflow and ":" not in self.mlflow and self.mlflow != "databricks"
         place = str(Path(self.mlflow).absolute()) if is_folder else self.mlflow
         return self.model_copy(update={"tensorboard": board, "mlflow": place})
 
 
-# The settings of a run, typed and validated. `reading.py` reads them.
-
-CLIENT_TEST = 0.2  # the share that clients hold out where there is nothing else to evaluate on
+CLIENT_TEST = 0.2  # the share that clients hold out if there is nothing else to evaluate on
 
 
 class DataConfig(Section):
     source: str = "digits"  # diabetes, digits, fashion-mnist, cifar10, cifar100, tinyimagenet, hf:NAME or text:NAME
-    folder: Path | None = None  # where the files are; without it FEDHM_DATA or ./data
+    folder: Path | None = None  # of the files; none: FEDHM_DATA or ./data
     partition: Literal["iid", "dirichlet", "dirichlet-unequal", "by-tier"] = "iid"  # all but -unequal: equal sizes
     alpha: Annotated[float, Field(gt=0)] = 0.5
-    by_tier_share: Annotated[float, Field(ge=0, le=1)] = 0.8  # of a client's samples, of the labels of its level
-    by_tier_levels: Positive = 4  # as many as methods have: said here, since all methods are to have the same data
-    downscale: Positive = 1  # images shrink by this: the mean of every block of so many × so many pixels
-    max_length: Positive = 128  # tokens of a text: what is longer is cut
+    by_tier_share: Annotated[float, Field(ge=0, le=1)] = 0.8  # of a client's samples, with labels of its level
+    by_tier_levels: Positive = 4  # a setting of the data, so that all methods get the same data
+    downscale: Positive = 1  # k: every block of k × k pixels becomes its mean
+    max_length: Positive = 128  # tokens of a text; longer texts are cut
     crop: Annotated[int, Field(ge=0)] = 0
     flip: bool = False
-    train_samples: Annotated[int, Field(ge=0)] = 0  # how many to train on, chosen at random; 0 is all
-    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0  # evaluate on this share, held out of each client's samples,
-    # in place of the test set; 0: on the test set
-    client_test: Annotated[float, Field(ge=0, lt=1)] = 0.0  # every client holds this share out of its training, and
-    # every tier's model is evaluated there, too; 0: no client evaluates
-    test: bool = True  # the server has the source's test set; without, client_test is 0.2 unless it is said
-    public: str = ""  # unlabelled samples that everybody has, for distillation: a source, or "held-out" from this one
+    train_samples: Annotated[int, Field(ge=0)] = 0  # to train on, chosen at random; 0: all
+    # evaluate on this share, held out of each client's samples, in place of the test set; 0: on the test set
+    validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    # every client holds out this share of its samples and evaluates every tier's model on them; 0: no client evaluates
+    client_test: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    test: bool = True  # the server has the source's test set; if not, client_test is 0.2 by default
+    public: str = ""  # unlabelled samples for distillation, which everybody has: a source, or "held-out" from this one
     public_samples: Positive = 1000
 
     @model_validator(mode="before")
@@ -428,10 +426,10 @@ class DataConfig(Section):
 class ModelConfig(Section):
     name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34", "vit", "transformer"] = "cnn"
     width: Annotated[float, Field(gt=0)] = 1.0
-    depth: Annotated[int, Field(ge=1, le=100)] = 6  # of a vit: how many blocks it has
+    depth: Annotated[int, Field(ge=1, le=100)] = 6  # of a vit: its number of blocks
     patch: Positive = 4  # of a vit: pixels of a patch's side
-    base: str = ""  # of a transformer: the folder of a pretrained one, or the installed package that brings it
-    pooling: Literal["own", "mean"] = "own"  # of a transformer that classifies: what its new head looks at
+    base: str = ""  # of a transformer: the folder of a pretrained one, or the installed package that has it
+    pooling: Literal["own", "mean"] = "own"  # of a transformer that classifies: the input of its new head
     dropout: Annotated[float, Field(ge=0, lt=1)] | Literal["own"] = "own"  # of a transformer, in training
 
     @model_validator(mode="after")
@@ -445,8 +443,8 @@ class ModelConfig(Section):
 
 class EvaluationConfig(Section):
     every: Positive = 1  # rounds between evaluations; the last round is always evaluated
-    static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0  # after this round, BatchNorm statistics are
-    # gathered at the clients; up to it, their running averages are used
+    # after this round, BatchNorm statistics are gathered at the clients; before, the running averages are used
+    static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0
     batch: Positive = 128
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the clients with test samples that evaluate
 
@@ -458,14 +456,14 @@ Threads = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
 class EngineConfig(Section):
     name: Literal["local", "flower"] = "local"
     workers: Processes | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
-    threads: Threads = 0  # of a task; 0: as many cores as there are for each task of a round
+    threads: Threads = 0  # of a task; 0: the cores, divided by the tasks of a round
     server_threads: Threads = 0  # of factorizing and evaluating; 0: all cores
-    device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda where there is one
+    device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda if there is one
     compile: bool = False  # the clients' networks, by torch.compile
     superlink: str = ""  # of Flower: a connection's name, or the folder of `fedhm flower up`; empty: a simulation here
     patience: Annotated[float, Field(ge=0)] = 120.0  # of Flower: seconds to wait for one more client to connect
     deadline: Annotated[float, Field(ge=0)] = 0.0  # of Flower: seconds for a round's answers; 0: no limit
-    fp16: bool = False  # of Flower: tensors travel in half precision
+    fp16: bool = False  # of Flower: tensors are sent in half precision
 
     @model_validator(mode="after")
     def _elsewhere_by_flower_only(self) -> "EngineConfig":
@@ -475,18 +473,18 @@ class EngineConfig(Section):
 
 
 class CheckpointsConfig(Section):
-    keep: Positive | Literal["all"] = 2  # the newest so many, to resume from
+    keep: Positive | Literal["all"] = 2  # how many of the newest are kept, to resume from
 
 
 class CompareConfig(Section):
-    """The tiers of the methods that FedHM is compared with; empty: matched to FedHM's by their parameters."""
+    """The tiers of methods that FedHM is compared with; empty: matched to FedHM's by their parameters."""
 
     widths: tuple[Ratio, ...] = ()  # of the methods that slim the model
     bases: tuple[Positive, ...] = ()  # Split-Mix's: how many base networks
 
 
-def _of_its_name(group: Group, default: str) -> BeforeValidator:
-    """Read a section by the class that its `name` stands for; without a name it is the default's."""
+def _by_name(group: Group, default: str) -> BeforeValidator:
+    """Read a section by the class of its `name`; `default` is used if it has none."""
 
     def read(section: Any) -> Any:
         section = {"name": section} if isinstance(section, str) else section
@@ -503,17 +501,17 @@ def _of_its_name(group: Group, default: str) -> BeforeValidator:
 
 
 class Config(Section):
-    """All settings of a run; `data` and `model` are None where it is started from Python with a user's own."""
+    """All settings of a run; `data` and `model` are None if it is started from Python with a user's own."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     data: DataConfig | None = None
     model: ModelConfig | None = None
     federation: FederationConfig = FederationConfig()
     train: TrainConfig = TrainConfig()
-    method: Annotated[SerializeAsAny[MethodConfig], _of_its_name("methods", "fedhm")] = Field(
+    method: Annotated[SerializeAsAny[MethodConfig], _by_name("methods", "fedhm")] = Field(
         default_factory=partial(make, "methods", "fedhm")
     )
-    objective: Annotated[SerializeAsAny[Objective], _of_its_name("objectives", "classification")] = Field(
+    objective: Annotated[SerializeAsAny[Objective], _by_name("objectives", "classification")] = Field(
         default_factory=partial(make, "objectives", "classification")
     )
     server: ServerConfig = ServerConfig()
@@ -523,18 +521,18 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     compare: CompareConfig | None = None  # no part of a single run
-    tracking: TrackingConfig | None = None  # no part of what makes a run that run
+    tracking: TrackingConfig | None = None
 
     @property
     def evaluated_on(self) -> str:
-        """Return which samples tell how well a run does, in a word: test or validation."""
+        """Return the kind of samples that evaluation uses: test or validation."""
         return "validation" if self.data is not None and self.data.validation else "test"
 
     def resolved(self) -> "ResolvedConfig":
-        """Fill in all that depends on where the run was started, so that a resumed run repeats it.
+        """Fill in all settings that depend on the machine, so that a resumed run repeats them.
 
-        Sums depend on the number of threads in their last digits. So no number of threads depends on `workers`, which
-        is left open: it may be another one when the run is resumed.
+        The last digits of sums depend on the number of threads. So no number of threads depends on `workers`, which
+        may change when the run is resumed.
         """
         cores = usable_cores()
         engine = {
@@ -542,7 +540,7 @@ class Config(Section):
             "server_threads": self.engine.server_threads or cores,
             "device": self.engine.device,
         }
-        if self.engine.device == "auto" and self.engine.name == "local":  # Flower's nodes find out what they have
+        if self.engine.device == "auto" and self.engine.name == "local":  # Flower's nodes choose for themselves
             engine["device"] = str(find_device("auto"))
         if self.engine.superlink and Path(self.engine.superlink).is_dir():
             engine["superlink"] = str(Path(self.engine.superlink).absolute())
@@ -550,10 +548,10 @@ class Config(Section):
         changes["compare"] = None
         changes["tracking"] = self.tracking.with_absolute_paths() if self.tracking else None
         if self.train.on_bad_update == "auto":
-            # under privacy, whether a run goes on must not depend on what one client sent
+            # under privacy, one client's update must not decide whether the run goes on
             reaction = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
             changes["train"] = self.train.model_copy(update={"on_bad_update": reaction})
-        if self.server.robust == "auto":  # what judges an update by those of others is no way to hide a client
+        if self.server.robust == "auto":  # a defence compares clients, which would undo their privacy
             rule = "none" if self.privacy.at_server else "clip"
             changes["server"] = self.server.model_copy(update={"robust": rule})
         if self.data is not None and self.data.folder is not None:
@@ -562,13 +560,13 @@ class Config(Section):
         return ResolvedConfig(**{name: getattr(self, name) for name in Config.model_fields} | changes)
 
     def for_client(self, client: int) -> Self:
-        """Return the settings with which a client trains: some have devices that need checkpointing."""
+        """Return the settings of one client: some devices need checkpointing."""
         if client not in self.federation.checkpointed or self.train.checkpointing:
             return self
         return self.model_copy(update={"train": self.train.checkpointed})
 
     def without_location(self) -> Self:
-        """Keep all that makes a run the run that it is, wherever it is resumed."""
+        """Return the settings that identify a run, without those of the place where it runs."""
         place = {
             key: EngineConfig.model_fields[key].default for key in ("workers", "superlink", "patience", "deadline")
         }
@@ -583,17 +581,17 @@ class Config(Section):
         return found
 
     def __hash__(self) -> int:
-        return hash(self.to_toml())  # a method of a user's may have settings without a hash
+        return hash(self.to_toml())  # a user's method may have settings without a hash
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
 class ResolvedConfig(Config):
-    """Settings that leave nothing open to where they are read: what a run is made of, and what its folder holds."""
+    """Settings that leave nothing to the machine: a run uses them, and its folder holds them."""
 
     @model_validator(mode="after")
-    def _nothing_left_open(self) -> Self:
+    def _complete(self) -> Self:
         if not self.engine.threads or not self.engine.server_threads:
             raise ValueError("engine.threads and engine.server_threads of a run must be whole numbers from 1 on")
         if self.train.on_bad_update == "auto":

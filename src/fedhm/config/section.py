@@ -10,31 +10,31 @@ from fedhm.config.units import parse_budget
 
 
 class Section(BaseModel):
-    """A section of the settings, which refuses keys that are not known, and changes after reading."""
+    """A section of the settings. Unknown keys are refused, and nothing changes after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 def as_ratio(value: object) -> object:
-    """Read a ratio that is written as "1/8"."""
+    """Read "1/8" as a number; any other value is left to pydantic."""
     if isinstance(value, str):
         try:
-            # other texts are for pydantic: a fraction of "1e999999999" would take for ever
+            # not for texts without a slash: Fraction("1e999999999") would take forever
             return float(Fraction(value)) if "/" in value else value
         except (ValueError, ZeroDivisionError, OverflowError):
             return value
     return value
 
 
-def _told_apart(ratios: tuple[float, ...]) -> tuple[float, ...]:
+def _distinct(ratios: tuple[float, ...]) -> tuple[float, ...]:
     if len({f"{ratio:g}" for ratio in ratios}) != len(set(ratios)):
         raise ValueError("two tiers differ too little to be told apart")
     return ratios
 
 
 Ratio = Annotated[float, BeforeValidator(as_ratio), Field(gt=0, le=1)]
-Positive = Annotated[int, Field(ge=1, le=10**9)]  # no count of anything is larger, and torch's may not be
-Ratios = Annotated[tuple[Ratio, ...], Field(min_length=1), AfterValidator(_told_apart)]
+Positive = Annotated[int, Field(ge=1, le=10**9)]  # no count here is larger, and torch's counts may not be
+Ratios = Annotated[tuple[Ratio, ...], Field(min_length=1), AfterValidator(_distinct)]
 
 
 def _as_tier(value: object) -> object:
@@ -44,18 +44,18 @@ def _as_tier(value: object) -> object:
     return as_ratio(value)
 
 
-def _told_apart_tiers(tiers: tuple[float | str, ...]) -> tuple[float | str, ...]:
-    _told_apart(tuple(tier for tier in tiers if not isinstance(tier, str)))
+def _distinct_tiers(tiers: tuple[float | str, ...]) -> tuple[float | str, ...]:
+    _distinct(tuple(tier for tier in tiers if not isinstance(tier, str)))
     return tiers
 
 
 # a rank ratio, or a budget by its name
 Tier = Annotated[Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=":")], BeforeValidator(_as_tier)]
-Tiers = Annotated[tuple[Tier, ...], Field(min_length=1), AfterValidator(_told_apart_tiers)]
+Tiers = Annotated[tuple[Tier, ...], Field(min_length=1), AfterValidator(_distinct_tiers)]
 
 
 def tier_name(ratio: float | str) -> str:
-    """Return how a rank ratio is called everywhere: full, 1/2, 1/8, or the plain number; a budget is its name."""
+    """Return the name of a tier everywhere: full, 1/2, 1/8, or the plain number; a budget is its own name."""
     if isinstance(ratio, str):
         return ratio
     if ratio == 1:
@@ -65,5 +65,5 @@ def tier_name(ratio: float | str) -> str:
 
 
 def width_name(width: float) -> str:
-    """Return how a width is called everywhere: full, w0.62."""
+    """Return the name of a width everywhere: full, w0.62."""
     return "full" if width == 1 else f"w{width:g}"

@@ -1,4 +1,8 @@
-"""Sizes, rates and counts as people write them: "128MB", "1.5 GiB", "10Mbit", "2MB/s", "300k"."""
+"""Sizes, rates and counts as people write them: "128MB", "1.5 GiB", "10Mbit", "2MB/s", "300k".
+
+We do not use pydantic's `ByteSize`: it ignores what it cannot read, so that "12,5MB" is 12 bytes and "2MB/s" a size. It
+takes True and 0, and refuses 128.7 and "1e3". It would also import pydantic for `fedhm --help`.
+"""
 
 import math
 import re
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple, get_args
 
-_WRITTEN = re.compile(r"([-+]?[\d.]+(?:e[-+]?\d{1,3})?)\s*([^\d\s]*)", re.IGNORECASE)
+_NUMBER_AND_UNIT = re.compile(r"([-+]?[\d.]+(?:e[-+]?\d{1,3})?)\s*([^\d\s]*)", re.IGNORECASE)
 
 BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -17,7 +21,7 @@ _RATES = {f"{unit}{a_second}": size for unit, size in (_BITS | BYTES).items() fo
 
 
 def readable_size(count: float) -> str:
-    """Return how many bytes there are as people read it: 12.34 MB."""
+    """Return a number of bytes as people read it: 12.34 MB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:,.2f} {unit}"
@@ -26,17 +30,17 @@ def readable_size(count: float) -> str:
 
 
 class ParsedNumber(NamedTuple):
-    """A number with a unit; who asked for it has the words for what is wrong with it."""
+    """A number with a unit. Callers have the words for errors."""
 
-    number: float  # NaN: it begins with none
+    number: float  # NaN: the text does not begin with a number
     unit: str = ""
-    factor: float | None = 1  # None: there is no such unit
+    factor: float | None = 1  # None: an unknown unit
 
 
 def _parse(given: object, units: Mapping[str, float]) -> ParsedNumber:
-    """Read a number with one of `units` or none, however its letters are written: nobody means milli by m."""
+    """Read a number with one of `units` or none. Case does not matter: nobody means milli by m."""
     known = isinstance(given, int | float | str) and not isinstance(given, bool)
-    found = _WRITTEN.fullmatch(str(given).strip()) if known else None
+    found = _NUMBER_AND_UNIT.fullmatch(str(given).strip()) if known else None
     try:
         number = float(found[1]) if found else math.nan
     except ValueError:  # 1.2.3
@@ -48,9 +52,9 @@ def _parse(given: object, units: Mapping[str, float]) -> ParsedNumber:
 
 
 def parse_size(given: str | float) -> int:
-    """Return how many bytes a size stands for: "128MB", "64 MiB"; a plain number is bytes.
+    """Return the bytes of a size such as "128MB" or "64 MiB"; a plain number is bytes.
 
-    kB, MB and GB count in thousands, KiB, MiB and GiB in 1024s. Raises ValueError for what is none, or not above 0.
+    kB, MB and GB count in thousands, KiB, MiB and GiB in 1024s. Raises ValueError for anything else, and below 1 byte.
     """
     number, _, factor = _parse(given, BYTES)
     if math.isnan(number):
@@ -63,9 +67,9 @@ def parse_size(given: str | float) -> int:
 
 
 def parse_rate(given: str | float) -> float:
-    """Return how many bytes a second a rate stands for: "10Mbit" or "1.25MB/s"; a plain number is bytes a second.
+    """Return the bytes a second of a rate such as "10Mbit" or "1.25MB/s"; a plain number is bytes a second.
 
-    Raises ValueError for what is none, or not above 0.
+    Raises ValueError for anything else, and for rates that are not above 0.
     """
     number, _, factor = _parse(given, _RATES)
     if math.isnan(number):
@@ -77,14 +81,12 @@ def parse_rate(given: str | float) -> float:
     return float(number * factor)
 
 
-# Budgets: what a version of the model may take of a device.
-
 Kind = Literal["memory", "bytes", "macs", "parameters"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def parse_amount(given: float | str, kind: Kind) -> int:
-    """Read a size such as "128MB", "2MiB", "1.5GB", "300k" or a plain number; raises ValueError with a sentence."""
+    """Return the amount that a budget of this kind names: "128MB", "300k" or a plain number; raises ValueError."""
     units = _units(kind)
     shown = str(given)[:40]
     number, unit, factor = _parse(given, units)
@@ -105,7 +107,7 @@ def _units(kind: Kind) -> Mapping[str, int]:
 
 
 def amount_text(amount: int, kind: Kind) -> str:
-    """Return the shortest text that `parse_amount` reads as this very amount."""
+    """Return the shortest text that `parse_amount` reads as exactly this amount."""
     texts = [f"{amount / size:.6g}{unit}" for unit, size in _units(kind).items() if amount >= size]
     exact = [text for text in texts if parse_amount(text, kind) == amount]
     return min(exact, key=len, default=str(amount))
@@ -113,23 +115,18 @@ def amount_text(amount: int, kind: Kind) -> str:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a tier may take: amounts by kind, or as much as the version at a rank ratio takes ("1/8")."""
+    """The limits of a tier: amounts by kind, or the costs of the version at a rank ratio (1/8)."""
 
     limits: Mapping[Kind, int | Fraction]
 
     @property
     def name(self) -> str:
-        """Return how the tier is called everywhere: memory:128MB, or memory:128MB,bytes:2MB."""
-        return ",".join(
-            f"{kind}:{self.limits[kind]}" if isinstance(self.limits[kind], Fraction) else f"{kind}:{self._text(kind)}"
-            for kind in KINDS
-            if kind in self.limits
-        )
+        """Return the tier's name everywhere: memory:128MB, or memory:128MB,bytes:2MB."""
+        return ",".join(f"{kind}:{self._text(kind)}" for kind in KINDS if kind in self.limits)
 
     def _text(self, kind: Kind) -> str:
-        amount = self.limits[kind]
-        assert isinstance(amount, int)
-        return amount_text(amount, kind)
+        limit = self.limits[kind]
+        return str(limit) if isinstance(limit, Fraction) else amount_text(limit, kind)
 
 
 def parse_budget(given: object) -> Budget:
@@ -146,10 +143,10 @@ def parse_budget(given: object) -> Budget:
         raise ValueError('a budget is written "memory:128MB" or { bytes = "2MB" }')
     if unknown := [str(kind)[:40] for kind in given if kind not in KINDS]:
         raise ValueError(f"there is no budget of '{unknown[0]}', only of {', '.join(KINDS)}")
-    return Budget({kind: _limit(given[kind], kind) for kind in KINDS if kind in given})
+    return Budget({kind: _parse_limit(given[kind], kind) for kind in KINDS if kind in given})
 
 
-def _limit(given: object, kind: Kind) -> int | Fraction:
+def _parse_limit(given: object, kind: Kind) -> int | Fraction:
     if isinstance(given, str) and "/" in given and kind != "memory":
         try:
             ratio = Fraction(given)
