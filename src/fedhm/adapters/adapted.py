@@ -13,8 +13,9 @@ from torch import nn
 
 from fedhm.adapters.packing import AdapterPacking
 from fedhm.errors import FedhmError
-from fedhm.networks.batchnorm import hold_statistics
-from fedhm.networks.exchange import Tensors, set_packing, set_shared_parameters, shared_parameters
+from fedhm.networks.batchnorm import freeze_statistics
+from fedhm.networks.exchange import Tensors, set_packing, shared_parameters
+from fedhm.networks.info import declare, info_of
 from fedhm.networks.structure import copy_sharing_parameters, unshare_base
 
 HEADS = ("classifier", "score")  # how transformers call the layer that is made for the task
@@ -106,7 +107,7 @@ class FrozenBase:
     def __init__(self, model: nn.Module, adapting: AdapterSettings) -> None:
         self.adapting = adapting
         self._model = copy_sharing_parameters(model)
-        hold_statistics(self._model)
+        freeze_statistics(self._model)
         self._heads = head_modules(self._model, adapting.head)
         self._check_target()
         self._target: str | list[str] = ALL_LINEAR if adapting.target == (ALL_LINEAR,) else list(adapting.target)
@@ -189,9 +190,8 @@ class FrozenBase:
         own = {f"base_model.model.{layer}.base_layer.weight" for layer in self.shapes} if folded else set()
         if folded:
             self._part(network, own)
-            vars(network)["fedhm_folded"] = True
         frozen = {n for n, p in network.named_parameters() if not p.requires_grad and ".lora_" not in n}
-        set_shared_parameters(network, frozenset(frozen - own))
+        declare(network, shared=frozenset(frozen - own), frozen_base=True)
         held = frozenset(f"{layer}.{part}" for layer in self.shapes for part in fixed)
         weights = {layer: self._model.get_submodule(layer).weight for layer in self.shapes} if folded else {}
         form = AdapterPacking(tuple(self.shapes), self.adapting.scale, held, weights, parts, self._heads)  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def describe_adapter(network: nn.Module) -> dict[str, Any] | None:
     config = getattr(network, "peft_config", {}).get("default")
     if config is None:
         return None
-    folded = bool(vars(network).get("fedhm_folded"))
+    folded = _is_folded(network)
     target, head = sorted(config.target_modules), list(config.modules_to_save or ())
     scale, base = config.lora_alpha / config.r, base_digest(network)
     return {"rank": config.r, "scale": scale, "target": target, "head": head, "folded": folded, "base": base}
@@ -257,17 +257,21 @@ def save_adapter(network: nn.Module, folder: Path) -> None:
     adapted = getattr(network, "save_pretrained", None)
     if adapted is None or not hasattr(network, "peft_config"):
         raise FedhmError("the tier's model has no adapter: save_adapter is for methods that train such, as lora")
-    if vars(network).get("fedhm_folded"):
+    if _is_folded(network):
         raise FedhmError("what was learnt is in the base itself, not in an adapter: save the whole network of the tier")
     if folder.is_file():
         raise FedhmError(f"cannot write the adapter to {folder}: it is a file, where a folder is needed")
-    form, restored = vars(network).pop("fedhm_wire_form", None), vars(network)
     try:
         adapted(str(folder))
     except OSError as error:
         raise FedhmError(f"cannot write the adapter to {folder}: {error.strerror}") from None
-    finally:
-        restored["fedhm_wire_form"] = form
+
+
+def _is_folded(network: nn.Module) -> bool:
+    """Tell whether the adapted layers have weights of their own, to which what was learnt is added."""
+    info = info_of(network)
+    weights = (name for name, _ in network.named_parameters() if name.endswith(".base_layer.weight"))
+    return info.frozen_base and any(name not in info.shared for name in weights)
 
 
 def _peft() -> Any:

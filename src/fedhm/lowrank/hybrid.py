@@ -14,6 +14,7 @@ from fedhm.lowrank.hadamard import Hadamard, hadamard_of
 from fedhm.lowrank.layers import LowRank, PufferfishConv2d, factorized_types, largest_rank
 from fedhm.lowrank.plan import RankPlan, reason_to_stay_dense
 from fedhm.lowrank.svd import to_layer_factors, unroll
+from fedhm.networks.info import declare, info_of
 from fedhm.networks.structure import copy_network, weight_owners
 
 
@@ -139,11 +140,11 @@ def nest_tiers(network: nn.Module, inside: NestedTiers, own: float, smaller: flo
     own, smaller  the shares of the batches in which the network itself runs, and one of those inside
     """
     each = Fraction(smaller) / len(inside.networks)
-    vars(network)["fedhm_inside"] = inside
-    vars(network)["passes_in_training"] = [(network, Fraction(own)), *((net, each) for net in inside.networks)]
-    return network
+    return declare(network, inner=inside, own_share=Fraction(own), inner_share=each)
 
 
 def nested_tiers(network: nn.Module) -> NestedTiers:
-    inside: NestedTiers = vars(network)["fedhm_inside"]
-    return inside
+    """Return the smaller tiers inside a network that `nest_tiers` has put there."""
+    inner = info_of(network).inner
+    assert isinstance(inner, NestedTiers)
+    return inner

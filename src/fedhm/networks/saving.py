@@ -117,18 +117,21 @@ def _inside(name: str, others: Iterable[str]) -> bool:
 
 
 def _recompute(block: nn.Module) -> None:
-    plain = block.forward
-    if getattr(plain, "runs_again", False):
-        return
+    if not isinstance(block.forward, _CheckpointedForward):
+        vars(block)["forward"] = _CheckpointedForward(block)
 
-    def forward(*arguments: Any, **named: Any) -> Any:
+
+class _CheckpointedForward:
+    """The `forward` of a block that runs again in the backward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block, self._plain = block, block.forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
-            return plain(*arguments, **named)
-        run = Pass(block, plain)
+            return self._plain(*arguments, **named)
+        run = Pass(self._block, self._plain)
         return checkpoint(run, *arguments, use_reentrant=False, context_fn=contexts, **named)
-
-    vars(forward)["runs_again"] = True
-    vars(block)["forward"] = forward
 
 
 class Pass:

@@ -22,6 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import shared_parameters
+from fedhm.networks.info import info_of
 
 Memo = dict[Any, Any]
 ATOMIC = {
@@ -119,7 +120,7 @@ def copy_network(model: nn.Module) -> nn.Module:
     What everybody has (`networks/exchange.py`) is not copied.
     """
     memo: Memo = {}
-    shared: frozenset[str] = vars(model).get("fedhm_everybodys", frozenset())
+    shared = info_of(model).shared
     try:
         for name, parameter in model.named_parameters():
             if name in shared:
@@ -175,19 +176,35 @@ def has_normalisation(network: nn.Module) -> bool:
     return any(isinstance(m, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm) for m in network.modules())
 
 
+class TrainsSeveral(nn.Module):
+    """A network that in training runs several networks, which share the weights of the first."""
+
+    @property
+    def passes_in_training(self) -> Sequence[tuple[nn.Module, Fraction]]:
+        """Return the networks that run in training, the widest first, and the share of the batches of each."""
+        raise NotImplementedError
+
+    @property
+    def heaviest_in_training(self) -> nn.Module:
+        """Return the network as it runs in the batch that takes the most memory."""
+        raise NotImplementedError
+
+
 def networks_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, Fraction]]:
     """Return the networks that run in training, the widest first, and in which share of the batches each does.
 
     That is `network` itself, in all of them; ordered dropout has several, which share the weights of the first.
     """
-    passes: Sequence[tuple[nn.Module, Fraction]] | None = getattr(network, "passes_in_training", None)
-    return passes or [(network, Fraction(1))]
+    if isinstance(network, TrainsSeveral):
+        return network.passes_in_training
+    info = info_of(network)
+    inner = info.inner.networks if info.inner else ()
+    return [(network, info.own_share), *((each, info.inner_share) for each in inner)]
 
 
 def heaviest_in_training(network: nn.Module) -> nn.Module:
     """Return what runs in the batch that takes the most memory, where batches are not all alike."""
-    heaviest: nn.Module = getattr(network, "heaviest_in_training", network)
-    return heaviest
+    return network.heaviest_in_training if isinstance(network, TrainsSeveral) else network
 
 
 # How the weights of a network begin, and how to draw them anew.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.structure import TrainsSeveral
 from fedhm.widths.plan import WidthPlan
 
 
@@ -72,7 +73,7 @@ class Ensemble(nn.Module):
 Divergence = Callable[[Tensor, Tensor], Tensor]  # of a student's outputs from its teacher's
 
 
-class OrderedDropout(nn.Module):
+class OrderedDropout(TrainsSeveral):
     """`network` in evaluation; in training, for each batch, one of `narrower` with the leading weights of `network`.
 
     With a `divergence`, `network` runs in training too, and teaches the narrower one. `always` is the place of the
@@ -93,14 +94,12 @@ class OrderedDropout(nn.Module):
 
     @property
     def passes_in_training(self) -> Sequence[tuple[nn.Module, Fraction]]:
-        """Return the networks that run in training, the widest first, and in which share of the batches each does."""
         share = Fraction(1, len(self._narrower) + 1)
         widest = share if self._divergence is None else Fraction(1)
         return [(self.network, widest), *((network, share) for network in self._narrower)]
 
     @property
     def heaviest_in_training(self) -> "OrderedDropout":
-        """Return the network as it is in the batch that takes the most memory."""
         place = 0 if self._divergence is None or not self._narrower else 1
         return OrderedDropout(self.network, self._narrower, self._divergence, place)
 
