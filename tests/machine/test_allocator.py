@@ -10,14 +10,14 @@ RESIDENT = """
 from pathlib import Path
 import sys
 import torch
-from fedhm.machine.process import give_back_at_once
+from fedhm.machine.process import return_freed_memory
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) // 1024  # MiB
 
 if sys.argv[1] == "True":
-    assert give_back_at_once()
+    assert return_freed_memory()
 large = torch.ones(7 << 20)  # once this is freed, glibc keeps blocks up to its size
 del large
 before = resident()
