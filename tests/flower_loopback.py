@@ -13,7 +13,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 
 class GarbledError(Exception):
-    """Raised by an app whose reply shall be one that Flower cannot read."""
+    """Raised by an app in place of a reply that Flower cannot read."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Loopback(Grid):
     pushed: list[Message] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1  # which a message is to be from
+        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, 1  # the sender of messages
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)

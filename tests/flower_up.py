@@ -15,7 +15,7 @@ def command(folder: Path, clients: int, *options: str) -> list[str]:
 
 
 def not_ignoring_ctrl_c() -> None:
-    """As background jobs of a shell do, and so perhaps the tests."""
+    """Undo SIG_IGN, which background jobs of a shell inherit, and so perhaps the tests."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -35,7 +35,7 @@ class Up:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Whatever a test left running is ended, also where it failed."""
+        """End what a test left running, also after a failure."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(60)
@@ -50,11 +50,11 @@ class Up:
         return pid
 
     def pids_of(self, words: str) -> list[int]:
-        """Of the processes below it that run a script with these arguments among its own."""
+        """Return the processes below it that run a script with these arguments."""
         return [pid for pid in descendants(self.process.pid) if is_run_by(pid, words)]
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """By a signal; the exit code, after all that was below it has gone."""
+        """End it by a signal, and return the exit code once all processes below it are gone."""
         below = list(descendants(self.process.pid))
         assert len(below) > 1
         self.process.send_signal(number)

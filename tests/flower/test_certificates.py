@@ -36,12 +36,12 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "::1"])
-def test_the_authority_vouches_for_this_machine(tmp_path: Path, name: str) -> None:
+def test_the_authority_has_signed_for_this_machine(tmp_path: Path, name: str) -> None:
     ensure_certificates(tmp_path)
     shake_hands(tmp_path, tmp_path / "ca.crt", name)
 
 
-def test_no_other_name_and_no_other_authority(tmp_path: Path) -> None:
+def test_other_names_and_other_authorities_are_refused(tmp_path: Path) -> None:
     ensure_certificates(tmp_path / "a")
     ensure_certificates(tmp_path / "b")
     with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
@@ -56,7 +56,7 @@ def test_only_the_owner_reads_private_files(tmp_path: Path) -> None:
     assert mode(tmp_path / "server.key") == mode(tmp_path / "client-0") == 0o600
 
 
-def test_what_is_there_stays_until_it_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_are_kept_until_they_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def content() -> list[bytes]:
         return [(tmp_path / name).read_bytes() for name in ("ca.crt", "server.pem", "server.key")]
 

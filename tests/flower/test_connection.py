@@ -33,7 +33,7 @@ def test_a_named_connection_is_looked_up_in_flowers_configuration(
         connection_of("mine")
 
 
-def test_a_folder_whose_federation_does_not_run_is_said_so(tmp_path: Path) -> None:
+def test_a_folder_without_a_running_federation_is_an_error(tmp_path: Path) -> None:
     folder = DeploymentFolder(tmp_path)
     with folder.locked():
         with pytest.raises(FedhmError, match="still coming up"):
@@ -70,7 +70,7 @@ def test_ports_are_free_and_a_taken_one_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_to_start_is_quoted(tmp_path: Path) -> None:
+def test_the_error_of_a_process_that_fails_to_start_is_shown(tmp_path: Path) -> None:
     process = Process("the SuperLink", ["flower-superlink", "--port", "x"], tmp_path, tmp_path / "log")
     with pytest.raises(FedhmError, match=r"^the SuperLink ended: .*argument --port: invalid.*$"):
         process.wait_for_port(free_ports(1)[0])

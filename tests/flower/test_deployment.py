@@ -1,4 +1,4 @@
-"""Runs on SuperNodes behind TLS and keys, by real processes: whatever fails costs its own updates, and nothing else."""
+"""Runs on SuperNodes with TLS and keys, with real processes: a failing client costs only its own updates."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_a_server_that_is_killed_resumes_on_the_same_supernodes(up: Up, tmp_path
     assert [record.round for record in read_records(out / "records.jsonl")] == [1, 2]
 
 
-def test_a_round_without_updates_is_tried_again_with_other_clients(up: Up, tmp_path: Path) -> None:
+def test_a_round_without_updates_is_repeated_with_other_clients(up: Up, tmp_path: Path) -> None:
     out, connection = tmp_path / "run", connection_of(str(up.folder))
     changes = {"federation.participation": 0.5, "train.rounds": 1, "out": str(out)}
     config = parse({"federation": {"clients": 4, "participation": 0.5}}, "test").federation
@@ -95,7 +95,7 @@ def test_a_round_without_updates_is_tried_again_with_other_clients(up: Up, tmp_p
 
 
 def test_clients_that_fail_cost_only_their_updates(up: Up, tmp_path: Path) -> None:
-    """They raise, send what cannot be used, hang and die; and in the last round a SuperNode is killed."""
+    """They raise, send unusable tensors, hang and die. In the last round a SuperNode is killed."""
     out, connection = tmp_path / "run", connection_of(str(up.folder))
     run_id = start_run(connection, APPS / "faults", {"faults": json.dumps(FAULTS), "out": str(out)})
     wait_until(lambda: len(read_records(out / "records.jsonl")) == 1, 400)
@@ -114,12 +114,12 @@ def test_clients_that_fail_cost_only_their_updates(up: Up, tmp_path: Path) -> No
     assert second[2] in ("it is not connected", "it is not connected any more", second[0])
 
     network = load_tier(out / "models" / "full.safetensors", UserModel(task.build_model, 0).build())
-    for name, tensor in what_the_others_give().items():
+    for name, tensor in weights_without_failed_clients().items():
         assert torch.equal(network.state_dict()[name], tensor), name
 
 
-def what_the_others_give() -> dict[str, torch.Tensor]:
-    """The same run by the local engine, in which those who failed do not answer."""
+def weights_without_failed_clients() -> dict[str, torch.Tensor]:
+    """Return the weights of the same run by the local engine, where failed clients do not answer."""
     settings = tomllib.loads((APPS / "faults" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     sections = ("federation", "train", "method", "evaluation")
     given = {f"{section}.{key}": value for section in sections for key, value in settings[section].items()}
@@ -145,7 +145,7 @@ class Failing:
 
 
 def public_key(up: Up, client: int) -> bytes:
-    """As Flower hands it around."""
+    """Return the key in the form that Flower passes on."""
     key = load_ssh_public_key(Path(f"{DeploymentFolder(up.folder).key(client)}.pub").read_bytes())
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 

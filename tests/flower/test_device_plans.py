@@ -1,4 +1,4 @@
-"""Devices on Flower: the plan of a local run, whether the server's config lists them or nodes name their files."""
+"""Devices on Flower get the plan of a local run, whether the server's config lists them or nodes name their files."""
 
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def test_a_node_with_a_foreign_or_missing_file_takes_no_part(tmp_path: Path) -> 
         assert set(reasons) == {1, 2}
 
 
-def test_a_node_with_too_little_memory_by_its_file_is_left_out(tmp_path: Path) -> None:
+def test_a_node_whose_file_has_too_little_memory_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "own.json").write_text(profile(memory=100).model_dump_json())
     nodes = [node(0), node(1, **{"device-file": str(tmp_path / "own.json")}), node(2)]
     config = on_flower(nodes, tmp_path / "run", settings([]))

@@ -1,4 +1,4 @@
-"""The app in examples/ by Flower's simulation: a user's own model and data end as with `fedhm.run`."""
+"""The app in examples/ on Flower's simulation ends in the weights of `fedhm.run`."""
 
 import importlib
 import sys

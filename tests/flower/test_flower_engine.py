@@ -1,4 +1,4 @@
-"""Which node is which client, and what becomes of tasks whose nodes fail; messages go to real apps in this process."""
+"""Which node is which client, and the tasks of nodes that fail. Messages go to real apps in this process."""
 
 import time
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def node(client: int, **config: str | int) -> LoopbackNode:
 
 
 def answering(change: Callable[[Message], Message]) -> LoopbackNode:
-    """A node whose answers are changed on their way."""
+    """Return a node whose introductions are changed on their way."""
     honest, app = client_app(build_model, data), ClientApp()
     app.query()(lambda message, context: change(honest(message, context)))
     app.train()(honest)
@@ -45,7 +45,7 @@ def answering(change: Callable[[Message], Message]) -> LoopbackNode:
 
 
 def claiming(**values: object) -> LoopbackNode:
-    """A node that says of itself what is not so."""
+    """Return a node whose introduction holds false values."""
 
     def change(message: Message) -> Message:
         message.content.config_records["fedhm"].update(values)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def engine(grid: Loopback, said: list[str], deadline: float = 0.0) -> FlowerEngi
     return FlowerEngine(grid, registry(grid, said), INFO, deadline, fp16=False)
 
 
-def test_nodes_say_who_they_are(grid: Loopback, said: list[str]) -> None:
+def test_nodes_introduce_themselves(grid: Loopback, said: list[str]) -> None:
     found = registry(grid, said).connected()
     assert found == {0: Node(0, 8), 1: Node(1, 8, "full"), 2: Node(2, 8, "", 64 << 20)}
     assert said == []
@@ -101,7 +101,7 @@ def test_only_new_nodes_are_asked(grid: Loopback, said: list[str]) -> None:
     assert [message.metadata.dst_node_id for message in grid.pushed] == [10, 11, 12, 13]
 
 
-def test_a_node_that_was_started_anew_takes_the_place_of_the_one_before_it(grid: Loopback, said: list[str]) -> None:
+def test_a_restarted_node_replaces_the_one_before_it(grid: Loopback, said: list[str]) -> None:
     found = registry(grid, said)
     grid.nodes[13] = node(1)
     found.refresh()
@@ -130,7 +130,7 @@ def test_a_node_that_was_started_anew_takes_the_place_of_the_one_before_it(grid:
         (saying_nothing(), "fedhm"),
     ],
 )
-def test_nodes_of_no_use_are_left_out(stranger: LoopbackNode, reason: str, said: list[str]) -> None:
+def test_unusable_nodes_are_left_out(stranger: LoopbackNode, reason: str, said: list[str]) -> None:
     found = registry(Loopback({10: node(0), 13: stranger}), said)
     assert set(found.connected()) == {0}
     assert len(said) == 1
@@ -167,7 +167,7 @@ def test_missing_clients_are_named(grid: Loopback, said: list[str]) -> None:
         registry(grid, said).wait_for_all(0)
 
 
-def test_a_node_that_does_not_say_who_it_is_holds_nobody_up(grid: Loopback, said: list[str]) -> None:
+def test_a_silent_node_delays_nobody(grid: Loopback, said: list[str]) -> None:
     grid.nodes[11].silent = True
     began = time.monotonic()
     replies = list(engine(grid, said).run([task(0), task(1)]))
@@ -186,8 +186,8 @@ def test_a_node_whose_first_process_died_is_asked_again(grid: Loopback, said: li
     assert found.node_id(1) == 11
 
 
-def test_a_node_that_comes_back_is_asked_again(grid: Loopback, said: list[str]) -> None:
-    """It keeps its id where it has a key, but may have other data by then."""
+def test_a_node_that_reconnects_is_asked_again(grid: Loopback, said: list[str]) -> None:
+    """With a key it keeps its id, but it may have other data by then."""
     found = registry(grid, said)
     gone = grid.nodes.pop(11)
     found.refresh()
@@ -198,13 +198,13 @@ def test_a_node_that_comes_back_is_asked_again(grid: Loopback, said: list[str]) 
 
 
 class Dying:
-    """As Flower tells of a process that died."""
+    """An app whose process died, as Flower reports it."""
 
     def __call__(self, message: Message, _: object) -> Message:
         return Message(Error(8, "killed"), reply_to=message)
 
 
-def test_a_reply_that_cannot_be_read_costs_no_other(grid: Loopback, said: list[str]) -> None:
+def test_an_unreadable_reply_costs_no_other(grid: Loopback, said: list[str]) -> None:
     running = engine(grid, said)
     grid.nodes[10].app = Garbled()  # type: ignore[assignment]
     replies = {reply.client: reply for reply in running.run([task(0), task(1), task(2)])}
@@ -219,7 +219,7 @@ class Garbled:
         raise GarbledError
 
 
-def test_replies_far_behind_one_that_is_missing_stay_where_they_are(
+def test_replies_far_behind_a_missing_one_are_not_fetched_yet(
     grid: Loopback, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedhm.flower.engine.FETCH_AHEAD", 2)
@@ -257,7 +257,7 @@ def test_failures_cost_only_their_tasks(grid: Loopback, said: list[str]) -> None
     assert replies[0].down
 
 
-def test_a_client_is_held_to_the_samples_that_it_said_it_has(grid: Loopback, said: list[str]) -> None:
+def test_a_reply_with_another_number_of_samples_than_introduced_is_refused(grid: Loopback, said: list[str]) -> None:
     running = engine(grid, said)
     grid.nodes[10] = LoopbackNode(
         client_app(build_model, lambda c: tuple(part[:4] for part in data(c))), grid.nodes[10].config
@@ -267,7 +267,7 @@ def test_a_client_is_held_to_the_samples_that_it_said_it_has(grid: Loopback, sai
     assert reply.reason == "it claims 4 samples, but said that it has 8"
 
 
-def test_a_task_that_came_to_another_client_is_refused_there(grid: Loopback, said: list[str]) -> None:
+def test_a_client_refuses_the_task_of_another(grid: Loopback, said: list[str]) -> None:
     running = engine(grid, said)
     grid.nodes[10].config["partition-id"] = 2
     (reply,) = running.run([task(0)])

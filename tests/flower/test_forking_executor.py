@@ -1,4 +1,4 @@
-"""Processes that are forked in place of started: they run, are told apart, and end with whoever asked for them."""
+"""Forked processes run their commands, have their own names, and end with the executor."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from flower_up import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Flower's own executor is run")
 
-ASKING = """
+EXECUTOR = """
 import runpy, subprocess, sys, time
 forks = runpy.run_path(sys.argv[1])["ForkServer"]()
 forks.start(["sh", "-c", "echo loud; echo $PPID > forked"])
@@ -22,19 +22,19 @@ sys.stdin.read()
 """
 
 
-def test_commands_run_below_one_process_that_ends_with_the_one_that_asked(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ASKING, forking_executor.__file__]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
+def test_commands_are_forks_of_one_process_that_ends_with_the_executor(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXECUTOR, forking_executor.__file__]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as executor:
         wait_until(lambda: (tmp_path / "second").exists() and (tmp_path / "forked").read_text().strip(), 60)
         forks = Path(f"/proc/{(tmp_path / 'forked').read_text().strip()}")
         assert (forks / "comm").read_text() == "fedhm-forks\n"
-        assert f"\nPPid:\t{asking.pid}\n" in (forks / "status").read_text()
-        said, _ = asking.communicate(timeout=60)
+        assert f"\nPPid:\t{executor.pid}\n" in (forks / "status").read_text()
+        said, _ = executor.communicate(timeout=60)
     assert said == "loud\n"
     wait_until(lambda: not forks.exists(), 60)
 
 
-LEARNING = """
+LEARNS_IMPORTS = """
 import importlib.util, pathlib, sys, time
 spec = importlib.util.spec_from_file_location("ready", sys.argv[1])
 ready = importlib.util.module_from_spec(spec)
@@ -56,13 +56,15 @@ while not (said.exists() and "True" in said.read_text()) and time.monotonic() < 
 """
 
 
-def test_what_one_process_imported_the_next_ones_have(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", LEARNING, forking_executor.__file__], cwd=tmp_path, check=True, timeout=120)
+def test_imports_of_one_process_are_ready_in_the_next(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", LEARNS_IMPORTS, forking_executor.__file__], cwd=tmp_path, check=True, timeout=120
+    )
     first, *_, last = (tmp_path / "said").read_text().split()
     assert (first, last) == ("False", "True")
 
 
-def test_the_apps_commands_are_imported_and_others_are_left_to_themselves() -> None:
+def test_commands_of_apps_are_preloaded_and_others_are_not() -> None:
     assert all(callable(forking_executor._import_command(name)) for name in forking_executor.PRELOADED)
     assert forking_executor._import_command("flwr-simulation") is None
     assert forking_executor._import_command("no-such-command") is None

@@ -1,4 +1,4 @@
-"""Other users of a machine reach a SuperLink's ports, but are let in by none; that its executor died is noticed."""
+"""Other users of a machine can reach a SuperLink's ports, but none lets a stranger in. A dead executor is noticed."""
 
 import os
 import signal
@@ -30,19 +30,19 @@ def mode(path: Path) -> int:
 @pytest.mark.parametrize(
     "given", [[], [("flwr-oidc-access-token", "")], [("flwr-oidc-access-token", "secre")], [("x", "secret")]]
 )
-def test_only_the_token_itself_is_an_account(given: list[tuple[str, str]]) -> None:
+def test_other_tokens_are_refused(given: list[tuple[str, str]]) -> None:
     assert TokenAccount("secret").validate_tokens_in_metadata(given) == (False, None)
     assert TokenAccount("").validate_tokens_in_metadata(given) == (False, None)
 
 
-def test_the_token_is_an_account() -> None:
+def test_the_token_is_accepted() -> None:
     valid, account = TokenAccount("secret").validate_tokens_in_metadata([("flwr-oidc-access-token", "secret")])
     assert valid
     assert account is not None
     assert TokenAccount("secret").refresh_tokens([]) == (None, None)
 
 
-def test_secrets_are_their_owners_only_and_new_each_time(tmp_path: Path) -> None:
+def test_secrets_are_readable_by_their_owner_only_and_new_each_time(tmp_path: Path) -> None:
     secrets, before = Secrets(tmp_path / "new" / "home"), current_umask()
     secrets.write("127.0.0.1:1")
     made = {path: path.read_bytes() for path in secrets.home.iterdir()}
@@ -82,15 +82,15 @@ def test_a_simulation_takes_runs_from_its_owner_only(simulation: Connection, tmp
 
 @pytest.mark.slow
 @needs_proc
-def test_what_flowers_processes_write_is_their_owners_only(simulation: Connection) -> None:
+def test_files_of_flowers_processes_are_readable_by_their_owner_only(simulation: Connection) -> None:
     for path in (simulation.home.parent, *simulation.home.parent.rglob("*")):
         assert not mode(path) & 0o077, path
 
 
 @pytest.mark.slow
 @needs_proc
-def test_a_dead_executor_ends_the_wait_for_a_run_in_a_sentence(simulation: Connection, tmp_path: Path) -> None:
-    """The last test here: no run would start any more."""
+def test_a_dead_executor_ends_the_wait_for_a_run(simulation: Connection, tmp_path: Path) -> None:
+    """Must be the last test of this fixture: no run would start any more."""
     (executor,) = [pid for pid in descendants(os.getpid()) if is_run_by(pid, "flower-superexec")]
     os.kill(executor, signal.SIGKILL)
     wait_until(lambda: not simulation.processes[1].alive, 30)
@@ -98,7 +98,7 @@ def test_a_dead_executor_ends_the_wait_for_a_run_in_a_sentence(simulation: Conne
         _watch(simulation, 1, tmp_path / "status.json", tmp_path / "run", None, print)  # type: ignore[arg-type]
 
 
-def test_a_federations_folder_is_its_owners_only_and_others_stay_as_they_are(tmp_path: Path) -> None:
+def test_a_new_folder_is_readable_by_its_owner_only_and_existing_ones_keep_their_mode(tmp_path: Path) -> None:
     with DeploymentFolder(tmp_path / "new").locked():
         assert mode(tmp_path / "new") == 0o700
     (tmp_path / "new").chmod(0o755)  # as an earlier version made it
@@ -111,7 +111,7 @@ def test_a_federations_folder_is_its_owners_only_and_others_stay_as_they_are(tmp
 
 @pytest.mark.slow
 @needs_proc
-def test_a_federation_obeys_its_owner_and_ends_with_its_executor(tmp_path: Path) -> None:
+def test_a_federation_takes_runs_from_its_owner_only_and_ends_with_its_executor(tmp_path: Path) -> None:
     with Up(tmp_path / "federation", 1, "--insecure") as up:
         up.wait()
         for path in (up.folder, *up.folder.rglob("*")):

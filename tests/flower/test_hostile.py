@@ -1,4 +1,4 @@
-"""Thousands of damaged, hostile and stale answers, as Flower would deliver them: none is merged, nothing crashes."""
+"""Thousands of damaged, hostile and stale replies, as Flower delivers them: none is merged, nothing crashes."""
 
 import json
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def with_bytes(change: Callable[[bytes], bytes]) -> Callable[[RecordDict], Recor
 
 
 def other_header(data: bytes) -> bytes:
-    """A letter or digit of the shape or type is another one; of other places some would not matter."""
+    """Replace a letter or digit of the shape or type; changes in other places might not matter."""
     begin, end = data.index(b"{"), data.index(b"}")
     places = [place for place in range(begin, end) if bytes([data[place]]).isalnum()]
     place = places[int(RANDOM.integers(len(places)))]
@@ -82,7 +82,7 @@ def zipped(_: bytes) -> bytes:
 
 
 def stretched(data: bytes) -> bytes:
-    """A header that promises more than any memory holds."""
+    """Return an array whose header claims more than any memory holds."""
     return data.replace(b"(", b"(99999999999, ", 1)
 
 
@@ -166,7 +166,7 @@ def samples(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Hostile:
-    """A client that trains, and then does something to its answer: another thing in each round."""
+    """A client that trains, and then damages its reply in another way in each round."""
 
     def __init__(self, client: int) -> None:
         self.sent: list[str] = []
@@ -192,7 +192,7 @@ class Hostile:
 
 
 class Silent:
-    """In its place: a client that does not answer at all."""
+    """In its place, a client that does not answer at all."""
 
     def __init__(self, client: int) -> None:
         self.sent: list[str] = []
@@ -234,8 +234,8 @@ def test_nothing_damaged_is_merged_and_nothing_crashes() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DAMAGES))
-def test_each_damage_is_one(name: str) -> None:
-    """A damage that left the answer as it was would prove nothing."""
+def test_each_damage_changes_the_reply(name: str) -> None:
+    """A damage without an effect would prove nothing."""
     tensors = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
     task = Task("train", 3, 1, "full", "full", tensors)
     sent = Update("train", 3, 1, "full", "full", tensors, 8, (0, 1), 0.5)

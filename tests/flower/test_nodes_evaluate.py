@@ -1,4 +1,4 @@
-"""Nodes evaluate on test samples of their own, in as few messages as can be, and are held to their word."""
+"""Nodes evaluate on test samples of their own, in as few messages as possible. False sample counts are refused."""
 
 import math
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_a_share_is_held_out_and_evaluated_as_with_the_local_engine(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_nodes_that_bring_test_samples_need_not_be_asked_for_them(tmp_path: Path) -> None:
+def test_nodes_with_test_samples_evaluate_without_being_asked(tmp_path: Path) -> None:
     grid = grid_of(*[client_app(build_model, own, test=own_test)] * 2, client_app(build_model, own))
     (*_, last) = served(grid, tmp_path / "run")
     assert [(one.client, one.samples) for one in last.clients["1/4"].each] == [(0, 6), (1, 6)]
@@ -87,7 +87,7 @@ def test_nodes_that_bring_test_samples_need_not_be_asked_for_them(tmp_path: Path
     assert last.evaluation.up > 0
 
 
-def test_a_node_is_held_to_the_test_samples_that_it_said_it_has() -> None:
+def test_a_reply_with_another_number_of_test_samples_than_introduced_is_refused() -> None:
     grid = grid_of(client_app(build_model, own, test=own_test), client_app(build_model, own, test=own_test))
     config = parse_flat({"federation.clients": 2, "method.name": "fedavg", "engine.threads": 1}, "test").resolved()
     info = RunInfo(config, 3, Preprocessing())
@@ -106,7 +106,7 @@ def test_a_node_is_held_to_the_test_samples_that_it_said_it_has() -> None:
 
 
 @pytest.mark.parametrize("tests", [-1, 2.5, True, "many"])
-def test_a_node_that_claims_what_cannot_be_is_not_used(tests: object) -> None:
+def test_impossible_numbers_of_test_samples_are_refused(tests: object) -> None:
     content = Node(0, 20).encode()
     content.config_records["fedhm"]["tests"] = tests  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"wrong types|-1 test samples"):
@@ -114,10 +114,10 @@ def test_a_node_that_claims_what_cannot_be_is_not_used(tests: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [{"inputs": (12,)}, {}], ids=["told", "asking"])
-def test_a_server_needs_no_test_samples(tmp_path: Path, told: dict[str, Any]) -> None:
-    """What an input is like it is told, or asks the clients; the model tells how many classes there are."""
-    app = server_app(build_model, **told)
+@pytest.mark.parametrize("options", [{"inputs": (12,)}, {}], ids=["given", "asks"])
+def test_a_server_needs_no_test_samples(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The form of an input is given, or the clients are asked. The number of classes follows from the model."""
+    app = server_app(build_model, **options)
     grid = grid_of(*[client_app(build_model, own)] * 3)
     app(grid, Context(1, 1, {}, RecordDict(), {**SETTINGS, "out": str(tmp_path / "run")}))  # type: ignore[arg-type]
     records = read_records(tmp_path / "run" / "records.jsonl")
@@ -127,7 +127,7 @@ def test_a_server_needs_no_test_samples(tmp_path: Path, told: dict[str, Any]) ->
 
 
 class NanForSome(nn.Sequential):
-    """A model that gives NaN for samples of which the last number is large, in evaluation alone."""
+    """A model that gives NaN for samples with a large last number, in evaluation only."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         found = super().forward(inputs)
@@ -145,7 +145,7 @@ def with_nan(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_nan_at_a_client_is_warned_of_and_counts_as_with_the_local_engine(tmp_path: Path) -> None:
+def test_nan_at_a_client_warns_and_counts_as_with_the_local_engine(tmp_path: Path) -> None:
     out, first = tmp_path / "run", SETTINGS | {"train.rounds": 1}
     nodes = grid_of(*[client_app(build_nan, lambda context: with_nan(int(context.node_config["partition-id"])))] * 3)
     context = Context(1, 1, {}, RecordDict(), {**first, "out": str(out)})
@@ -165,7 +165,7 @@ def test_nan_at_a_client_is_warned_of_and_counts_as_with_the_local_engine(tmp_pa
 
 
 def lies_about_inputs(line: str) -> ClientApp:
-    """Return an app that is honest but for what it says of its inputs."""
+    """Return an app that lies about its inputs and is honest otherwise."""
     honest, app = client_app(build_model, own), ClientApp()
 
     @app.query()
@@ -195,8 +195,8 @@ def test_one_node_that_lies_about_its_inputs_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_inputs_that_it_began_with(tmp_path: Path) -> None:
-    """Whoever is connected then, and whatever they say."""
+def test_a_resumed_run_keeps_the_form_of_its_inputs(tmp_path: Path) -> None:
+    """Other clients, or other answers, change nothing."""
     honest, out = client_app(build_model, own), tmp_path / "run"
     context = Context(1, 1, {}, RecordDict(), {**SETTINGS, "out": str(out)})
     server_app(build_model)(grid_of(*[honest] * 3), context)  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def test_a_resumed_run_has_the_inputs_that_it_began_with(tmp_path: Path) -> None
     assert {RunInfo.decode(message.content).classes for message in grid.pushed} == {3}  # nobody was asked what it has
 
 
-def test_a_private_run_asks_for_nothing_without_noise() -> None:
+def test_a_private_run_asks_for_no_inputs() -> None:
     private = {**SETTINGS, "privacy.clip": 1.0, "privacy.noise": 1.0, "method.aggregate": "updates"}
     grid = grid_of(*[client_app(build_model, own)] * 3)
     with pytest.raises(
@@ -220,7 +220,7 @@ def test_a_private_run_asks_for_nothing_without_noise() -> None:
 
 
 @pytest.mark.parametrize("inputs", [3, ["float32"], "float32 0", "anything"])
-def test_what_a_node_says_of_its_inputs_is_checked(inputs: object) -> None:
+def test_the_form_of_inputs_in_an_introduction_is_checked(inputs: object) -> None:
     content = Node(0, 20).encode()
     content.config_records["fedhm"]["inputs"] = inputs  # type: ignore[assignment]
     with pytest.raises((ValueError, FedhmError), match=r"wrong types|does not say what an input is like"):

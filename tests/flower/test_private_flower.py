@@ -1,4 +1,4 @@
-"""Private runs on Flower's messages: the same noise as with the local engine, and nodes that add their own."""
+"""Private runs on Flower: the same noise as with the local engine, and nodes that add their own."""
 
 import json
 from pathlib import Path
@@ -73,7 +73,7 @@ def _known_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedhm.runs.privacy.new_secret", lambda: b"k" * LENGTH)
 
 
-def test_the_servers_noise_is_that_of_the_local_engine(tmp_path: Path) -> None:
+def test_the_servers_noise_equals_that_of_the_local_engine(tmp_path: Path) -> None:
     run(grid(), tmp_path / "flower")
     table: dict[str, dict[str, object]] = {}
     for key, value in SETTINGS.items():
@@ -108,7 +108,7 @@ def test_nodes_add_their_own_noise(tmp_path: Path) -> None:
     assert not records[-1].dropped
 
 
-def test_a_node_that_pins_its_noise_adds_it_whatever_its_server_says(tmp_path: Path) -> None:
+def test_a_node_with_pinned_noise_adds_it_whatever_its_server_says(tmp_path: Path) -> None:
     open_run = {"privacy__clip": 0.0, "privacy__noise": 0.0, "train__max_change": 0, "train__masked_loss": False}
     run(grid({"clip": 0.5, "noise": 100.0}), tmp_path / "pinned", **open_run)
     run(grid(), tmp_path / "open", **open_run)

@@ -1,4 +1,4 @@
-"""What a process of Flower's last said: the line that tells why it ended, wherever in its log that is."""
+"""The line of a process's log that explains why it ended, wherever it stands."""
 
 import time
 from pathlib import Path
@@ -24,7 +24,7 @@ INFO = "\x1b[92mINFO \x1b[0m:      SuperExec terminated gracefully."
         ((), "(nothing)"),
     ],
 )
-def test_the_line_that_tells_why_it_ended(lines: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+def test_the_line_that_explains_the_end_is_found(lines: tuple[str, ...], expected: str, tmp_path: Path) -> None:
     said = tmp_path / "said"
     said.write_text("".join(f"{line}\n" for line in lines))
     process = Process("node", ["cat", str(said)], tmp_path / "flower", tmp_path / "node.log")

@@ -1,4 +1,4 @@
-"""The proxy of examples/flower-proxy, a real nginx before a real SuperLink: nodes get in, and get at nothing else."""
+"""The proxy of examples/flower-proxy, a real nginx before a real SuperLink: nodes reach only the fleet API."""
 
 import ssl
 import subprocess
@@ -10,8 +10,8 @@ from shutil import copy, which
 
 import httpx
 import pytest
-from asking_app import an_app, answered
 from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+from node_config_app import make_app, read_answers
 
 from fedhm.flower.processes.process import Process, free_ports
 from fedhm.flower.processes.secrets import ensure_certificates, ensure_client_key, owner_only_files
@@ -36,7 +36,7 @@ PROTOBUF = {"Content-Type": "application/protobuf"}
 
 
 @dataclass
-class Doors:
+class ProxiedSuperLink:
     connection: Connection  # to the SuperLink itself
     superlink: int  # ports
     fleet: int
@@ -54,7 +54,7 @@ class Doors:
 
 
 @pytest.fixture(scope="module")
-def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProxiedSuperLink]:
     folder = tmp_path_factory.mktemp("proxy")
     fleet, control, superlink = ports = free_ports(3)
     with owner_only_files():
@@ -75,11 +75,11 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
     with ExitStack() as stack:
         for (name, command), port in zip(commands.items(), (superlink, fleet), strict=True):
             stack.enter_context(Process(name, command, connection.home, folder / f"{name}.log")).wait_for_port(port)
-        yield Doors(connection, superlink, fleet, control, folder)
+        yield ProxiedSuperLink(connection, superlink, fleet, control, folder)
 
 
 def make_admin(folder: Path) -> None:
-    """An authority of certificates for administrators, and one of them."""
+    """Make a certificate authority for administrators, and the certificate of one."""
     curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-384", "-nodes", "-days", "1"]
     ca = ["-x509", "-subj", "/CN=admins", "-keyout", "admins.key", "-out", "admins.crt"]
     own = ["-subj", "/CN=admin", "-keyout", "admin.key", "-out", "admin.csr"]
@@ -104,39 +104,44 @@ def make_admin(folder: Path) -> None:
         "/",
     ],
 )
-def test_nodes_reach_the_fleet_api_only(doors: Doors, path: str) -> None:
-    assert doors.post(doors.fleet, path).status_code == 403
+def test_nodes_reach_the_fleet_api_only(proxied: ProxiedSuperLink, path: str) -> None:
+    assert proxied.post(proxied.fleet, path).status_code == 403
 
 
-def test_it_is_the_proxy_that_refuses(doors: Doors) -> None:
-    """The SuperLink itself takes a control request from whoever reaches it; and a signature is asked for by Flower."""
-    assert doors.post(doors.superlink, "/v1/control/list-nodes").status_code == 200
-    assert doors.post(doors.fleet, "/v1/fleet/pull-messages").status_code == 401
+def test_it_is_the_proxy_that_refuses(proxied: ProxiedSuperLink) -> None:
+    """The SuperLink itself accepts every control request that reaches it. Flower requires signatures of nodes."""
+    assert proxied.post(proxied.superlink, "/v1/control/list-nodes").status_code == 200
+    assert proxied.post(proxied.fleet, "/v1/fleet/pull-messages").status_code == 401
 
 
-def test_a_piece_of_a_large_object_fits(doors: Doors) -> None:
-    assert doors.post(doors.fleet, "/v1/fleet/push-object", bytes(FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)).status_code != 413
-    assert doors.post(doors.fleet, "/v1/fleet/push-object", bytes(9 << 20)).status_code == 413
+def test_a_piece_of_a_large_object_fits(proxied: ProxiedSuperLink) -> None:
+    assert (
+        proxied.post(proxied.fleet, "/v1/fleet/push-object", bytes(FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)).status_code
+        != 413
+    )
+    assert proxied.post(proxied.fleet, "/v1/fleet/push-object", bytes(9 << 20)).status_code == 413
 
 
-def test_the_control_api_asks_for_a_certificate(doors: Doors, tmp_path: Path) -> None:
-    assert doors.post(doors.control, "/v1/control/list-nodes", certificate=True).status_code == 200
-    assert doors.post(doors.control, "/v1/fleet/pull-messages", certificate=True).status_code == 403
-    assert doors.post(doors.control, "/v1/control/list-nodes").status_code == 400
+def test_the_control_api_asks_for_a_certificate(proxied: ProxiedSuperLink, tmp_path: Path) -> None:
+    assert proxied.post(proxied.control, "/v1/control/list-nodes", certificate=True).status_code == 200
+    assert proxied.post(proxied.control, "/v1/fleet/pull-messages", certificate=True).status_code == 403
+    assert proxied.post(proxied.control, "/v1/control/list-nodes").status_code == 400
     make_admin(tmp_path)  # of another authority
-    copy(doors.folder / "ca.crt", tmp_path)
-    stranger = Doors(doors.connection, doors.superlink, doors.fleet, doors.control, tmp_path)
-    assert stranger.post(doors.control, "/v1/control/list-nodes", certificate=True).status_code == 400
+    copy(proxied.folder / "ca.crt", tmp_path)
+    stranger = ProxiedSuperLink(proxied.connection, proxied.superlink, proxied.fleet, proxied.control, tmp_path)
+    assert stranger.post(proxied.control, "/v1/control/list-nodes", certificate=True).status_code == 400
 
 
-def test_a_supernode_behind_the_proxy_does_its_work(doors: Doors, tmp_path: Path) -> None:
+def test_a_supernode_behind_the_proxy_does_its_work(proxied: ProxiedSuperLink, tmp_path: Path) -> None:
     key, (port,) = tmp_path / "client-0", free_ports(1)
     ensure_client_key(key)
-    flwr_json(doors.connection, "supernode", "register", f"{key}.pub")
-    command = supernode_command(f"127.0.0.1:{doors.fleet}", doors.folder / "ca.crt", key, port, "partition-id=0 x=3")
+    flwr_json(proxied.connection, "supernode", "register", f"{key}.pub")
+    command = supernode_command(
+        f"127.0.0.1:{proxied.fleet}", proxied.folder / "ca.crt", key, port, "partition-id=0 x=3"
+    )
     with Process("SuperNode", command, tmp_path / "flower", tmp_path / "node.log"):
         given = {"nodes": 1, "answers": str(tmp_path / "answers.json")}
-        start_run(doors.connection, an_app(tmp_path / "app"), given)
-        _, nodes = answered(tmp_path / "answers.json")
+        start_run(proxied.connection, make_app(tmp_path / "app"), given)
+        _, nodes = read_answers(tmp_path / "answers.json")
         assert nodes == [{"partition-id": 0, "x": 3}]
-    wait_until(lambda: flwr_json(doors.connection, "supernode", "list")["nodes"][0]["status"] == "offline", 60)
+    wait_until(lambda: flwr_json(proxied.connection, "supernode", "list")["nodes"][0]["status"] == "offline", 60)

@@ -43,7 +43,7 @@ def build_model(width: int = 128) -> nn.Module:
 
 
 def build_large_model() -> nn.Module:
-    """Of which every tier takes some MiB in training."""
+    """Return a model whose every tier takes some MiB in training."""
     return build_model(1024)
 
 
@@ -72,7 +72,7 @@ def assigned(out: Path) -> tuple[str, ...]:
     return read_config(out).federation.assignment
 
 
-def test_without_a_word_from_the_nodes_tiers_go_by_number(tmp_path: Path) -> None:
+def test_without_node_configs_tiers_go_by_number(tmp_path: Path) -> None:
     run(Loopback({1: node(0), 2: node(1), 3: node(2)}), tmp_path / "run")
     assert assigned(tmp_path / "run") == ()
     tiers = [p.tier for p in read_records(tmp_path / "run" / "records.jsonl")[0].participants]
@@ -87,7 +87,7 @@ def test_a_node_config_names_the_tier_and_the_others_go_by_number(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_memory_buys_the_largest_tier_that_fits(tmp_path: Path) -> None:
+def test_memory_gives_the_largest_tier_that_fits(tmp_path: Path) -> None:
     config = parse_flat(SETTINGS, "test")
     room = {tier: -(-memory(config, tier) >> 20) for tier in ("full", "1/4", "1/16")}  # in whole MiB
     assert room["full"] > room["1/4"] > room["1/16"]
@@ -103,7 +103,7 @@ def memory(config: Config, tier: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_client_whose_wish_cannot_be_met_takes_no_part(tmp_path: Path) -> None:
+def test_a_client_without_a_possible_tier_takes_no_part(tmp_path: Path) -> None:
     wishes = ({"tier": "1/3"}, {}, {"memory": 1})
     nodes = {1 + number: node(number, build_large_model, **wish) for number, wish in enumerate(wishes)}
     run(Loopback(nodes), tmp_path / "run", build_large_model)
@@ -128,13 +128,13 @@ def test_dynamic_tiers_are_drawn_whatever_the_nodes_say(tmp_path: Path) -> None:
         ([node(0)], {"method__keep": 9}, "there is nothing to factorize"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(nodes: list[LoopbackNode], changes: dict[str, object], sentence: str) -> None:
+def test_errors_are_one_sentence(nodes: list[LoopbackNode], changes: dict[str, object], sentence: str) -> None:
     grid = Loopback({1: node(1), 2: node(2), **{3 + number: each for number, each in enumerate(nodes)}})
     with pytest.raises(FedhmError, match=sentence):
         run(grid, **changes)
 
 
-def test_a_run_goes_on_in_its_folder_with_the_tiers_that_it_had(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_tiers(tmp_path: Path) -> None:
     out = tmp_path / "run"
     grid = Loopback({1: node(0, tier="1/16"), 2: node(1, tier="1/16"), 3: node(2, tier="1/4")})
     grid.nodes[2].app = Failing(grid.nodes[2].app, 2)  # type: ignore[assignment]
@@ -155,7 +155,7 @@ def test_a_run_goes_on_in_its_folder_with_the_tiers_that_it_had(tmp_path: Path) 
 
 
 class Failing:
-    """An app that does its first tasks, and then no more."""
+    """An app that does its first tasks and then fails."""
 
     def __init__(self, app: object, tasks: int) -> None:
         self._app, self._left = app, tasks
@@ -181,7 +181,7 @@ def context(run_config: dict[str, object]) -> object:
     return Context(1, 1, {}, RecordDict(), run_config)  # type: ignore[arg-type]
 
 
-def test_numbers_are_predicted_and_servers_step_as_with_the_local_engine(tmp_path: Path) -> None:
+def test_regression_with_server_momentum_equals_the_local_engine(tmp_path: Path) -> None:
     """Regression, AdamW at the clients and momentum at the server: an app and `fedhm.run` end in the same weights."""
 
     def predicted(number: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Runs on Flower's simulation, by real processes: they end in the very weights of the local engine."""
+"""Runs on Flower's simulation, with real processes, end in exactly the weights of the local engine."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What `fedhm run` on Flower says when a run does not begin, or ends otherwise than it should."""
+"""The errors of `fedhm run` on Flower when a run does not start or does not end as it should."""
 
 import re
 import warnings
@@ -43,7 +43,7 @@ def sentence(run: Callable[[], object]) -> str:
         ("finished:failed", "Flower could not start the run (it is 'finished:failed')"),
     ],
 )
-def test_a_run_that_does_not_begin(state: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_start(state: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "ASK_FLOWER_AFTER": 0.0,
         "START_TIMEOUT": 0.0,
@@ -55,7 +55,7 @@ def test_a_run_that_does_not_begin(state: str, said: str, tmp_path: Path, monkey
     assert sentence(lambda: submit._wait_for_start(ours, 1, tmp_path / "news.json")).startswith(said)
 
 
-def test_a_process_that_died_is_why_a_run_does_not_begin(tmp_path: Path) -> None:
+def test_a_dead_process_is_named_when_a_run_does_not_start(tmp_path: Path) -> None:
     died = Process("the SuperLink's executor", ["false"], tmp_path, tmp_path / "executor.log")
     wait_until(lambda: not died.alive, 30)
     ours = Connection(tmp_path, "ours", (died,))
@@ -64,8 +64,8 @@ def test_a_process_that_died_is_why_a_run_does_not_begin(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_warnings_of_the_server_are_said(tmp_path: Path) -> None:
-    """They would be in the log of a process that nobody looks at."""
+def test_warnings_of_the_server_are_shown(tmp_path: Path) -> None:
+    """Otherwise they would be hidden in the log of a process."""
     news = tmp_path / "status.json"
     small = ["data.train_samples=40", "train.rounds=1", "train.epochs=1", "train.micro_batch=8", "engine.threads=1"]
     config = load_config("digits", [*SETTINGS, *small]).resolved()
@@ -92,7 +92,7 @@ class Unreachable(Loopback):
         raise httpx.ConnectError("refused \x1b[2J")
 
 
-def test_a_superlink_that_was_killed_does_not_hide_how_to_resume(tmp_path: Path) -> None:
+def test_a_killed_superlink_does_not_hide_the_resume_hint(tmp_path: Path) -> None:
     news, out = tmp_path / "status.json", tmp_path / "my runs" / "it's"
     config = load_config("digits", [*SETTINGS, "data.train_samples=40"]).resolved()
     given = {"config": config.to_toml(), "out": str(out), "status": str(news), "umask": oct(current_umask())}
@@ -115,7 +115,7 @@ def test_a_superlink_that_was_killed_does_not_hide_how_to_resume(tmp_path: Path)
     assert re.search(quoted, said), said
 
 
-def test_what_a_user_can_mend_is_said_without_more(tmp_path: Path) -> None:
+def test_errors_of_settings_have_no_resume_hint(tmp_path: Path) -> None:
     news = tmp_path / "status.json"
     (tmp_path / "config.toml").touch()
     StatusFile(news).ended("train.lr is too high")
@@ -123,7 +123,7 @@ def test_what_a_user_can_mend_is_said_without_more(tmp_path: Path) -> None:
     assert sentence(lambda: submit._watch(ours, 1, news, tmp_path, None, print)) == "train.lr is too high"  # type: ignore[arg-type]
 
 
-def test_a_run_that_cannot_be_stopped_says_why_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_stopped_shows_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def superlink(*_: object) -> Iterator[Connection]:
         yield Connection(tmp_path, "ours")

@@ -1,4 +1,4 @@
-"""Whatever a command starts ends with it: real processes, some of which do all that they can to stay."""
+"""All processes that a command starts end with it. Real processes, some of which resist."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 
 @pytest.mark.slow
-def test_told_to_end_it_ends_all() -> None:
+def test_sigterm_ends_all_processes() -> None:
     with supervised(STUBBORN) as process:
         assert process.stdout
         process.stdout.readline()
@@ -57,7 +57,7 @@ def test_told_to_end_it_ends_all() -> None:
         assert gone(pids)
 
 
-def test_what_a_command_leaves_behind_ends_with_it() -> None:
+def test_orphans_of_a_command_end_with_it() -> None:
     code = """
 import os, time
 told, tell = os.pipe()  # the command must not end before its child has said who it is
@@ -110,6 +110,6 @@ def test_a_lingering_command_outlives_its_parent_for_a_while() -> None:
     assert time.monotonic() - ended > 1.5
 
 
-def test_it_loads_nothing_heavy() -> None:
+def test_it_imports_nothing_heavy() -> None:
     code = f"import runpy, sys; runpy.run_path({SCRIPT!r}); print([m for m in ('torch', 'fedhm') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""`fedhm flower up` as a process, with Flower's own processes below it: who gets in, and that nothing stays behind."""
+"""`fedhm flower up` with Flower's real processes: access is restricted, and no process stays behind."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from asking_app import an_app, answered
+from node_config_app import make_app, read_answers
 
 from fedhm.errors import FedhmError
 from fedhm.flower.deployment import DeploymentFolder, connection_of
@@ -45,21 +45,21 @@ def up(folder: Path) -> Iterator[Up]:
         yield started.wait()
 
 
-def test_it_comes_up_and_says_how_to_use_it(up: Up) -> None:
+def test_it_comes_up_and_prints_how_to_use_it(up: Up) -> None:
     assert statuses(up.folder) == ["online", "online"]
     assert f"fedhm run digits --set engine.name=flower engine.superlink={up.folder} federation.clients=2" in up.said
     assert f"flwr supernode register {up.folder}/keys/client-0.pub federation" in up.said
     assert f"flower-superlink --ssl-ca-certfile {up.folder}/certificates/ca.crt" in up.said
 
 
-def test_all_of_it_listens_on_the_loopback_only(up: Up) -> None:
+def test_all_processes_listen_on_the_loopback_only(up: Up) -> None:
     sockets = {str(fd.readlink()) for pid in descendants(up.process.pid) for fd in Path(f"/proc/{pid}/fd").iterdir()}
     rows = [line.split() for n in ("tcp", "tcp6") for line in Path(f"/proc/net/{n}").read_text().splitlines()[1:]]
     listening = [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
     assert listening == ["0100007F"] * 3  # the SuperLink and two SuperNodes, on 127.0.0.1
 
 
-def test_a_second_one_in_its_folder_is_refused(up: Up) -> None:
+def test_a_second_federation_in_the_same_folder_is_refused(up: Up) -> None:
     second = [sys.executable, "-m", "fedhm", *command(up.folder, 2)]
     done = subprocess.run(second, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -67,7 +67,7 @@ def test_a_second_one_in_its_folder_is_refused(up: Up) -> None:
     assert statuses(up.folder) == ["online", "online"]
 
 
-def test_whoever_is_not_registered_or_speaks_plain_text_is_refused(up: Up, tmp_path: Path) -> None:
+def test_nodes_without_a_registered_key_or_without_tls_are_refused(up: Up, tmp_path: Path) -> None:
     folder, ports = DeploymentFolder(up.folder), free_ports(3)
     address = json.loads(folder.announcement.read_text())["address"]
     authority, key = folder.certificates / "ca.crt", tmp_path / "unknown"
@@ -97,12 +97,12 @@ def test_whoever_is_not_registered_or_speaks_plain_text_is_refused(up: Up, tmp_p
 
 
 def test_a_run_gets_its_settings_and_clients_their_node_config(up: Up, tmp_path: Path) -> None:
-    connection, app = connection_of(str(up.folder)), an_app(tmp_path / "app")
+    connection, app = connection_of(str(up.folder)), make_app(tmp_path / "app")
     with pytest.raises(FedhmError, match=r"^'flwr run' failed: .*Invalid run configuration[^\n]*$"):
         start_run(connection, app, {"unheard-of": 1})
     given = {"text": AWKWARD, "number": 0.5, "nodes": 2, "wait": 60, "answers": str(tmp_path / "answers.json")}
     run = start_run(connection, app, given)
-    settings, nodes = answered(tmp_path / "answers.json")
+    settings, nodes = read_answers(tmp_path / "answers.json")
     assert run_status(connection, run) == "running"
     assert settings == given
     assert nodes == [
@@ -116,7 +116,7 @@ def test_a_run_gets_its_settings_and_clients_their_node_config(up: Up, tmp_path:
         run_status(connection, 5)
 
 
-def test_a_dead_supernode_is_reported_and_the_rest_goes_on(up: Up) -> None:
+def test_a_dead_supernode_is_reported_and_the_others_go_on(up: Up) -> None:
     key = f"{up.folder}/keys/client-1"
     os.kill(up.pid_of(f"flower-supernode --auth-supernode-private-key {key}"), signal.SIGTERM)
     wait_until(lambda: "SuperNode 1 ended, the others go on: " in up.said, 30)
@@ -124,13 +124,13 @@ def test_a_dead_supernode_is_reported_and_the_rest_goes_on(up: Up) -> None:
     assert up.process.poll() is None
 
 
-def test_ctrl_c_ends_all_of_it(up: Up) -> None:
+def test_ctrl_c_ends_all_processes(up: Up) -> None:
     assert up.end(signal.SIGINT) == 0
     with pytest.raises(FedhmError, match=r"^the federation in .* is not running"):
         connection_of(str(up.folder))
 
 
-def test_it_comes_up_again_also_after_it_was_killed(up: Up, folder: Path) -> None:
+def test_it_comes_up_again_after_it_was_killed(up: Up, folder: Path) -> None:
     assert up.process.poll() is not None
     keys = (folder / "keys" / "client-0").read_bytes()
     with Up(folder, 2) as again:
@@ -150,7 +150,7 @@ def test_it_comes_up_again_also_after_it_was_killed(up: Up, folder: Path) -> Non
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below), 60)
 
 
-def test_interrupted_before_it_is_up(tmp_path: Path) -> None:
+def test_it_can_be_interrupted_while_it_comes_up(tmp_path: Path) -> None:
     with Up(tmp_path / "federation", 2, "--insecure") as started:
         wait_until(lambda: len(list(descendants(started.process.pid))) > 1, 60)  # a supervisor, and what it holds
         assert started.end(signal.SIGINT) == 130

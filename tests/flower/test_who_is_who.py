@@ -1,4 +1,4 @@
-"""A client's number belongs to one key for the whole run, and its tier does not grow; nodes are in this process."""
+"""A client's number belongs to one key for the whole run, and its tier does not grow. Nodes are in this process."""
 
 import json
 import subprocess
@@ -55,13 +55,13 @@ def federation(sizes: tuple[int, ...], _: str) -> Federation:
 
 
 def node(client: int, key: int | None = None, **config: str | int) -> LoopbackNode:
-    """A node whose key is that of its client's number, unless it has another."""
+    """Return a node with the key of its client's number, or with another one."""
     app = client_app(build_model, lambda context: samples(int(context.node_config["partition-id"])))
     return LoopbackNode(app, {"partition-id": client, **config}, KEYS[client if key is None else key])
 
 
 class Changing:
-    """A watcher that has other nodes connected after the first round."""
+    """A watcher that connects other nodes after the first round."""
 
     def __init__(self, grid: Loopback, nodes: dict[int, LoopbackNode]) -> None:
         self._grid, self._nodes = grid, nodes
@@ -74,7 +74,7 @@ class Changing:
 
 
 def run(grid: Loopback, out: Path, then: dict[int, LoopbackNode] | None = None, **changes: object) -> list[str]:
-    """Run on the nodes of a grid, or on others after the first round, and return what was said."""
+    """Run on the nodes of a grid, or on others after the first round, and return the printed sentences."""
     config = parse_flat({**SETTINGS, **{key.replace("__", "."): value for key, value in changes.items()}}, "test")
     said: list[str] = []
     watchers = [Changing(grid, then)] if then else []
@@ -83,7 +83,7 @@ def run(grid: Loopback, out: Path, then: dict[int, LoopbackNode] | None = None, 
 
 
 def interrupted(out: Path, grid: Loopback, **changes: object) -> None:
-    """Leave a run with one round done, since nobody was there for the next."""
+    """Leave a run with one round done, because no client is connected for the next."""
     with pytest.raises(FedhmError, match="in round 2"):
         run(grid, out, {99: LoopbackNode(grid.nodes[1].app, {}, KEYS[4])}, federation__attempts=1, **changes)
 
@@ -96,7 +96,7 @@ def three(**config: str | int) -> Loopback:
     return Loopback({number + 1: node(number, **config) for number in range(3)})
 
 
-def test_a_fingerprint_is_that_of_ssh(tmp_path: Path) -> None:
+def test_a_fingerprint_equals_that_of_ssh_keygen(tmp_path: Path) -> None:
     ensure_client_key(tmp_path / "key")
     public = tmp_path / "key.pub"
     shown = subprocess.run(["ssh-keygen", "-l", "-f", str(public)], capture_output=True, text=True, check=True).stdout
@@ -105,11 +105,11 @@ def test_a_fingerprint_is_that_of_ssh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("no_key", [b"", b"\x00" * 32, b"-----BEGIN PUBLIC KEY-----", KEYS[0][:80]], ids=range(4))
-def test_what_is_no_key_has_no_fingerprint(no_key: bytes) -> None:
+def test_bytes_that_are_no_key_have_no_fingerprint(no_key: bytes) -> None:
     assert fingerprint(no_key) == ""
 
 
-def test_numbers_are_kept_with_the_keys_that_claimed_them_first(tmp_path: Path) -> None:
+def test_numbers_belong_to_the_keys_that_claimed_them_first(tmp_path: Path) -> None:
     said = run(three(), tmp_path / "run")
     assert said == []
     assert json.loads((tmp_path / "run" / "nodes.json").read_text()) == {str(n): PRINTS[n] for n in range(3)}
@@ -130,18 +130,18 @@ def test_a_second_key_that_claims_a_number_is_refused_once_and_the_run_goes_on(t
 
 
 def test_a_key_cannot_have_two_numbers(tmp_path: Path) -> None:
-    """Else one client could collect the numbers of all that are late."""
+    """Otherwise one client could claim the numbers of all clients that are late."""
     with pytest.raises(FedhmError, match=r"partition-id 2; node 9 is not used: it calls itself client 2, but its key "):
         run(Loopback({1: node(0), 2: node(1), 9: node(2, key=0)}), tmp_path / "run")
 
 
-def test_a_node_that_was_started_again_has_its_number_again(tmp_path: Path) -> None:
+def test_a_restarted_node_keeps_its_number(tmp_path: Path) -> None:
     honest = three()
     assert run(honest, tmp_path / "run", {1: honest.nodes[1], 8: node(1), 3: honest.nodes[3]}) == []
     assert dropped(tmp_path / "run") == [{}, {}]
 
 
-def test_a_resumed_run_knows_them_still(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_keys(tmp_path: Path) -> None:
     out = tmp_path / "run"
     interrupted(out, three())
     said = run(Loopback({7: node(0), 8: node(1, key=3), 9: node(2)}), out, federation__attempts=1)
@@ -168,7 +168,7 @@ def test_a_run_that_failed_at_once_leaves_no_keys_behind(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_without_lasting_keys_who_comes_in_anothers_place_is_let_in(tmp_path: Path) -> None:
+def test_without_node_keys_a_replacement_is_accepted(tmp_path: Path) -> None:
     config = parse_flat(SETTINGS, "test")
     honest, said = three(), list[str]()
     after = {1: honest.nodes[1], 8: node(1, key=4), 3: honest.nodes[3]}
@@ -191,7 +191,7 @@ def test_plain_connections_have_no_lasting_keys(tmp_path: Path) -> None:
 ABOVE = "it asks for tier full, but was given 1/4, which is smaller"
 
 
-def test_a_claim_above_the_servers_assignment_costs_its_client(tmp_path: Path) -> None:
+def test_a_client_that_claims_more_than_its_assignment_takes_no_part(tmp_path: Path) -> None:
     grid = Loopback({1: node(0, tier="full"), 2: node(1, tier="full"), 3: node(2, tier="1/4")})
     said = run(grid, tmp_path / "run", federation__assignment='["full", "1/4", "1/2"]')
     assert said == [f"client 1 takes no part: {ABOVE}"]
@@ -210,7 +210,7 @@ def test_a_later_claim_may_not_rise_above_what_was_given_at_the_start(first: str
     assert dropped(tmp_path / "run") == [{}, {2: ABOVE}]
 
 
-def test_only_larger_tiers_than_ones_own_are_too_much() -> None:
+def test_only_tiers_larger_than_the_given_one_are_refused() -> None:
     config, own = parse_flat(SETTINGS, "test"), UserModel(build_model, 0)
     method = design(config, own.build(), torch.zeros(1, 6), 3).method
     sizes = {"full": 1, "1/2": 2, "1/4": 3}
@@ -224,25 +224,25 @@ def test_only_larger_tiers_than_ones_own_are_too_much() -> None:
         assert not tier_objection(held, method, Node(client, 8, memory=2**40))  # which names no tier, and changes none
 
 
-def test_a_later_claim_may_be_smaller_or_unsaid(tmp_path: Path) -> None:
+def test_a_later_claim_may_be_smaller_or_missing(tmp_path: Path) -> None:
     interrupted(tmp_path / "run", three(tier="1/2"))
     grid = Loopback({1: node(0, tier="1/4"), 2: node(1), 3: node(2, tier="1/2")})
     assert run(grid, tmp_path / "run", federation__attempts=1) == []
     assert dropped(tmp_path / "run") == [{}, {}]
 
 
-def test_drawn_tiers_are_nobodys_claim(tmp_path: Path) -> None:
+def test_claims_are_ignored_where_tiers_are_drawn(tmp_path: Path) -> None:
     assert run(three(tier="full"), tmp_path / "run", federation__heterogeneity="dynamic") == []
 
 
-def test_a_wrong_assignment_is_said_before_anyone_waits(tmp_path: Path) -> None:
+def test_a_wrong_assignment_is_an_error_before_clients_connect(tmp_path: Path) -> None:
     for assignment, sentence in (('["full"]', "names 1 tiers for 3 clients"), ('["full", "x", "y"]', "no tier 'x'")):
         with pytest.raises(FedhmError, match=sentence):
             run(Loopback(), tmp_path / "run", federation__assignment=assignment)
 
 
-def test_who_claims_first_is_written_at_once(tmp_path: Path) -> None:
-    """A client that was missing when a run was resumed has its number from its first word on."""
+def test_a_first_claim_is_written_at_once(tmp_path: Path) -> None:
+    """A client that was missing when a run was resumed owns its number from its first introduction on."""
     known = Identities()
     known.keep_in(tmp_path)
     assert known.claim(0, PRINTS[0]) == ""

@@ -1,4 +1,4 @@
-"""Messages of any content that Flower can carry, as tasks' replies and as introductions: each costs its sender only."""
+"""Messages of any content that Flower can carry, as replies and as introductions: each costs only its sender."""
 
 import json
 from typing import Any
@@ -79,7 +79,7 @@ def data(_: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Answering:
-    """An app that answers with whatever it is given."""
+    """An app that answers with a given content."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -93,7 +93,7 @@ class Answering:
 
 
 def answer_to(task: Task, content: Any) -> Reply:
-    """What becomes of the content of a reply by client 1, on its way through the engine."""
+    """Return the engine's reply for the content of a message from client 1."""
     nodes = [LoopbackNode(client_app(build_model, data), {"partition-id": n}) for n in range(2)]
     grid = Loopback(dict(enumerate(nodes, start=10)))
     registry = NodeRegistry(grid, 2, introduction_request(INFO), lambda _: None)
@@ -124,7 +124,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_once_ended_everybodys_run(name: str) -> None:
+def test_contents_that_once_ended_the_whole_run(name: str) -> None:
     reply = answer_to(TASK, NAMED[name])
     assert isinstance(reply, Failure) or objection(reply, TASK, Expected(TENSORS, 8, 2, labelled=True))
 
@@ -132,7 +132,7 @@ def test_what_once_ended_everybodys_run(name: str) -> None:
 @pytest.mark.slow
 @given(contents)
 @FUZZ
-def test_any_reply_is_a_failure_or_is_judged(content: Any) -> None:
+def test_any_reply_is_a_failure_or_reaches_admission(content: Any) -> None:
     reply = answer_to(TASK, content)
     # the client holds more labels than there are, so that not even what nothing was done to may be merged
     judged = Expected(TENSORS, 8, 1, labelled=True)
@@ -140,14 +140,14 @@ def test_any_reply_is_a_failure_or_is_judged(content: Any) -> None:
     assert type(reply.up) is int
 
 
-def test_the_honest_reply_gets_in() -> None:
+def test_the_honest_reply_is_accepted() -> None:
     reply = answer_to(TASK, HONEST)
     assert isinstance(reply, Update)
     assert objection(reply, TASK, Expected(TENSORS, 8, 2, labelled=True)) is None
 
 
 @pytest.mark.parametrize("dtype", ["U3", "datetime64[s]", "V8", "longdouble"])
-def test_arrays_of_types_that_torch_has_not_are_refused(dtype: str) -> None:
+def test_arrays_of_types_unknown_to_torch_are_refused(dtype: str) -> None:
     record = ArrayRecord({**HONEST.array_records["tensors.0"], "bias": Array(np.zeros(2, dtype=dtype))})
     assert isinstance(answer_to(TASK, RecordDict({**HONEST, "tensors.0": record})), Failure)
 
@@ -163,13 +163,13 @@ def connected(content: Any) -> tuple[NodeRegistry, list[str]]:
 
 @given(contents)
 @FUZZ
-def test_any_introduction_leaves_the_others_as_they_are(content: Any) -> None:
+def test_any_introduction_leaves_other_nodes_alone(content: Any) -> None:
     registry, said = connected(content)
     assert registry.node_id(0) == 10
     assert all(sentence.isprintable() and len(sentence) < 400 for sentence in said)
 
 
-def test_a_boast_of_samples_is_a_number_like_others() -> None:
+def test_a_huge_number_of_samples_is_accepted() -> None:
     about = {"client": 1, "samples": 2**63 - 1, "tier": "", "memory": 2**63 - 1}
     registry, said = connected(RecordDict({JSON_RECORD: ConfigRecord(about)}))
     assert registry.connected()[1].samples == 2**63 - 1

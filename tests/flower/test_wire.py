@@ -1,4 +1,4 @@
-"""Tasks and replies survive Flower's records unchanged, cost what is counted, and hold no pickles."""
+"""Tasks and replies pass through Flower's records unchanged, their bytes are counted, and pickles are refused."""
 
 import re
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_fp16_halves_matrices_and_comes_back_in_the_type_that_was_sent() -> None
     assert {name: t.dtype for name, t in reply.tensors.items()} == {n: t.dtype for n, t in tensors().items()}
 
 
-def test_counts_that_halves_cannot_hold_stay_whole() -> None:
+def test_statistics_are_never_halved() -> None:
     counts = replace(update(task()), kind="statistics", tensors={"norm/values": torch.full((1, 1), 1e6)}, kept={})
     (reply,) = decode_replies(
         encode_replies([counts], fp16=True), [replace(task(), kind="statistics", kept={})], fp16=True
@@ -81,8 +81,8 @@ def test_counts_that_halves_cannot_hold_stay_whole() -> None:
     assert reply.tensors["norm/values"].item() == 1e6
 
 
-def test_values_that_halves_cannot_hold_are_said_to_be_too_large() -> None:
-    """They would arrive as infinity, of which a client's loss becomes NaN."""
+def test_values_too_large_for_half_precision_are_an_error() -> None:
+    """They would arrive as infinity, and the client's loss would become NaN."""
     large = {**tensors(), "conv.u": torch.full((8, 3, 3, 1), 7e4)}
     sentence = "'conv.u' holds 7e+04, too large for half precision: set engine.fp16 = false"
     with pytest.raises(FedhmError, match=f"^{re.escape(sentence)}$"):
@@ -96,7 +96,7 @@ def test_values_that_halves_cannot_hold_are_said_to_be_too_large() -> None:
     assert isinstance(reply, Update)  # that it is not finite is for admission to say
 
 
-def test_clients_that_get_the_same_share_one_record() -> None:
+def test_clients_with_equal_tensors_share_one_record() -> None:
     encoder, shared = TaskEncoder(INFO, fp16=False), tensors()
     first, second = (encoder.encode([replace(task(c), tensors=dict(shared), kept={})]) for c in (0, 1))
     other = encoder.encode([replace(task(2), tensors=tensors(), kept={})])
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_records() -> None:
     assert sum(bytes_by_task(content, 2)) == first + second
 
 
-def test_a_type_that_numpy_lacks_is_said_in_a_sentence() -> None:
+def test_a_type_unknown_to_numpy_is_an_error() -> None:
     with pytest.raises(FedhmError, match=r"'w' is of torch\.bfloat16, which Flower cannot send: use float32"):
         TaskEncoder(INFO, fp16=False).encode([replace(task(), tensors={"w": torch.ones(2, dtype=torch.bfloat16)})])
 

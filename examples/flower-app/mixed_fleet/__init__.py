@@ -1,1 +1,1 @@
-"""FedHM on Flower, with a model and data of one's own."""
+"""FedHM on Flower, with your own model and data."""

@@ -1,4 +1,4 @@
-"""What runs beside the SuperLink."""
+"""The ServerApp: it runs beside the SuperLink."""
 
 from fedhm.flower import server_app
 from mixed_fleet.task import CLASSES, build_model, test_data

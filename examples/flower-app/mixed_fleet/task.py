@@ -1,4 +1,4 @@
-"""The model and the data: plain PyTorch, to be replaced by yours."""
+"""The model and the data, in plain PyTorch: replace both by your own."""
 
 import torch
 from flwr.app import Context
@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 CLASSES = 10
-TEST = 300  # of the samples, which no client sees
+TEST = 300  # samples that no client sees
 
 
 def build_model() -> nn.Module:

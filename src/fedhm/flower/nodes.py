@@ -33,7 +33,7 @@ from fedhm.server.filters.fleet import foreign, largest_in, modes
 ERROR_REASONS = {
     1: "its ClientApp cannot be loaded",
     2: "its ClientApp raised an exception",
-    3: "the time for its answer was over",
+    3: "it did not answer in time",
     4: "its answer got lost",
     5: "it is not connected any more",
     7: "it could not get the app",

@@ -157,7 +157,7 @@ def decode_replies(content: RecordDict, tasks: Sequence[Task], fp16: bool) -> li
         if not isinstance(content, RecordDict):  # Flower accepts any of its objects as the content of a message
             raise TypeError(f"its message holds a {type(content).__name__} in place of records")
         if set(content.config_records[JSON_RECORD]) != {"replies"}:
-            raise ValueError("its note does not hold replies alone")
+            raise ValueError("its record 'fedhm' does not hold replies alone")
         listed = json.loads(str(content.config_records[JSON_RECORD]["replies"]))
         if not isinstance(listed, list) or len(listed) != len(tasks):
             raise ValueError(f"its message does not hold {len(tasks)} replies")

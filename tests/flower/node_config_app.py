@@ -1,4 +1,4 @@
-"""A Flower app that asks every client for its node config, writes down what it got, and waits."""
+"""A Flower app that asks every client for its node config, writes the answers to a file, and waits."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def query(message, context):
 """
 
 
-def an_app(path: Path) -> Path:
+def make_app(path: Path) -> Path:
     (path / "asking").mkdir(parents=True)
     (path / "asking" / "__init__.py").write_text("")
     (path / "LICENSE").write_text("")
@@ -80,10 +80,10 @@ def an_app(path: Path) -> Path:
     return path
 
 
-def answered(answers: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run's settings as its server saw them, and the clients' node configs in the order of their partitions.
+def read_answers(answers: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the run's settings as its server saw them, and the clients' node configs in the order of their partitions.
 
-    They are in the file that the setting `answers` names: each look at Flower's log would start a command.
+    They are in the file that the setting `answers` names: reading Flower's log would start a command each time.
     """
     wait_until(answers.exists, 120)
     settings, nodes = json.loads(answers.read_text())
