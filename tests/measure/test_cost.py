@@ -268,3 +268,8 @@ def test_costs_by_layer_are_those_of_the_layers() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2, bias=False))
     costs = {name: (part.parameters, part.macs) for name, part in cost_by_layer(model, (5,)).items()}
     assert costs == {"0": (42, 35), "1": (0, 0), "2": (14, 14)}
+
+
+def test_an_unknown_optimizer_is_refused_and_not_measured_as_another() -> None:
+    with pytest.raises(FedhmError, match="there is no optimizer 'lion': choose sgd or adamw"):
+        training_memory(nn.Linear(4, 2), (4,), 8, optimizer="lion")

@@ -13,6 +13,7 @@ from torch import nn
 
 from fedhm.adapters.packing import AdapterPacking
 from fedhm.errors import FedhmError
+from fedhm.machine.tensors import update_digest
 from fedhm.networks.batchnorm import freeze_statistics
 from fedhm.networks.exchange import Tensors, set_packing, shared_parameters
 from fedhm.networks.info import declare, info_of
@@ -226,8 +227,8 @@ def base_digest(network: nn.Module) -> str:
     digest = hashlib.sha256()
     for name in sorted(base):
         flat = base[name].detach().flatten()
-        digest.update(f"{name}{tuple(base[name].shape)}{flat.dtype}".encode())
-        digest.update(flat[:: max(1, len(flat) // DIGESTED)].contiguous().view(torch.uint8).numpy().tobytes())
+        some = flat[:: max(1, len(flat) // DIGESTED)]
+        update_digest(digest, some, f"{name}{tuple(base[name].shape)}{flat.dtype}")
     return digest.hexdigest()[:16] if base else ""
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
+from fedhm.machine.tensors import update_digest
 from fedhm.networks.saving import split_batches
 
 IDS, MASK, TYPES, TARGETS = "input_ids", "attention_mask", "token_type_ids", "labels"
@@ -122,7 +123,7 @@ class Tokens:
     def update_digest(self, digest: "hashlib._Hash") -> None:
         digest.update(f"{self.kind}{tuple(self.shape)}{self.padding}".encode())
         for tensor in (self.starts, *(self.fields[name] for name in sorted(self.fields))):
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+            update_digest(digest, tensor)
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:

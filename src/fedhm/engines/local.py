@@ -10,7 +10,7 @@ import torch
 from fedhm.config.schema import EngineConfig
 from fedhm.engines.workers import Pool
 from fedhm.errors import FedhmError
-from fedhm.machine.process import usable_cores
+from fedhm.machine.process import raise_mmap_threshold, usable_cores
 from fedhm.networks.exchange import Tensors
 from fedhm.work.client import Client
 from fedhm.work.messages import Reply, Task
@@ -22,7 +22,7 @@ class LocalEngine:
     def __init__(self, clients: Sequence[Client], workers: int = 1, threads: int = 1) -> None:
         self._clients, self._workers, self._threads = clients, workers, threads
         self._pool: Pool | None = None
-        _teach_allocator()
+        raise_mmap_threshold()
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         if self._workers == 1:
@@ -65,12 +65,6 @@ def workers_for(config: EngineConfig, tasks: int) -> int:
         reason = "use compiled networks" if config.compile else f"share {config.device}"
         raise FedhmError(f"worker processes cannot {reason}: set engine.workers to 1 or 'auto'")
     return config.workers
-
-
-def _teach_allocator() -> None:
-    """Make glibc keep what a small network's step frees, which it may else give back and get again page by page.
-    It keeps more of it once it saw a larger block freed. No page of this one is touched."""
-    torch.empty(31 << 20, dtype=torch.uint8)  # glibc learns nothing from blocks beyond 32 MB
 
 
 def _contiguous(tensors: Tensors) -> Tensors:

@@ -1,6 +1,5 @@
 """Memory that processes share: tensors in a file without a name, which each of them maps."""
 
-import ctypes
 import io
 import json
 import math
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import quoted_command
+from fedhm.machine.process import keep_freed_memory
 from fedhm.work.client import Client
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of
@@ -219,7 +219,6 @@ class Dispatch:
 
 # A worker process: takes tasks from the queue and answers them, until the process that started it is gone.
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 POLL = 0.5  # seconds between two looks at whether there still is a parent
 
 
@@ -259,17 +258,8 @@ def _stream(descriptor: int) -> TextIO:
         return io.StringIO()
 
 
-def _keep_freed_memory() -> None:
-    """Make glibc keep what a training step frees, since the next one wants it. By its defaults glibc gives much of it
-    back to the system each time, and a step spends a tenth of its time or more on getting it page by page."""
-    with suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
-
-
 def _work(clients: Sequence[Client], threads: int, desk: Desk) -> None:
-    _keep_freed_memory()
+    keep_freed_memory()
     torch.set_num_threads(threads)
     with suppress(BrokenPipeError):  # nobody waits for an answer any more
         while note := Note.receive(desk.queue):

@@ -1,6 +1,6 @@
-"""Frobenius decay: the gradient of λ/2 · ‖L R‖²_F for every factor pair, through r×r Gram matrices.
+"""Frobenius decay: the gradient of λ/2 · ‖L R‖²_F for every pair of factors, through r×r Gram matrices.
 
-∂L = λ L (R Rᵀ) and ∂R = λ (Lᵀ L) R: the product L R is never formed.
+∂L = λ L (R Rᵀ) and ∂R = λ (Lᵀ L) R. The product L R is never formed.
 """
 
 from collections.abc import Iterable
@@ -11,18 +11,14 @@ from torch import Tensor, nn
 from fedhm.lowrank.layers import LowRank
 
 
-def add_frobenius_decay(hybrid: nn.Module, strength: float) -> None:
-    """Add the Frobenius decay to the gradients, after `backward` and before the optimizer's step."""
-    add_decay(low_rank_layers(hybrid), strength)
-
-
 def low_rank_layers(hybrid: nn.Module) -> list[LowRank]:
+    """Return the factorized layers of a network."""
     return [layer for layer in hybrid.modules() if isinstance(layer, LowRank)]
 
 
 @torch.no_grad()
-def add_decay(layers: Iterable[LowRank], strength: float) -> None:
-    """Add the Frobenius decay to the gradients of `layers`, for callers that have found them already."""
+def add_frobenius_decay(layers: Iterable[LowRank], strength: float) -> None:
+    """Add the Frobenius decay of `layers` to their gradients, after `backward` and before the optimizer's step."""
     for layer in layers:
         along_u, along_v = layer.u.grad, layer.v.grad
         if along_u is not None and along_v is not None:
@@ -32,9 +28,10 @@ def add_decay(layers: Iterable[LowRank], strength: float) -> None:
 
 
 def _by_rank(factor: Tensor, axis: int) -> Tensor:
-    """Flatten all axes of a factor but that of its rank: u → (r, ·), v → (·, r).
+    """Flatten all axes of a factor except that of its rank: u → (r, ·), v → (·, r).
 
-    Their order does not matter to a Gram matrix: channels come last, as in memory, so that nothing is copied.
+    The order of the flattened axes does not matter to a Gram matrix. Channels come last, as in memory, so that nothing
+    is copied.
     """
     by_channel = factor.movedim(1, -1)
     return by_channel.flatten(1) if axis == 0 else by_channel.flatten(0, -2)

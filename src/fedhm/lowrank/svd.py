@@ -134,11 +134,6 @@ def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return U.float(), spectrum.float(), Vt.float()
 
 
-def truncation_error(spectrum: Tensor, rank: int) -> float:
-    """Return ‖W − W_r‖_F, by Eckart–Young the norm of the singular values that were cut off."""
-    return float(spectrum[rank:].norm())
-
-
 def squared_norm(weight: Tensor) -> float:
     """Return ‖W‖²_F, precise enough to subtract from: rows are summed in float32, for speed, their sums in float64."""
     return float(torch.linalg.vector_norm(weight.flatten(1), dim=1).double().square().sum())

@@ -7,13 +7,10 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from filelock import BaseFileLock, FileLock, Timeout
 
 from fedhm.errors import FedhmError
-
-Found = TypeVar("Found")
 
 
 def check_utf8_name(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What this machine can bear: the number of cores that this process may keep busy, and the memory."""
+"""This process and its machine: memory and cores, how freed memory is handled, and how the process ends."""
 
 import atexit
 import ctypes
@@ -12,60 +12,80 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-MOST_PROCESSES = 1024  # of workers, or threads; OpenMP dies of many more
+MOST_PROCESSES = 1024  # of workers, or threads; OpenMP fails with many more
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+MMAP_THRESHOLD = 2**18  # bytes: smaller blocks stay in the heap when they are freed
+LARGEST_THRESHOLD = 32 << 20  # bytes: the largest that glibc takes
 
 
 def memory_limit() -> float:
-    """Return how many bytes of memory the machine has, or its container may use; infinitely many if that is unknown."""
+    """Return the bytes of memory of the machine, or of its container; infinity if they are unknown."""
     try:
         whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):  # not on Windows
         return math.inf
     limit = Path("/sys/fs/cgroup/memory.max")
-    said = limit.read_text().strip() if limit.exists() else ""
-    return min(whole, int(said)) if said.isdecimal() else whole
+    content = limit.read_text().strip() if limit.exists() else ""
+    return min(whole, int(content)) if content.isdecimal() else whole
 
 
 def usable_cores() -> int:
-    """Return how many cores the system lets this process run on, or fewer if OMP_NUM_THREADS says so.
+    """Return the number of cores that the system gives this process, or fewer if OMP_NUM_THREADS is smaller.
 
-    That variable is how schedulers and people give a process its share of a machine, so worker processes count
-    towards it as threads do. It is read here rather than from torch.get_num_threads(), which tells what the last
-    piece of code in this process has set, and would make a run's settings depend on what ran before it.
+    Schedulers and people use that variable to give a process its share of a machine. So worker processes count towards
+    it as threads do. It is read here rather than from torch.get_num_threads(): any code in this process may have
+    changed that number, and a run's settings would depend on what ran before it.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
-    share = (
-        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    )  # a list has a number for each nesting level
+    share = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # a list has a number per nesting level
     return min(allowed, int(share)) if share.isdecimal() and int(share) else allowed
 
 
-# Giving freed memory back to the system at once, so that a process takes what its tensors take.
-#
-# By default glibc raises the size from which memory is mapped on its own, and given back when it is freed, up to 32
-# MB once such a block was freed. Activations then lie in a heap between others, whose holes stay in memory: twice of
-# what is alive. Fixed, the size costs a few percent of the time, for pages that are mapped again.
-
-M_MMAP_THRESHOLD = -3  # of malloc.h
-MMAP_THRESHOLD = 2**18  # bytes: what is smaller stays in the heap
+# glibc's allocator. Three functions, for three wishes: little memory, fast workers, a fast process of the user's.
 
 
 def return_freed_memory() -> bool:
-    """Have this process, and those forked from it, give back freed memory; return whether that can be done here."""
+    """Make this process, and its forks, return freed memory to the system at once; tell whether that works here.
+
+    A process then takes as much memory as its tensors. By default glibc raises the size from which a block is mapped
+    on its own, up to 32 MB, once a block of that size was freed. Activations then lie in a heap between other blocks,
+    whose holes stay in memory: twice the size of the living tensors. A fixed size costs a few percent of the time,
+    since pages are mapped again.
+    """
     if platform.libc_ver()[0] != "glibc":
         return False
     return bool(ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD))
 
 
-# Ending a process without taking apart all that it has imported.
-#
-# Python frees every object of every module first. With torch imported that takes half a second of the processor, and
-# a whole one in a fork, which has to copy the memory before. What is registered to be done at the end is done, as
-# ever.
+def keep_freed_memory() -> None:
+    """Make a worker process keep the memory that a training step frees, for the next step.
+
+    By default glibc returns much of it to the system each time. A step then spends a tenth of its time or more on
+    getting it back page by page.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGEST_THRESHOLD)
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
+
+
+def raise_mmap_threshold() -> None:
+    """Let glibc learn to keep the memory that a small network's step frees, without changing a setting.
+
+    This is for the process of the user, who may have settings of their own. glibc keeps larger blocks once it has seen
+    a large block freed. No page of this block is touched.
+    """
+    import torch  # here, since the command line imports this module before it needs torch
+
+    torch.empty(LARGEST_THRESHOLD - (1 << 20), dtype=torch.uint8)  # glibc learns nothing from blocks beyond 32 MB
 
 
 def run_and_exit(run: Callable[[], object]) -> NoReturn:
-    """Run the rest of this process, and end it with the exit code that `sys.exit(run())` would give."""
+    """Run the rest of this process, and end it with the exit code of `sys.exit(run())`, but sooner.
+
+    Python frees every object of every module at its end. With torch imported that takes half a second of the processor,
+    and a whole one in a fork, which has to copy the memory first. Threads and exit functions are waited for as usual.
+    """
     try:
         code = run()
     except SystemExit as stop:

@@ -1,10 +1,12 @@
-"""Files of tensors with a JSON header, in safetensors: whole, or not there at all."""
+"""Tensors as bytes: safetensors files with a JSON header, and digests."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -15,27 +17,30 @@ Found = TypeVar("Found")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Write a safetensors file. Its header is one JSON text: the order of several entries would differ by chance."""
+    """Write a safetensors file. Its header is one JSON text, since the order of several entries would be random.
+
+    The file is either complete or not there.
+    """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     write_atomically(path, save(contiguous, {"fedhm": json.dumps(header)}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and header; a file by others has an empty header, a damaged one raises ValueError.
+    """Read tensors and header.
 
-    One that cannot be read at all, damaged or not, raises OSError.
+    A file by another program has an empty header. A damaged file raises ValueError, an unreadable one OSError.
     """
     return _read(path, lambda file, name: cast(Tensor, file.get_tensor(name)))
 
 
 def read_shapes(path: Path) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Read the shapes of the tensors in place of their values, as `read_tensors` does otherwise."""
+    """Read as `read_tensors` does, but the shapes of the tensors in place of their values."""
     return _read(path, lambda file, name: cast(list[int], file.get_slice(name).get_shape()))
 
 
 def _read(path: Path, what: Callable[[Any, str], Found]) -> tuple[dict[str, Found], dict[str, Any]]:
     check_utf8_name(path)
-    with path.open("rb"):  # which says what is wrong with the place: safetensors calls much of it damage
+    with path.open("rb"):  # an OSError says what is wrong with the place: safetensors calls much of it damage
         pass
     try:
         with safe_open(path, framework="pt") as file:
@@ -48,3 +53,9 @@ def _read(path: Path, what: Callable[[Any, str], Found]) -> tuple[dict[str, Foun
     if not isinstance(header, dict):
         raise ValueError("its header is no mapping")
     return found, header
+
+
+def update_digest(digest: "hashlib._Hash", tensor: Tensor, label: str = "") -> None:
+    """Add a label and the bytes of a tensor to a digest. Digests by this function are on disk: it must not change."""
+    digest.update(label.encode())
+    digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)

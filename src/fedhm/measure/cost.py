@@ -240,13 +240,15 @@ def training_memory(
     handed in is changed by the step. A process takes as much above its size before if what is freed is given back to
     the system at once (`machine/process.py`).
     """
+    if optimizer not in OPTIMIZERS:
+        raise FedhmError(f"there is no optimizer '{optimizer}': choose {' or '.join(OPTIMIZERS)}")
     model = heaviest_in_training(model)
     watch = AliveBytes()
     parts = -(-batch // micro_batch) if 0 < micro_batch < batch else 1
     checkpoint_blocks([each for each, _ in networks_in_training(model)], checkpointing)
     try:
         inputs = zero_batch(model, batch, input_shape, dtype)
-        stepping = optimizer_of(optimizer, (p for p in model.train().parameters() if p.requires_grad))
+        stepping = OPTIMIZERS[optimizer]([p for p in model.train().parameters() if p.requires_grad])
         given = list(inputs.values()) if isinstance(inputs, dict) else [inputs]
         for tensor in [*model.parameters(), *model.buffers(), *given]:
             watch.see(tensor)
@@ -276,10 +278,11 @@ def _make_averages(stepping: Optimizer, model: nn.Module) -> None:
     stepping.zero_grad()
 
 
-def optimizer_of(name: str, parameters: Iterator[nn.Parameter]) -> Optimizer:
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-3)
-    return SGD([ParameterGroup(list(parameters))], lr=1e-3, momentum=0.9)
+# Each has as many averages of gradients as in a run; the learning rate does not matter to memory.
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda parameters: SGD([ParameterGroup(parameters)], lr=1e-3, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
 
 
 def _flops(model: nn.Module, inputs: Inputs, by_module: bool) -> dict[str, int]:

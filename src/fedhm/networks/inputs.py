@@ -47,10 +47,6 @@ def sample_shape(inputs: Inputs) -> tuple[int, ...]:
     return tuple((next(iter(inputs.values())) if isinstance(inputs, dict) else inputs).shape[1:])
 
 
-def on_device(inputs: Inputs, device: torch.device) -> Inputs:
-    return {n: t.to(device) for n, t in inputs.items()} if isinstance(inputs, dict) else inputs.to(device)
-
-
 # One batch through a model before anything else: does it fit the data, and which layer gives its output?
 
 

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from fedhm.errors import FedhmError
-from fedhm.machine.tensors import read_tensors, write_tensors
+from fedhm.machine.tensors import read_tensors, update_digest, write_tensors
 from fedhm.networks.exchange import Tensors
 from fedhm.server.filters.optimizer import Moments
 from fedhm.server.state import flatten, unflatten
@@ -100,6 +98,5 @@ def round_of(path: Path) -> int:
 def _digest(tensors: Tensors, header: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+        update_digest(digest, tensors[name], name)
     return digest.hexdigest()

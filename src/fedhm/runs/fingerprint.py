@@ -3,13 +3,13 @@
 import hashlib
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fedhm.config.schema import Config
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
 from fedhm.data.tokens import Tokens
+from fedhm.machine.tensors import update_digest
 from fedhm.networks.exchange import Tensors
 
 
@@ -63,5 +63,4 @@ def _add_inputs(digest: "hashlib._Hash", name: str, samples: Samples) -> None:
 
 
 def _add(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:
-    digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-    digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    update_digest(digest, tensor, f"{name}{tuple(tensor.shape)}{tensor.dtype}")

@@ -18,6 +18,7 @@ from fedhm.config.registry import find, make
 from fedhm.config.schema import PrivacyConfig, TrainConfig
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.lowrank.delta import clip_delta
+from fedhm.machine.tensors import update_digest
 from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, untrained_names
 from fedhm.networks.reuse import NetworkPool
@@ -57,7 +58,7 @@ class LocalNoise:
 def _digest(tensors: Tensors) -> str:
     digest = hashlib.blake2b()
     for name in sorted(tensors):
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+        update_digest(digest, tensors[name])
     return digest.hexdigest()
 
 

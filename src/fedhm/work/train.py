@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedhm.adapters.packing import head_parameter_ids
 from fedhm.config.schema import Config, TrainConfig
 from fedhm.errors import FedhmError, FedhmWarning
-from fedhm.lowrank.decay import add_decay, low_rank_layers
+from fedhm.lowrank.decay import add_frobenius_decay, low_rank_layers
 from fedhm.lowrank.layers import LowRank
 from fedhm.machine.device import seeded
 from fedhm.machine.process import return_freed_memory
@@ -70,7 +70,7 @@ def fit(
             loss = backward_in_parts(
                 next_loss() if next_loss else own_loss, inputs, targets, train.micro_batch, trained
             )
-            add_decay(layers, train.frobenius_decay)
+            add_frobenius_decay(layers, train.frobenius_decay)
             if train.clip_norm:
                 nn.utils.clip_grad_norm_(network.parameters(), train.clip_norm)
             optimizer.step()

@@ -22,6 +22,7 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.lowrank.delta import clip_delta
 from fedhm.lowrank.hybrid import plan_of
+from fedhm.machine.tensors import update_digest
 from fedhm.networks.exchange import Tensors, is_averageable
 from fedhm.seeds import Secret, secret_normals
 from fedhm.server.record import Record
@@ -258,7 +259,7 @@ def _digest(fields: dict[str, Any], count: int) -> str:
     digest = hashlib.blake2b(str(count).encode())
 
     def add(_: str, __: Way, tensor: Tensor) -> Tensor:
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        update_digest(digest, tensor)
         return tensor
 
     mapped(fields, add)
