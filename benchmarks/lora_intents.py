@@ -26,7 +26,7 @@ from fedhm.data.partition import dirichlet_equal, iid
 from fedhm.data.samples import Samples
 from fedhm.data.sources import read_text
 from fedhm.models.build import build_model
-from fedhm.report.sheets import format_bytes
+from fedhm.report.format import format_bytes
 from fedhm.runs.history import Run, read_runs
 from fedhm.seeds import numpy_generator
 

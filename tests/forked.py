@@ -21,10 +21,7 @@ from fedhm.cli import main
 
 TESTS = Path(__file__).parent
 FIGURES = {
-    "fedhm.report.figures.plots.save_plots": lambda *_: [],
-    "fedhm.report.figures.energy.save_collapse_plot": lambda *_: None,
-    "fedhm.report.figures.epsilon.save_epsilon_plot": lambda *_: None,
-    "fedhm.report.figures.client_plot.save_client_plots": lambda *_: [],
+    "fedhm.report.plots.save_run_plots": lambda *_: [],
     "fedhm.report.page.save_page": lambda _, folder: folder / "report.html",
 }  # what draws a single run's report, and what nothing is drawn by
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 import fedhm
 from conftest import no_figures
@@ -14,7 +13,8 @@ from fedhm.cli import main
 from fedhm.config.schema import DeviceProfile, Measurement
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import structure_digest
-from fedhm.report.figures.client_plot import _draw
+from fedhm.report.plot import render_matplotlib
+from fedhm.report.plots import client_plot
 from fedhm.runs.folder import read_config
 from fedhm.runs.history import read_runs
 from fedhm.server.record import Record
@@ -113,8 +113,9 @@ def test_reports_tell_time_and_devices(timed: Path) -> None:
 
 def test_the_plot_of_clients_tells_devices_apart(timed: Path) -> None:
     history = read_runs([timed])[0]
-    axes = Figure().subplots()
-    _draw(axes, history, history.config.objective.headline, history.records[-1].clients)
+    plot = client_plot(history, [history])
+    assert plot is not None
+    (axes,) = render_matplotlib([plot]).axes
     legend = axes.get_legend()
     assert legend is not None
     assert legend.get_title().get_text() == "clients with device, and their median"

@@ -15,7 +15,7 @@ from fedhm.config.loading import parse
 from fedhm.data.federation import from_arrays
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
-from fedhm.report.tables import markdown
+from fedhm.report.tables import report_markdown
 from fedhm.runs.folder import is_complete, read_config
 from fedhm.runs.history import read_runs
 from fedhm.runs.models import best_round_on_disk, load_best_models, load_tier, tier_file
@@ -56,7 +56,7 @@ def test_a_target_ends_the_run_which_is_complete_then(tmp_path: Path) -> None:
     assert models(tmp_path / "run") == before
     (read,) = read_runs([tmp_path / "run"])
     assert read.complete
-    text = markdown([read])
+    text = report_markdown([read])
     assert f"run stopped after round {first}: {result.records[-1].stopped}." in text
     assert f"The best round of run was {first}: models/best-round-{first}." in text
 

@@ -12,7 +12,7 @@ from conftest import small_config, small_model
 from fedhm.assembly import assemble, read_federation
 from fedhm.data.federation import ClientTests, Federation, hold_out_client_tests
 from fedhm.errors import FedhmError
-from fedhm.report.tables import markdown
+from fedhm.report.tables import report_markdown
 from fedhm.runs.history import read_runs
 from test_experiment import same
 
@@ -40,7 +40,7 @@ def test_a_fifth_of_every_clients_samples_tells_how_well_it_goes(tmp_path: Path)
     assert result.metrics == {tier: found.overall.pooled for tier, found in result.clients.items()}
     assert result.clients["1/4"].overall.samples == 20
     (run,) = read_runs([tmp_path / "run"])
-    assert "accuracy and loss: on the clients' own test samples, all together." in markdown([run])
+    assert "accuracy and loss: on the clients' own test samples, all together." in report_markdown([run])
     again = fedhm.run(model(), clients(), config=SETTINGS, out=tmp_path / "run")  # it is complete
     assert again.metrics == result.metrics
     with pytest.raises(FedhmError, match="belongs to another run"):

@@ -12,7 +12,7 @@ from rich.console import Console
 from fedhm.compare.command import _show
 from fedhm.compare.report import ComparisonReport
 from fedhm.compare.results import EntryRuns, common_target, costs_to_reach
-from fedhm.compare.tables import arrange_table, as_csv, metric_sheet, spent
+from fedhm.compare.tables import arrange_table, comparison_csv, metric_sheet, spent
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.objectives.regression import Regression
@@ -61,7 +61,7 @@ def test_tables_have_the_objectives_metrics() -> None:
     ]
     assert sheet.note.startswith("Parameters, and test r2 after the last round, mean ± deviation over 2 seeds;")
     assert spent(ENTRIES).columns[-1] == "r2"
-    rows = list(csv.DictReader(io.StringIO(as_csv(ENTRIES))))
+    rows = list(csv.DictReader(io.StringIO(comparison_csv(ENTRIES))))
     assert list(rows[0])[-2:] == ["r2", "mse"]
     assert (rows[0]["r2"], rows[0]["mse"]) == ("0.5", "0.5")
 

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from fedhm.compare.report import ComparisonReport
 from fedhm.compare.results import EntryRuns, common_target, costs_to_reach, full_model
-from fedhm.compare.tables import arrange_table, as_csv, difference_sheet, format_total_macs, metric_sheet, spent
+from fedhm.compare.tables import arrange_table, comparison_csv, difference_sheet, metric_sheet, spent
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
+from fedhm.report.format import format_total_macs
 from fedhm.report.sheets import Sheet, markdown_table, rich_table
 from made_runs import made_run
 
@@ -197,7 +198,7 @@ def test_costs_to_reach_a_target_are_relative_to_the_full_model() -> None:
 
 
 def test_the_csv_has_plain_numbers() -> None:
-    rows = list(csv.DictReader(io.StringIO(as_csv([fedhm()]))))
+    rows = list(csv.DictReader(io.StringIO(comparison_csv([fedhm()]))))
     assert list(rows[0]) == [
         "entry", "seed", "round", "tier", "parameters", "macs",
         "federation_bytes_so_far", "federation_macs_so_far", "accuracy", "loss",

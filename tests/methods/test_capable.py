@@ -19,7 +19,7 @@ from fedhm.errors import FedhmError
 from fedhm.methods.capable import Capable, CapableConfig
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.report.progress import LogLines
-from fedhm.report.tables import as_csv, markdown
+from fedhm.report.tables import report_csv, report_markdown
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import read_runs
 from fedhm.server.record import Record
@@ -160,9 +160,9 @@ def test_reports_and_comparisons_tell_of_the_one_level_that_trains(federation: F
         with RunFolder.create(tmp_path / name, experiment.config) as folder:
             experiment.run(folder)
     runs = read_runs([tmp_path / name for name in ("fedhm", "capable", "fedavg")])
-    assert "capable" in markdown(runs)
-    assert "Not comparable" not in markdown(runs)
-    assert "capable" in as_csv(runs)
+    assert "capable" in report_markdown(runs)
+    assert "Not comparable" not in report_markdown(runs)
+    assert "capable" in report_csv(runs)
     table = arrange_table([EntryRuns(run.name, [run]) for run in runs])
     assert {row: (place.tier, place.shares) for row, place in table.columns["capable"].items()} == {0: ("full", 1)}
     assert table.columns["fedavg"][0].shares == 4

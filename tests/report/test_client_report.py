@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from fedhm.report import save_report
-from fedhm.report.tables import markdown, rich_tables
+from fedhm.report.tables import report_markdown, rich_tables
 from fedhm.runs.history import Run
 from fedhm.server.record import ClientMetrics, Tally, Traffic
 from made_runs import made_run
@@ -37,7 +37,7 @@ def at_clients(run: Run, right: int, tiers: tuple[str, ...]) -> ClientMetrics:
 
 
 def test_the_table_has_all_clients_and_those_of_each_tier() -> None:
-    text = markdown([evaluated()])
+    text = report_markdown([evaluated()])
     assert text.split("### ")[2].splitlines()[:9] == [
         "classes: accuracy at the clients, round 2",
         "",
@@ -53,7 +53,7 @@ def test_the_table_has_all_clients_and_those_of_each_tier() -> None:
 
 
 def test_clients_of_one_tier_are_not_listed_twice() -> None:
-    rows = markdown([evaluated(tiers=("full",))]).split("### ")[2].splitlines()[4:7]
+    rows = report_markdown([evaluated(tiers=("full",))]).split("### ")[2].splitlines()[4:7]
     assert [row.split("|")[2].strip() for row in rows if row] == ["all", "all"]
 
 
@@ -68,7 +68,7 @@ def test_a_terminal_has_room_for_it() -> None:
 def test_plots_are_written_where_clients_evaluated(tmp_path: Path) -> None:
     plain = made_run("plain", SIZES, [{"full": 0.5, "1/4": 0.25}])
     assert not [path for path in save_report([plain], tmp_path / "a") if "clients" in path.name]
-    assert markdown([plain]).count("###") == 1
+    assert report_markdown([plain]).count("###") == 1
     paths = save_report([evaluated("one"), plain, evaluated("two")], tmp_path / "b")
     assert [path.name for path in paths if "clients" in path.name] == ["accuracy-at-clients.png"]
     assert (tmp_path / "b" / "accuracy-at-clients.png").stat().st_size > 10_000

@@ -7,7 +7,7 @@ import pytest
 
 from fedhm.compare.results import EntryRuns, incomparable_entries
 from fedhm.report.comparable import difference
-from fedhm.report.tables import markdown
+from fedhm.report.tables import report_markdown
 from made_runs import FACTS, made_run
 
 SIZES = {"full": 100, "1/4": 30}
@@ -102,5 +102,5 @@ def test_unfinished_runs_are_not_compared() -> None:
 
 def test_a_report_of_runs_that_are_not_comparable_says_so() -> None:
     a, b = made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, train={"epochs": 5})
-    assert markdown([a, b]).endswith("\nNot comparable: a has train.epochs = 1, b has 5.\n")
-    assert "Not comparable" not in markdown([a, made_run("c", SIZES, DONE)])
+    assert report_markdown([a, b]).endswith("\nNot comparable: a has train.epochs = 1, b has 5.\n")
+    assert "Not comparable" not in report_markdown([a, made_run("c", SIZES, DONE)])

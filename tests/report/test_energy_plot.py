@@ -12,8 +12,8 @@ from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.report import save_report
-from fedhm.report.figures.energy import RESOLUTION, save_collapse_plot
-from fedhm.report.figures.plots import tier_colours
+from fedhm.report.plot import Plot, save_png
+from fedhm.report.plots import RESOLUTION, energy_plot, tier_colours
 from fedhm.runs.history import Run
 from made_runs import FACTS
 
@@ -24,6 +24,12 @@ def finished(federation: Federation, run: str, **method: Any) -> Run:
     config = small_config(method={"name": "fedhm", **method}, train={"rounds": 3})
     result = assemble(small_model(), federation, config).run()
     return Run(run, config, result.records, result.costs, FACTS)
+
+
+def plot_of(runs: list[Run]) -> Plot:
+    plot = energy_plot(runs)
+    assert plot is not None
+    return plot
 
 
 @pytest.fixture
@@ -46,7 +52,7 @@ def test_a_line_for_each_run_and_tier(
     plain = finished(federation, "plain", name="fedavg")
     runs = [finished(federation, "paper", aggregate="models"), plain, finished(federation, "cure", aggregate="updates")]
     path = tmp_path / "energy.png"
-    assert save_collapse_plot(runs, path) == path
+    assert save_png([plot_of(runs)], path) == path
     assert path.stat().st_size > 1000
     (axes,) = drawn[0].axes
     assert axes.get_yscale() == "log"
@@ -55,7 +61,9 @@ def test_a_line_for_each_run_and_tier(
         for tier in TIERS:
             line = next(lines)
             assert list(line.get_xdata()) == [1, 2, 3]
-            assert list(line.get_ydata()) == [record.diagnostics[f"energy_beyond/{tier}"] for record in run.records]
+            assert list(line.get_ydata()) == [
+                100 * record.diagnostics[f"energy_beyond/{tier}"] for record in run.records
+            ]
             assert line.get_linestyle() == style
             assert to_hex(line.get_color()) == to_hex(tier_colours(runs)[tier])
     assert next(lines, None) is None
@@ -68,14 +76,14 @@ def test_nothing_beyond_stays_on_the_axis(
 ) -> None:
     run = finished(federation, "run")
     gone = replace(run, records=[replace(r, diagnostics=dict.fromkeys(r.diagnostics, 0.0)) for r in run.records])
-    save_collapse_plot([gone], tmp_path / "energy.png")
+    save_png([plot_of([gone])], tmp_path / "energy.png")
     (axes,) = drawn[0].axes
-    assert all(list(line.get_ydata()) == [RESOLUTION] * 3 for line in axes.lines)
-    assert 0 < axes.get_ylim()[0] < RESOLUTION
+    assert all(list(line.get_ydata()) == [100 * RESOLUTION] * 3 for line in axes.lines)
+    assert 0 < axes.get_ylim()[0] < 100 * RESOLUTION
 
 
 def test_without_the_diagnostic_there_is_no_plot(federation: Federation, tmp_path: Path) -> None:
     run = finished(federation, "run", name="fedavg")
-    assert save_collapse_plot([run], tmp_path / "energy.png") is None
+    assert energy_plot([run]) is None
     assert "energy-beyond-rank.png" not in {path.name for path in save_report([run], tmp_path)}
     assert not list(tmp_path.glob("energy*"))

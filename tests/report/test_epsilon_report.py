@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedhm.report.figures.epsilon import save_epsilon_plot
+from fedhm.report.plot import save_png
+from fedhm.report.plots import epsilon_plot
 from fedhm.report.progress import progress
-from fedhm.report.tables import as_csv, caption
+from fedhm.report.tables import report_csv, run_caption
 from fedhm.runs.history import Run
 from made_runs import made_run
 
@@ -28,21 +29,23 @@ def open_run() -> Run:
 
 def test_the_table_says_what_is_promised() -> None:
     assert "hidden: every client has ε = 2.5 at δ = 1e-05 of differential privacy, by noise 2 × 0.5 at the server." in (
-        caption([private(), open_run()])
+        run_caption([private(), open_run()])
     )
-    assert "open: every" not in caption([private(), open_run()])
-    assert "so nothing is promised" in caption([private(noise=0.0)])
+    assert "open: every" not in run_caption([private(), open_run()])
+    assert "so nothing is promised" in run_caption([private(noise=0.0)])
 
 
 def test_a_column_for_plain_numbers_only_where_there_are_some() -> None:
-    rows = list(csv.DictReader(io.StringIO(as_csv([private(), open_run()]))))
+    rows = list(csv.DictReader(io.StringIO(report_csv([private(), open_run()]))))
     assert [row["epsilon"] for row in rows] == ["1.25", "2.5", "", ""]
-    assert "epsilon" not in as_csv([open_run()])
+    assert "epsilon" not in report_csv([open_run()])
 
 
 def test_a_plot_of_private_runs(tmp_path: Path) -> None:
-    assert save_epsilon_plot([open_run()], tmp_path / "none.png") is None
-    assert save_epsilon_plot([private(), open_run()], tmp_path / "epsilon.png") == tmp_path / "epsilon.png"
+    assert epsilon_plot([open_run()]) is None
+    plot = epsilon_plot([private(), open_run()])
+    assert plot is not None
+    assert save_png([plot], tmp_path / "epsilon.png") == tmp_path / "epsilon.png"
     assert (tmp_path / "epsilon.png").stat().st_size > 1000
 
 

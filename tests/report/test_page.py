@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from markupsafe import escape
 
-from fedhm.report.page import page, save_page, switches
-from fedhm.report.plot import MOST_ROWS, Line, Plot
+from fedhm.report.page import render_page, run_switches, save_page
+from fedhm.report.plot import MAX_TABLE_ROWS, Line, Plot, render_svg, render_table
 from fedhm.report.sections import run_sections
-from fedhm.report.still import picture
 from fedhm.runs.history import Run
 from fedhm.runs.models import Layer
 from made_runs import eventful_run, made_run, timed_run
@@ -48,7 +47,7 @@ class Reader(HTMLParser):
 
 
 def shown(*runs: Run) -> str:
-    return page("title", run_sections(runs), switches(runs))
+    return render_page("title", run_sections(runs), run_switches(runs))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +60,7 @@ def text() -> str:
 def _without_pictures(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages of single tests have none, since matplotlib takes most of the time; `text` was made with them before."""
     assert text
-    monkeypatch.setattr("fedhm.report.page.picture", lambda _: "<svg></svg>")
+    monkeypatch.setattr("fedhm.report.page.render_svg", lambda _: "<svg></svg>")
 
 
 def test_it_has_all_sections_and_is_well_formed(text: str) -> None:
@@ -161,14 +160,14 @@ def test_devices_are_told_with_who_took_part() -> None:
 )
 def test_a_logarithmic_axis_has_numbers_whatever_its_values(values: list[float], ticks: list[str]) -> None:
     lines = [Line("line", values, values, "#000000")]
-    drawn = picture(Plot("title", "x", "y", lines, "words", log_x=True, log_y=True))  # warnings are errors
+    drawn = render_svg(Plot("title", "x", "y", lines, "words", log_x=True, log_y=True))  # warnings are errors
     found = [each.replace("\N{MINUS SIGN}", "-") for each in re.findall(r">(\d[^<]*)</text>", drawn)]
     assert found == [*ticks, *ticks]
 
 
 def test_clients_are_counted_in_whole_numbers() -> None:
     lines = [Line("line", [1], [0], "#000000", kind="points"), Line("line", [2], [1], "#000000", kind="points")]
-    drawn = picture(Plot("title", "round", "client", lines, "words", whole_x=True, whole_y=True))
+    drawn = render_svg(Plot("title", "round", "client", lines, "words", whole_x=True, whole_y=True))
     assert re.findall(r">(\d[^<]*)</text>", drawn) == ["1", "2", "0", "1"]
 
 
@@ -178,10 +177,10 @@ def test_a_run_without_an_evaluated_round_has_a_page() -> None:
 
 
 def test_long_tables_keep_their_last_row() -> None:
-    rounds = list(range(1, 2 * MOST_ROWS))
+    rounds = list(range(1, 2 * MAX_TABLE_ROWS))
     plot = Plot("title", "round", "value", [Line("line", rounds, rounds, "#000000")], "words", whole_x=True)
-    rows = list(plot.sheet().rows)
-    assert len(rows) <= MOST_ROWS
+    rows = list(render_table(plot).rows)
+    assert len(rows) <= MAX_TABLE_ROWS
     assert rows[-1] == ["399", "399.0000"]
 
 

@@ -11,7 +11,7 @@ from fedhm.config.objective import Metric, Metrics
 from fedhm.report import save_report
 from fedhm.report.comparable import difference
 from fedhm.report.progress import LiveBar, LogLines
-from fedhm.report.tables import as_csv, markdown
+from fedhm.report.tables import report_csv, report_markdown
 from fedhm.runs.history import Run
 from fedhm.server.record import Record
 from made_runs import made_run
@@ -29,12 +29,12 @@ def regressed(name: str = "numbers") -> Run:
 
 
 def test_the_table_has_the_objectives_metrics_as_they_are_shown() -> None:
-    assert markdown([classified()]).splitlines()[2:5] == [
+    assert report_markdown([classified()]).splitlines()[2:5] == [
         "| tier | parameters | MACs/sample | bytes/round | accuracy | loss |",
         "|---|--:|--:|--:|--:|--:|",
         "| full | 1,000 | 7.0 k | 20.00 kB | 87.50 % | 0.1250 |",
     ]
-    assert markdown([regressed()]).splitlines()[2:5] == [
+    assert report_markdown([regressed()]).splitlines()[2:5] == [
         "| tier | parameters | MACs/sample | bytes/round | r2 | mse |",
         "|---|--:|--:|--:|--:|--:|",
         "| full | 1,000 | 7.0 k | 20.00 kB | 0.8750 | 0.1250 |",
@@ -42,7 +42,7 @@ def test_the_table_has_the_objectives_metrics_as_they_are_shown() -> None:
 
 
 def test_the_csv_has_a_column_for_each_metric() -> None:
-    rows = list(csv.DictReader(io.StringIO(as_csv([regressed()]))))
+    rows = list(csv.DictReader(io.StringIO(report_csv([regressed()]))))
     assert list(rows[0])[-2:] == ["r2", "mse"]
     assert (rows[1]["tier"], rows[1]["r2"], rows[1]["mse"]) == ("1/4", "-0.25", "1.25")
 
@@ -58,7 +58,7 @@ def test_the_plots_are_named_by_the_headline(tmp_path: Path) -> None:
 def test_runs_of_several_objectives_stand_in_one_report_that_says_so(tmp_path: Path) -> None:
     runs = [classified(), regressed()]
     assert difference(runs) == "classes has objective.name = classification, numbers has regression"
-    text = markdown(runs)
+    text = report_markdown(runs)
     assert text.splitlines()[0].endswith("| accuracy | loss | r2 | mse |")
     assert "| 87.50 % | 0.1250 |  |  |" in text
     assert "|  |  | 0.8750 | 0.1250 |" in text

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageServer]:
-    monkeypatch.setattr("fedhm.report.page.picture", lambda _: "<svg></svg>")
+    monkeypatch.setattr("fedhm.report.page.render_svg", lambda _: "<svg></svg>")
     with PageServer(LivePages([folder])) as serving:
         thread = Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()

@@ -15,7 +15,7 @@ from fedhm.errors import FedhmError
 from fedhm.machine.tensors import read_tensors, write_tensors
 from fedhm.methods.method import ModelState
 from fedhm.report.sections import run_sections
-from fedhm.report.tables import as_csv, markdown
+from fedhm.report.tables import report_csv, report_markdown
 from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from fedhm.runs.folder import RunFolder, read_costs, read_data_facts
 from fedhm.runs.history import read_runs
@@ -76,8 +76,8 @@ def test_what_is_read_of_a_damaged_record_can_be_reported_on(stride: int, tmp_pa
         except FedhmError:
             refused += 1
             continue
-        assert markdown(runs)
-        assert as_csv(runs)
+        assert report_markdown(runs)
+        assert report_csv(runs)
         assert run_sections(runs)
         reported += 1
     assert min(refused, reported) > 100 / stride

@@ -15,9 +15,10 @@ from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.errors import FedhmWarning
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
-from fedhm.report.figures.client_plot import save_client_plots
+from fedhm.report.plot import save_png
+from fedhm.report.plots import client_plot
 from fedhm.report.sections import run_sections
-from fedhm.report.tables import markdown
+from fedhm.report.tables import report_markdown
 from fedhm.runs.history import read_runs
 from fedhm.work.evaluate import evaluate
 
@@ -79,9 +80,11 @@ def test_a_run_that_only_clients_evaluate_goes_on_too(tmp_path: Path) -> None:
     assert math.isnan(result.clients["full"].each[0].metrics.loss)
     runs = read_runs([tmp_path / "run"])
     assert runs[0].evaluated_at_clients
-    assert "on the clients' own test samples" in markdown(runs)
+    assert "on the clients' own test samples" in report_markdown(runs)
     assert run_sections(runs)
-    assert save_client_plots(runs, tmp_path)
+    plot = client_plot(runs[0], runs)
+    assert plot is not None
+    assert save_png([plot], tmp_path / "clients.png").exists()
     with pytest.warns(FedhmWarning, match="gives NaN"):
         nowhere = fedhm.run(Broken(99), clients, None, settings, client_test=clients)
     last = nowhere.clients["full"].overall

@@ -47,7 +47,8 @@ def fit(options: argparse.Namespace) -> None:
     from fedhm.measure.fit import ModelVersions, TrainingSetup, fit_versions
     from fedhm.measure.time import fit_to_seconds
     from fedhm.networks.inputs import require_tensor
-    from fedhm.report.sheets import format_bytes, format_macs, rich_table
+    from fedhm.report.format import format_bytes, format_macs
+    from fedhm.report.sheets import rich_table
 
     try:
         limits = {kind: parse_amount(size, kind) for kind in KINDS if (size := getattr(options, kind)) is not None}

@@ -86,7 +86,7 @@ def _measure_tiers(config: "ResolvedConfig", design: "Design", console: "Console
     from fedhm.measure.fit import TrainingMode
     from fedhm.methods.tier_work import TierWork
     from fedhm.networks.inputs import require_tensor
-    from fedhm.report.sheets import format_bytes
+    from fedhm.report.format import format_bytes
     from fedhm.work.train import trained_as
 
     shape = tuple(require_tensor(design.sample, "fedhm profile").shape[1:])

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from fedhm.compare.plots import convergence_plot, cost_plots, layer_plots, target_plot
 from fedhm.compare.results import (
     EntryRuns,
     TargetCost,
@@ -18,7 +18,7 @@ from fedhm.compare.results import (
 from fedhm.compare.tables import (
     Comparison,
     arrange_table,
-    as_csv,
+    comparison_csv,
     difference_sheet,
     metric_sheet,
     spent,
@@ -29,11 +29,13 @@ from fedhm.compare.tuning import TUNE_FILE, TuningResult
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.measure.cost import LayerCost
+from fedhm.report.page import save_sections
+from fedhm.report.plot import Plot, save_png
+from fedhm.report.plots import energy_plot
+from fedhm.report.sections import Section, Switch
 from fedhm.report.sheets import Sheet, markdown_table
 
-if TYPE_CHECKING:  # matplotlib takes a second to import
-    from fedhm.report.sections import Section
-
+TARGET_PNG, LAYERS_PNG, ENERGY_PNG = "cost-to-target.png", "parameters-and-macs-by-layer.png", "energy-beyond-rank.png"
 NOT_SHOWN = ("engine.", "data.folder", "seed", "tracking.", "federation.plan", "federation.checkpointed")
 
 
@@ -84,58 +86,50 @@ class ComparisonReport:
             tables.append(time_to_target(self.comparison.metric, self.target, timed))
         return tables
 
-    def save(self, folder: Path) -> list[Path]:
-        from fedhm.compare import figures as draw
-        from fedhm.report.figures.energy import save_collapse_plot
-        from fedhm.report.page import save_sections
-        from fedhm.report.sections import Switch
-
-        write_atomically(folder / "comparison.csv", as_csv(self.entries))
+    @cached_property
+    def plots(self) -> dict[str, list[Plot]]:
+        """Return the plots by the PNG file that shows them."""
         stem = self.comparison.metric.stem
-        figures = [
-            draw.save_convergence(self.comparison, folder / "convergence-smallest.png"),
-            draw.save_communication(self.comparison, folder / f"{stem}-by-communication.png"),
-            draw.save_computation(self.comparison, folder / f"{stem}-by-computation.png"),
-        ]
-        by_time = folder / f"{stem}-by-time.png"
-        costs, layers = folder / "cost-to-target.png", folder / "parameters-and-macs-by-layer.png"
-        energy = folder / "energy-beyond-rank.png"
-        for path in (by_time, costs, layers, energy, folder / TUNE_FILE):
-            path.unlink(missing_ok=True)  # left by an earlier comparison, and perhaps not made by this one
-        if all(run.seconds_so_far() for entry in self.entries for run in entry.runs):
-            figures.append(draw.save_time(self.comparison, by_time))
+        plots = {"convergence-smallest.png": [convergence_plot(self.comparison)]}
+        plots |= {f"{stem}-by-{cost}.png": pair for cost, pair in cost_plots(self.comparison).items()}
         if self.reached:
-            figures.append(draw.save_costs_to_target(self.comparison, self.target, self.reached, costs))
+            plots[TARGET_PNG] = [target_plot(self.comparison, self.target, self.reached)]
         if self.layers:
-            figures.append(draw.save_layers(self.layers, layers))
-        first = [entry.first for entry in self.entries if len(entry.tiers) > 1]
-        if save_collapse_plot([run for run in first if run.config.method.rank_ratios], energy):
-            figures.append(energy)
-        pictures = "\n".join(f"![{path.stem}]({path.name})" for path in figures)
+            plots[LAYERS_PNG] = layer_plots(self.layers)
+        several_tiers = [entry.first for entry in self.entries if len(entry.tiers) > 1]
+        if energy := energy_plot([run for run in several_tiers if run.config.method.rank_ratios]):
+            plots[ENERGY_PNG] = [energy]
+        return plots
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write tables, plots and the page, and return their paths."""
+        stale = (f"{self.comparison.metric.stem}-by-time.png", TARGET_PNG, LAYERS_PNG, ENERGY_PNG, TUNE_FILE)
+        for name in stale:  # an earlier comparison may have left them
+            (folder / name).unlink(missing_ok=True)
+        write_atomically(folder / "comparison.csv", comparison_csv(self.entries))
+        written = [save_png(plots, folder / name, side_by_side=len(plots) > 1) for name, plots in self.plots.items()]
+        pictures = "\n".join(f"![{path.stem}]({path.name})" for path in written)
         tables = "\n".join(markdown_table(sheet) for sheet in self.sheets)
         write_atomically(folder / "comparison.md", f"{self._settings()}\n{tables}\n{pictures}\n")
         switches = [Switch("run", "Methods", list(self.comparison.columns))]
         page = save_sections("Comparison", self._sections(), switches, folder)
         plain = [page, folder / "comparison.csv", *([self.tuned.save(folder)] if self.tuned else [])]
-        return [folder / "comparison.md", *plain, *figures]
+        return [folder / "comparison.md", *plain, *written]
 
-    def _sections(self) -> "list[Section]":
-        """Return what the comparison's page shows."""
-        from fedhm.compare import plots as web
-        from fedhm.report.sections import Section, spectrum
-
+    def _sections(self) -> list[Section]:
+        """Return the content of the comparison's page."""
         paper, *others = self.sheets
-        several = [entry.first for entry in self.entries if len(entry.tiers) > 1]
-        beyond = spectrum([run for run in several if run.config.method.rank_ratios])
-        costs = [web.costs_to_target(self.comparison, self.target, self.reached)] if self.reached else []
-        return [
+        apart = (LAYERS_PNG, ENERGY_PNG)
+        figures = [plot for name, plots in self.plots.items() if name not in apart for plot in plots]
+        sections = [
             Section("The paper's table", [self._in_words, paper]),
-            Section("The paper's figures", [web.convergence(self.comparison), *web.by_cost(self.comparison), *costs]),
+            Section("The paper's figures", figures),
             Section("Tables", others),
-            *([Section("Spectrum", [beyond])] if beyond else []),
-            *([Section("Layers", web.by_layer(self.layers))] if self.layers else []),
+            Section("Spectrum", self.plots.get(ENERGY_PNG, [])),
+            Section("Layers", self.plots.get(LAYERS_PNG, [])),
             Section("Settings", [f"Made by: {self.command}", self._entries]),
         ]
+        return [section for section in sections if section.parts]
 
     def _settings(self) -> str:
         """Return the settings of the comparison, as they stand above its tables."""

@@ -96,10 +96,10 @@ class EntryRuns:
 
     def bytes(self, tier: str | None = None) -> float:
         """Return the bytes of the whole training, by the tier's participants or by all; mean over the seeds."""
-        return statistics.fmean(_total(run.records, sent, tier) for run in self.runs)
+        return statistics.fmean(_total(run.records, bytes_sent, tier) for run in self.runs)
 
     def macs(self, tier: str | None = None) -> float:
-        return statistics.fmean(_total(run.records, computed, tier) for run in self.runs)
+        return statistics.fmean(_total(run.records, macs_computed, tier) for run in self.runs)
 
 
 def _known_mean(values: Iterable[float | None]) -> float | None:
@@ -107,21 +107,21 @@ def _known_mean(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def sent(traffic: Traffic) -> int:
+def bytes_sent(traffic: Traffic) -> int:
     return traffic.down + traffic.up
 
 
-def computed(traffic: Traffic) -> int:
+def macs_computed(traffic: Traffic) -> int:
     return traffic.macs
 
 
-def so_far(run: Run, what: Callable[[Traffic], int]) -> list[int]:
-    """Return what all clients together have sent, or computed, for training up to the end of each round."""
-    return list(accumulate(_total([record], what) for record in run.records))
+def cumulative(run: Run, cost: Callable[[Traffic], int]) -> list[int]:
+    """Return the training costs of all clients together up to the end of each round."""
+    return list(accumulate(_total([record], cost) for record in run.records))
 
 
-def _total(records: Sequence[Record], what: Callable[[Traffic], int], tier: str | None = None) -> int:
-    return sum(what(traffic) for record in records for t, traffic in record.traffic.items() if tier in (None, t))
+def _total(records: Sequence[Record], cost: Callable[[Traffic], int], tier: str | None = None) -> int:
+    return sum(cost(traffic) for record in records for t, traffic in record.traffic.items() if tier in (None, t))
 
 
 def incomparable_entries(entries: Sequence[EntryRuns], tuned: Collection[str] = ()) -> str | None:
@@ -216,11 +216,11 @@ def _easier(metric: Metric, value: float) -> float:
 def costs_to_reach(target: float, entries: Sequence[EntryRuns], reference: EntryRuns) -> list[TargetCost]:
     """Return what it took every entry's largest and smallest tier, or its only one, to reach the target."""
     full = reference.tiers[0]
-    of_reference = [_cost(reference, full, target, what) for what in (sent, computed)]
+    of_reference = [_cost(reference, full, target, cost) for cost in (bytes_sent, macs_computed)]
     reached: list[TargetCost] = []
     for entry in entries:
         for tier in dict.fromkeys((entry.tiers[0], entry.tiers[-1])):
-            costs = [_cost(entry, tier, target, what) for what in (sent, computed)]
+            costs = [_cost(entry, tier, target, cost) for cost in (bytes_sent, macs_computed)]
             ratios = [None if c is None or not r else c / r for c, r in zip(costs, of_reference, strict=True)]
             reached.append(TargetCost(entry, tier, *ratios))
     return reached
@@ -251,8 +251,8 @@ def _whole(entry: EntryRuns) -> float:
     return statistics.fmean(run.seconds_so_far()[-1] for run in entry.runs)
 
 
-def _cost(entry: EntryRuns, tier: str, target: float, what: Callable[[Traffic], int]) -> float | None:
-    return _spent(entry, tier, target, lambda run: so_far(run, what))
+def _cost(entry: EntryRuns, tier: str, target: float, cost: Callable[[Traffic], int]) -> float | None:
+    return _spent(entry, tier, target, lambda run: cumulative(run, cost))
 
 
 def _spent(entry: EntryRuns, tier: str, target: float, so_far: Callable[[Run], Sequence[float]]) -> float | None:

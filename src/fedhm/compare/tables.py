@@ -7,9 +7,19 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedhm.compare.results import EntryRuns, Spread, TargetCost, TargetTime, computed, sent, so_far, spread
+from fedhm.compare.results import (
+    EntryRuns,
+    Spread,
+    TargetCost,
+    TargetTime,
+    bytes_sent,
+    cumulative,
+    macs_computed,
+    spread,
+)
 from fedhm.config.objective import Metric
-from fedhm.report.sheets import Sheet, format_bytes, format_macs
+from fedhm.report.format import format_bytes, format_macs, format_parameters, format_total_macs
+from fedhm.report.sheets import Sheet
 from fedhm.runs.history import Run
 
 
@@ -29,10 +39,14 @@ class TableCell:
     def final(self) -> Spread:
         return self.entry.final(self.tier)
 
+    @property
+    def curve(self) -> list[tuple[int, Spread]]:
+        return self.entry.curve(self.tier)
+
     def spent_so_far(self, spent: Callable[[Run], Sequence[float]]) -> list[float]:
         """Return what was spent up to each evaluated round, mean over the seeds."""
         sums = [spent(run) for run in self.entry.runs]
-        return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in self.entry.curve(self.tier)]
+        return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in self.curve]
 
     def minus(self, other: "TableCell") -> Spread:
         """Return by how much the metric differs from another's, seed by seed: what a seed does to both cancels."""
@@ -209,7 +223,7 @@ def time_to_target(metric: Metric, target: float, timed: Sequence[TargetTime]) -
     return Sheet(columns, [rows], left=2, title=f"Time to {metric.goal(target)}", note=note)
 
 
-def as_csv(entries: Sequence[EntryRuns]) -> str:
+def comparison_csv(entries: Sequence[EntryRuns]) -> str:
     """Return plain numbers, a line for each entry, seed, evaluated round and tier."""
     out = io.StringIO()
     writer = csv.writer(out)
@@ -218,7 +232,7 @@ def as_csv(entries: Sequence[EntryRuns]) -> str:
     writer.writerow([*CSV, *metrics, *(["simulated_seconds_so_far"] if timed else [])])
     for entry in entries:
         for run in entry.runs:
-            bytes_so_far, macs_so_far = so_far(run, sent), so_far(run, computed)
+            bytes_so_far, macs_so_far = cumulative(run, bytes_sent), cumulative(run, macs_computed)
             for record in run.evaluated:
                 seconds = [next(iter(run.seconds_so_far()[record.round - 1 :]), "")] if timed else []
                 spent = (bytes_so_far[record.round - 1], macs_so_far[record.round - 1])
@@ -228,21 +242,6 @@ def as_csv(entries: Sequence[EntryRuns]) -> str:
                     values = [of_tier[name] for name in metrics]
                     writer.writerow([*where, cost.parameters, cost.macs, *spent, *values, *seconds])
     return out.getvalue()
-
-
-def format_parameters(parameters: int) -> str:
-    return f"{parameters / 1e6:.2f} M" if parameters >= 1e6 else f"{parameters / 1e3:.1f} k"
-
-
-def format_total_macs(macs: float | None) -> str:
-    """Return the MACs of a whole training in a readable unit."""
-    if macs is None:
-        return "–"
-    for unit in ("M", "G", "T"):
-        macs /= 1000 if unit != "M" else 1e6
-        if macs < 1000:
-            break
-    return f"{macs:,.1f} {unit}"
 
 
 def _cell(comparison: Comparison, place: TableCell | None, row: int) -> str:

@@ -1,6 +1,5 @@
 """How fast exported files are, and how much memory they take, measured here with their runtimes."""
 
-import io
 import json
 import platform
 import statistics
@@ -8,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -22,8 +22,11 @@ from fedhm.export.subject import Subject
 from fedhm.export.write import Exported
 from fedhm.machine.files import file_name, write_atomically
 from fedhm.measure.cost import Cost, measure
-from fedhm.report.sheets import Sheet, format_bytes, format_macs, markdown_table
+from fedhm.report.format import format_bytes, format_macs
+from fedhm.report.plot import COLOURS, Line, Plot, Symbol, save_png
+from fedhm.report.sheets import Sheet, markdown_table
 
+SYMBOLS: tuple[Symbol, ...] = ("circle", "square", "diamond", "x", "circle-open")
 SECONDS = 1.0  # for each file
 FEWEST, MOST = 15, 200  # times that each is run
 WARM = 3
@@ -66,46 +69,6 @@ def peak_memory(file: Exported, sample: Tensor) -> int | None:
         raise FedhmError(f"a process that was to run {file.path} failed: {' '.join(said)}")
     peak: int | None = json.loads(done.stdout.splitlines()[-1])
     return peak
-
-
-# Accuracy, or another headline metric, against latency and size, over all tiers and formats.
-
-Point = tuple[str, str, float, int, Mapping[str, float]]  # tier, kind of file, seconds, bytes, metrics
-MARKERS = "osD^v"
-
-
-def draw(points: Sequence[Point], metric: Metric, path: Path) -> Path:
-    """Draw both plots side by side, with a mark for each kind of file and the tier beside it."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    by_time, by_size = figure.subplots(1, 2, sharey=True)
-    kinds = list(dict.fromkeys(kind for _, kind, *_ in points))
-    for kind, marker in zip(kinds, MARKERS, strict=False):
-        own = [point for point in points if point[1] == kind and metric.name in point[4]]
-        values = [metric.scaled(point[4][metric.name]) for point in own]
-        for axes, numbers in (
-            (by_time, [1e3 * point[2] for point in own]),
-            (by_size, [point[3] / 1e3 for point in own]),
-        ):
-            axes.plot(numbers, values, marker, label=kind)
-            for tier, x, y in zip([point[0] for point in own], numbers, values, strict=True):
-                axes.annotate(tier, (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
-    by_time.set(xlabel="latency of one sample, one thread (ms)", ylabel=metric.axis("test"), xscale="log")
-    by_size.set(xlabel="size on disk (kB)", xscale="log")
-    for axes in (by_time, by_size):
-        axes.margins(x=0.12, y=0.1)  # room for the names
-        low, high = axes.get_xlim()
-        axes.xaxis.set_major_locator(MaxNLocator(5) if high < 8 * low else LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.3)
-    by_size.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_atomically(path, picture.getvalue())
-    return path
 
 
 # A card for each tier: what its files weigh, how good and how fast they are, and where they come from.
@@ -162,8 +125,29 @@ def write_cards(
         written.append(path)
     table, of_all = out / "cards.md", sheet(rows, objective.headline)
     write_atomically(table, markdown_table(of_all))
-    points = [(row.subject.name, row.kind, row.found.seconds, row.size, row.file.metrics) for row in rows]
-    return of_all, [*written, table, draw(points, objective.headline, out / "cards.png")]
+    plots = card_plots(rows, objective.headline)
+    return of_all, [*written, table, save_png(plots, out / "cards.png", side_by_side=True)]
+
+
+def card_plots(rows: Sequence[Row], metric: Metric) -> list[Plot]:
+    """Return the metric by latency and by size on disk: a symbol for each kind of file, with the tier beside it."""
+    axes: dict[str, tuple[str, Callable[[Row], float]]] = {
+        "latency": ("latency of one sample, one thread (ms)", lambda row: 1e3 * row.found.seconds),
+        "size": ("size on disk (kB)", lambda row: row.size / 1e3),
+    }
+    kinds = list(dict.fromkeys(row.kind for row in rows))
+    plots: list[Plot] = []
+    for by, (x_label, position) in axes.items():
+        lines: list[Line] = []
+        for kind, colour, symbol in zip(kinds, COLOURS, cycle(SYMBOLS), strict=False):
+            own = [row for row in rows if row.kind == kind and metric.name in row.file.metrics]
+            values = [metric.scaled(row.file.metrics[metric.name]) for row in own]
+            tiers = [row.subject.name for row in own]
+            x = [position(row) for row in own]
+            lines.append(Line(kind, x, values, colour, kind="points", texts=tiers, symbol=symbol))
+        summary = f"{metric.axis('test')} of each exported file by its {by}."
+        plots.append(Plot(f"{metric.name} by {by}", x_label, metric.axis("test"), lines, summary, log_x=True))
+    return plots
 
 
 def sheet(rows: Sequence[Row], metric: Metric) -> Sheet:

@@ -10,7 +10,8 @@ from fedhm.export.formats import find_format
 from fedhm.export.subject import sources_from_run
 from fedhm.export.write import Exported, write
 from fedhm.machine.files import check_folder
-from fedhm.report.sheets import format_bytes, rich_table
+from fedhm.report.format import format_bytes
+from fedhm.report.sheets import rich_table
 
 
 def export(options: argparse.Namespace, console: Console) -> None:

@@ -1,61 +1,106 @@
-"""A plot, as data: the page draws it twice, to be looked at and to be played with, and has its numbers as a table."""
+"""A plot is data, and three renderers show it: plotly in a browser, matplotlib in pictures, a table of its numbers.
 
+Run reports, comparisons and export cards all make `Plot` values. A PNG file and the plot of the same name on the page
+show the same value. matplotlib takes a second to import, so only the functions that draw with it do so.
+"""
+
+import io
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
+from fedhm.machine.files import write_atomically
+from fedhm.report.format import format_si
 from fedhm.report.sheets import Sheet
 
-DASHES = ("solid", "dash", "dot", "dashdot")  # a style for each run, a colour for each tier
-HEIGHT, LEGEND_ROW, MOST_LEGEND_ROWS = 420, 19, 16  # pixels, and rows
-MOST_ROWS = 200  # of the table behind a plot, which would outweigh the page
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+# matplotlib's tab10, and the light twin of each colour. Tiers and methods take them in order.
+COLOURS = (
+    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
+    *("#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#c7c7c7", "#dbdb8d", "#9edae5"),
+)
+DARK_COLOURS = COLOURS[:10]
+NEUTRAL = "#888888"  # a tier without a network
+REFERENCE = "#333333"  # lines that others are compared with
+REFUSED = "#d62728"
+CHANGED = "#ff7f0e"
+
+Symbol = Literal["circle", "x", "circle-open", "square", "diamond"]
+DASHES = ("solid", "dash", "dot", "dashdot")  # plotly's names
+HEIGHT, LEGEND_ROW, MAX_LEGEND_ROWS = 420, 19, 16  # of the page: pixels, pixels, rows
+MAX_TABLE_ROWS = 200  # a longer table would outweigh the page
 
 
 @dataclass(frozen=True)
 class Line:
-    """What is drawn in one colour. Its `run` and `tier` are what the page's switches turn off."""
+    """Values in one colour: a line, points or bars. The page's switches hide it by its `run` and `tier`."""
 
     label: str
-    x: Sequence[float]  # of bars: numbers of categories
-    y: Sequence[float]
+    x: Sequence[float]  # for bars: indices of the plot's categories
+    y: Sequence[float]  # NaN leaves a gap
     colour: str
-    dash: int = 0
+    dash: int = 0  # an index of DASHES
     kind: Literal["line", "points", "bars"] = "line"
     run: str = ""
     tier: str = ""
-    around: Sequence[float] = ()  # half the height of a band around it
-    hints: Sequence[str] = ()  # what stands under the pointer beside the values
-    symbol: str = "circle"  # circle, x or circle-open
+    band: Sequence[float] = ()  # half the height of a band around the line, for each value
+    hints: Sequence[str] = ()  # shown under the pointer beside each value
+    texts: Sequence[str] = ()  # written beside each point
+    symbol: Symbol = "circle"
+    detail: str = ""  # follows the label in the legends of pictures
+    in_legend: bool = True
+
+    @property
+    def full_label(self) -> str:
+        return f"{self.label}, {self.detail}" if self.detail else self.label
 
 
 @dataclass(frozen=True)
 class Plot:
+    """Lines, points or bars on two axes."""
+
     title: str
     x_label: str
     y_label: str
     lines: Sequence[Line]
-    summary: str  # for who cannot see it
+    summary: str  # for readers who cannot see the plot
     log_x: bool = False
     log_y: bool = False
     whole_x: bool = False  # rounds and clients are counted
     whole_y: bool = False
-    categories: Sequence[str] = ()  # what stands below the axis in place of 0, 1, …
+    x_unit: str | None = None  # B or s: numbers on the axis have SI prefixes
+    y_unit: str | None = None
+    y_includes: Sequence[float] = ()  # values that the axis reaches in any case
+    categories: Sequence[str] = ()  # names below the axis in place of 0, 1, …
+    horizontal: bool = False  # pictures draw bars to the right, which leaves room for long names
+    reference: float | None = None  # a dotted line across all bars
+    missing: str = ""  # stands for NaN in tables and beside bars
     decimals: int = 4
-    together: bool = False  # values of all lines under one pointer: they share their x
-    numbers: Sheet | None = None  # the table behind it, where that is no row for each place on the axis
+    shared_pointer: bool = False  # the pointer shows the values of all lines, which share their x
+    legend_title: str = ""
+    run_labels: Mapping[str, str] = field(default_factory=dict)  # if given, pictures explain dashes and colours apart
+    table: Sheet | None = None  # in place of a row for each place on the axis
 
     @property
     def height(self) -> int:
-        """Return how high it is, in pixels, so that a long legend leaves room on a phone: there two short names fit."""
+        """Return the height on the page in pixels. A long legend gets more: on a phone, two short names fit a row."""
         longest = max((len(line.label) for line in self.lines), default=0)
         rows = len(self.lines) * (0.5 if longest < 16 else -(-longest // 36))
-        return HEIGHT + LEGEND_ROW * max(0, min(MOST_LEGEND_ROWS, round(rows)) - 2)
+        return HEIGHT + LEGEND_ROW * max(0, min(MAX_LEGEND_ROWS, round(rows)) - 2)
 
     @property
     def heading(self) -> str:
-        """Return its title with a capital, unless it begins with a sign such as ε."""
+        """Return the title with a capital, unless it begins with a sign such as ε."""
         return self.title[0].upper() + self.title[1:] if self.title[0].isascii() else self.title
 
     @property
@@ -65,28 +110,460 @@ class Plot:
         exact = plain == self.title.lower().replace(" ", "-")
         return f"plot-{plain}" if exact else f"plot-{plain}-{crc32(self.title.encode()):x}"
 
-    def sheet(self) -> Sheet:
-        """Return the numbers: a row for each place on the axis, a column for each line; of long runs, not every row."""
-        if self.numbers:
-            return self.numbers
-        places = sorted({place for line in self.lines for place in line.x})
-        step = -(-len(places) // MOST_ROWS) or 1
-        chosen = places[::-1][::step][::-1]  # the last one is what most readers want
-        columns = [dict(zip(line.x, line.y, strict=True)) for line in self.lines]
-        rows = [[self._place(place), *(self._shown(column.get(place)) for column in columns)] for place in chosen]
-        note = f"Every {step}th row; report.csv has all of them." if step > 1 else ""
-        return Sheet([self.x_label, *(line.label for line in self.lines)], [rows], left=1, note=note)
+    @property
+    def x_values(self) -> list[float]:
+        return [x for line in self.lines for x in line.x]
 
-    def _place(self, place: float) -> str:
-        if self.categories:
-            return self.categories[int(place)]
-        return f"{place:,.0f}" if self.whole_x else f"{place:,.4g}"
-
-    def _shown(self, value: float | None) -> str:
-        return "" if value is None else f"{value:,.{self.decimals}f}"
+    @property
+    def y_values(self) -> list[float]:
+        return [y for line in self.lines for y in line.y]
 
 
-def ends(lines: Sequence[Line], decimals: int, most: int = 8) -> str:
-    """Return where lines end, for a summary."""
-    said = [f"{line.label}: {line.y[-1]:,.{decimals}f}" for line in lines if len(line.y)]
-    return "; ".join(said[:most]) + (f"; and {len(said) - most} more" if len(said) > most else "")
+def last_values(lines: Sequence[Line], decimals: int, most: int = 8) -> str:
+    """Return the last value of each line, for a summary."""
+    values = [f"{line.label}: {line.y[-1]:,.{decimals}f}" for line in lines if len(line.y)]
+    return "; ".join(values[:most]) + (f"; and {len(values) - most} more" if len(values) > most else "")
+
+
+# The table of a plot's numbers.
+
+
+def render_table(plot: Plot) -> Sheet:
+    """Return a row for each place on the axis and a column for each line. Long runs have only some of their rows."""
+    if plot.table:
+        return plot.table
+    places = sorted({place for line in plot.lines for place in line.x})
+    step = -(-len(places) // MAX_TABLE_ROWS) or 1
+    kept = places[::-1][::step][::-1]  # the last row is the one that most readers want
+    columns = [dict(zip(line.x, line.y, strict=True)) for line in plot.lines]
+    rows = [[_place_text(plot, place), *(_value_text(plot, each.get(place)) for each in columns)] for place in kept]
+    note = f"Every {step}th row; report.csv has all of them." if step > 1 else ""
+    return Sheet([plot.x_label, *(line.label for line in plot.lines)], [rows], left=1, note=note)
+
+
+def _place_text(plot: Plot, place: float) -> str:
+    if plot.categories:
+        return plot.categories[int(place)]
+    if plot.x_unit is not None:
+        return format_si(place, plot.x_unit)
+    return f"{place:,.0f}" if plot.whole_x else f"{place:,.4g}"
+
+
+def _value_text(plot: Plot, value: float | None) -> str:
+    if value is None:
+        return ""
+    return plot.missing if math.isnan(value) and plot.missing else f"{value:,.{plot.decimals}f}"
+
+
+# plotly, for browsers.
+
+FEW = 12  # so many rounds or clients each have their number beside the axis
+CLEAR = "rgba(0,0,0,0)"  # the page's own colours show through, light or dark
+
+
+def render_plotly(plot: Plot) -> dict[str, Any]:
+    """Return data and layout as JSON for `Plotly.react`."""
+    traces = [trace for line in plot.lines for trace in (*_band_trace(line), _trace(plot, line))]
+    return {"data": traces, "layout": _layout(plot), "height": plot.height}
+
+
+def _trace(plot: Plot, line: Line) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "name": _wrapped(line.label),
+        "x": [plot.categories[int(x)] for x in line.x] if line.kind == "bars" else _json_numbers(line.x),
+        "y": _json_numbers(line.y),
+        "meta": {"run": line.run, "tier": line.tier},
+        "hovertemplate": _hover_template(plot, line),
+    }
+    if line.hints:
+        trace["customdata"] = [escape(hint) for hint in line.hints]
+    if not line.in_legend:
+        trace["showlegend"] = False
+    if line.kind == "bars":
+        return trace | {"type": "bar", "marker": {"color": line.colour}}
+    mode = "markers" if line.kind == "points" else "lines+markers" if len(line.x) < 3 else "lines"
+    if line.texts:
+        trace |= {"text": [escape(text) for text in line.texts], "textposition": "top right"}
+        mode += "+text"
+    look = {"color": line.colour, "dash": DASHES[line.dash % len(DASHES)], "width": 2}
+    marker = {"color": line.colour, "symbol": line.symbol, "size": 7}
+    return trace | {"type": "scatter", "mode": mode, "line": look, "marker": marker}
+
+
+def _band_trace(line: Line) -> list[dict[str, Any]]:
+    """Return the band around a line, if it has one: along its top and back along its bottom."""
+    if not any(line.band):
+        return []
+    above = [y + d for y, d in zip(line.y, line.band, strict=True)]
+    below = [y - d for y, d in zip(line.y, line.band, strict=True)]
+    return [
+        {
+            "type": "scatter",
+            "x": _json_numbers([*line.x, *reversed(line.x)]),
+            "y": _json_numbers([*above, *reversed(below)]),
+            "meta": {"run": line.run, "tier": line.tier},
+            "fill": "toself",
+            "fillcolor": line.colour,
+            "opacity": 0.15,
+            "line": {"width": 0},
+            "mode": "lines",
+            "hoverinfo": "skip",
+            "modebar": {"bgcolor": CLEAR},
+            "showlegend": False,
+        }
+    ]
+
+
+def _hover_template(plot: Plot, line: Line) -> str:
+    value = f"%{{y:,.{plot.decimals}f}}"
+    hint = " %{customdata}" if line.hints else ""
+    if plot.shared_pointer:
+        return f"{value}{hint}"
+    if plot.x_unit is not None:
+        place = f"%{{x:.4~s}}{plot.x_unit}"
+    else:
+        place = "%{x}" if plot.categories or plot.whole_x else "%{x:,.4g}"
+    return f"{value} at {place}{hint}<extra>%{{fullData.name}}</extra>"
+
+
+def _layout(plot: Plot) -> dict[str, Any]:
+    across: dict[str, Any] = {"title": {"text": _wrapped(plot.x_label)}, "automargin": True, "zeroline": False}
+    if plot.log_x:
+        across |= _plotly_log_axis(plot.x_values)
+    if plot.whole_x:
+        across |= _plotly_whole_axis(plot.x_values) | {"minallowed": 0}
+    if plot.x_unit is not None:
+        across |= {"tickformat": "~s", "ticksuffix": plot.x_unit}
+    if plot.shared_pointer:
+        title = {"text": f"{escape(plot.x_label)} %{{x}}"}
+        across |= {"unifiedhovertitle": title, "spikethickness": 1, "spikedash": "dot"}
+    if plot.categories and not any(line.kind == "bars" for line in plot.lines):
+        names = [escape(name) for name in plot.categories]
+        across |= {"tickvals": list(range(len(names))), "ticktext": names}
+    up: dict[str, Any] = {"title": {"text": _wrapped(plot.y_label, 28)}, "automargin": True, "zeroline": False}
+    if plot.log_y:
+        up |= _plotly_log_axis(plot.y_values)
+    elif 0 in plot.y_includes:
+        up |= {"rangemode": "tozero"}
+    if plot.whole_y:
+        up |= _plotly_whole_axis(plot.y_values) | {"minallowed": -0.5}  # with room below client 0
+    layout = {
+        "height": plot.height,
+        "xaxis": across,
+        "yaxis": up,
+        "hovermode": "x unified" if plot.shared_pointer else "closest",
+        "barmode": "group",
+        "paper_bgcolor": CLEAR,
+        "plot_bgcolor": CLEAR,
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "margin": {"l": 60, "r": 16, "t": 32, "b": 48},
+        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        "modebar": {"bgcolor": CLEAR},
+        "showlegend": len(plot.lines) > 1,
+        "uirevision": plot.key,  # zoom and hidden lines stay when numbers change
+        "dragmode": False,  # a finger scrolls the page; plotly's buttons zoom
+    }
+    if plot.reference is not None:
+        dotted = {"color": NEUTRAL, "width": 1, "dash": "dot"}
+        ends = {"xref": "paper", "x0": 0, "x1": 1, "y0": plot.reference, "y1": plot.reference}
+        layout["shapes"] = [{"type": "line", "line": dotted, **ends}]
+    return layout
+
+
+def _plotly_log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis with some numbers on it, but not so many that they overlap on a phone."""
+    known = [value for value in values if 0 < value < math.inf]
+    decades = math.log10(max(known) / min(known)) if known else 0.0
+    axis: dict[str, Any] = {"type": "log", "tickformat": "~g"}
+    if 0 < decades < 0.9:  # perhaps without a power of ten
+        return axis | {"nticks": 4}
+    return axis | {"dtick": "D2" if decades < 3 else 1}  # D2: with 2 and 5 between powers of ten
+
+
+def _plotly_whole_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis without halves: there is no round or client between two others."""
+    few = max(values, default=0) - min(values, default=0) <= FEW
+    return {"tickformat": ",~g"} | ({"dtick": 1} if few else {})
+
+
+def _wrapped(text: str, longest: int = 36) -> str:
+    """Return text in lines that fit a phone. It is escaped, since plotly reads tags in its texts."""
+    return "<br>".join(escape(line) for line in textwrap.wrap(text, longest))
+
+
+def _json_numbers(values: Sequence[float]) -> list[float | None]:
+    """Return values as JSON can hold them: NaN and infinities leave gaps."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+
+# matplotlib, for PNG files and for pages without scripts.
+
+STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+MARKERS = {"circle": "o", "x": "x", "circle-open": "o", "square": "s", "diamond": "D"}
+PANEL = (7.2, 4.4)  # inches of a PNG file with one plot
+PAIR = (11.0, 4.6)  # of one with two plots side by side
+MANY = 8  # more lines than this have their legend outside, where it covers none of them
+MAX_IN_LEGEND = 40
+
+SVG_INK = "#010203"  # stands for the page's own colour of text, which a file cannot know
+SVG_WIDTH, SVG_LEGEND_ROW = 7.2, 0.2  # inches
+LEGEND_COLUMNS, LEGEND_SIGN = 4, 6  # columns, and the characters that the sign beside a name takes
+AXIS_CHARACTERS, NAME_CHARACTERS = 90, 18  # that fit below the axis side by side, and of one name there
+
+
+def save_png(plots: Sequence[Plot], path: Path, *, side_by_side: bool = False) -> Path:
+    """Write plots as one PNG file and return its path."""
+    picture = io.BytesIO()
+    render_matplotlib(plots, side_by_side=side_by_side).savefig(picture)
+    write_atomically(path, picture.getvalue())
+    return path
+
+
+def render_matplotlib(plots: Sequence[Plot], *, side_by_side: bool = False) -> "Figure":
+    """Return a figure with a panel for each plot, below each other or side by side."""
+    from matplotlib.figure import Figure
+
+    tallest = max(1.4 + 0.36 * len(plot.categories) if plot.horizontal else PANEL[1] for plot in plots)
+    size = PAIR if side_by_side else (PANEL[0], tallest * len(plots))
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    rows, columns = (1, len(plots)) if side_by_side else (len(plots), 1)
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=side_by_side and len({p.y_label for p in plots}) == 1)
+    for plot, axes in zip(plots, panels.flat, strict=True):
+        _draw(axes, plot)
+        axes.set_title(escape_dollars(plot.heading), fontsize=10)
+        if axes is not panels.flat[0] and axes.get_shared_y_axes().joined(axes, panels.flat[0]):
+            axes.set_ylabel("")
+    _add_legends(figure, plots, list(panels.flat))
+    return figure
+
+
+def render_svg(plot: Plot) -> str:
+    """Return an SVG element whose text and axes have the colour of the text around it, for pages without scripts."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    inked = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), SVG_INK)
+    look: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": plot.key, "font.size": 9, **inked}
+    with rc_context(look):
+        # margins of fixed sizes: matplotlib's layout engines draw everything twice to find them
+        named = [line for line in plot.lines if line.in_legend]
+        has_legend = 1 < len(named) <= MAX_IN_LEGEND
+        legend = SVG_LEGEND_ROW * -(-len(named) // _legend_columns(plot)) if has_legend else 0.0
+        below = legend + (1.3 if _is_turned(plot) else 0.5)
+        left = 0.4 + 0.07 * max(map(len, plot.categories)) if plot.horizontal else 0.8
+        height = HEIGHT / 96 + legend
+        figure = Figure(figsize=(SVG_WIDTH, height))
+        box = (left / SVG_WIDTH, below / height, 1 - (left + 0.2) / SVG_WIDTH, 1 - (below + 0.1) / height)
+        axes = figure.add_axes(box)
+        _draw(axes, plot, ink=SVG_INK)
+        if has_legend:
+            columns = _legend_columns(plot)
+            figure.legend(loc="lower left", ncols=columns, fontsize=8, frameon=False, borderaxespad=0.1)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return _within_a_page(out.getvalue(), plot)
+
+
+def escape_dollars(name: str) -> str:
+    """Return a name that matplotlib shows letter by letter: dollars would begin a formula."""
+    return name.replace("$", r"\$")
+
+
+def _draw(axes: "Axes", plot: Plot, ink: str = "black") -> None:
+    bars = [line for line in plot.lines if line.kind == "bars"]
+    for line in plot.lines:
+        if line.kind == "bars":
+            _draw_bars(axes, plot, line, bars.index(line), len(bars))
+        else:
+            _draw_line(axes, line)
+    _finish_axes(axes, plot, ink)
+
+
+def _draw_line(axes: "Axes", line: Line) -> None:
+    points = line.kind == "points"
+    axes.plot(
+        line.x,
+        line.y,
+        linestyle="none" if points else STYLES[DASHES[line.dash % len(DASHES)]],
+        marker=MARKERS[line.symbol] if points else "o" if len(line.x) < 3 else None,
+        markerfacecolor="none" if line.symbol == "circle-open" else line.colour,
+        markersize=5 if len(line.x) < 60 else 3 if len(line.x) < 200 else 2,
+        color=line.colour,
+        linewidth=1.6,
+        alpha=0.85,
+        label=escape_dollars(line.label) if line.in_legend else "_",
+    )
+    if any(line.band):
+        above = [y + d for y, d in zip(line.y, line.band, strict=True)]
+        below = [y - d for y, d in zip(line.y, line.band, strict=True)]
+        axes.fill_between(line.x, below, above, color=line.colour, alpha=0.15, linewidth=0)
+    for text, x, y in zip(line.texts, line.x, line.y, strict=False):
+        axes.annotate(escape_dollars(text), (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
+
+
+def _draw_bars(axes: "Axes", plot: Plot, line: Line, number: int, of: int) -> None:
+    """Draw one of several bars in each category, beside the others."""
+    width = 0.8 / of
+    places = [x + (number + 0.5) * width - 0.4 for x in line.x]
+    lengths = [0.0 if math.isnan(y) else y for y in line.y]
+    label = escape_dollars(line.label)
+    if not plot.horizontal:
+        axes.bar(places, lengths, width, color=line.colour, label=label)
+        return
+    bars = axes.barh(places, lengths, width, color=line.colour, label=label)
+    axes.bar_label(bars, [f" {plot.missing if math.isnan(y) else f'{y:.2f}'}" for y in line.y], fontsize=8)
+
+
+def _finish_axes(axes: "Axes", plot: Plot, ink: str) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    if any(line.texts for line in plot.lines):
+        axes.margins(x=0.12, y=0.1)  # room for the texts
+    if plot.log_x:
+        if around := _decade_around(plot.x_values):
+            axes.set_xlim(around)
+        axes.set_xscale("log")
+        _label_log_axis(axes.xaxis, axes.get_xlim())
+    if plot.log_y:
+        if around := _decade_around(plot.y_values):
+            axes.set_ylim(around)
+        axes.set_yscale("log")
+    _include(axes, plot)
+    if plot.log_y:
+        _label_log_axis(axes.yaxis, axes.get_ylim())
+    for axis in [axes.xaxis] * plot.whole_x + [axes.yaxis] * plot.whole_y:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for axis, unit in ((axes.xaxis, plot.x_unit), (axes.yaxis, plot.y_unit)):
+        if unit is not None:
+            axis.set_major_formatter(EngFormatter(unit=unit))
+    if plot.horizontal:
+        _finish_horizontal(axes, plot, ink)
+        return
+    if plot.categories:
+        turned = _is_turned(plot)
+        names = [escape_dollars(name[-NAME_CHARACTERS:]) for name in plot.categories]
+        axes.set_xticks(range(len(names)), names, rotation=60 if turned else 0, ha="right" if turned else "center")
+    if plot.reference is not None:
+        axes.axhline(plot.reference, color=ink, linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_xlabel(escape_dollars(plot.x_label))
+    axes.set_ylabel(escape_dollars(plot.y_label))
+    axes.grid(axis="y" if plot.categories else "both", alpha=0.25, color=ink, linewidth=0.5)
+    axes.set_axisbelow(True)
+
+
+def _finish_horizontal(axes: "Axes", plot: Plot, ink: str) -> None:
+    names = [escape_dollars(name) for name in plot.categories]
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.4, -0.6)  # the first on top
+    lengths = [y for y in plot.y_values if y > 0]
+    reference = [plot.reference] if plot.reference is not None else []
+    longest = max([*reference, *lengths], default=1.0)
+    if longest > 5:  # one long bar would leave slivers of the others
+        axes.set_xscale("log")
+        limits = 0.7 * min([*reference, *lengths]), 3 * longest
+        axes.set_xlim(limits)
+        _label_log_axis(axes.xaxis, limits)
+    else:
+        axes.set_xlim(0, 1.2 * longest)  # with room for the number beside the bar
+    if plot.reference is not None:
+        axes.axvline(plot.reference, color=ink, linewidth=0.8, linestyle=":", zorder=0)
+    axes.set_xlabel(escape_dollars(plot.y_label))
+    axes.grid(axis="x", alpha=0.25, color=ink, linewidth=0.5)
+    axes.set_axisbelow(True)
+
+
+def _include(axes: "Axes", plot: Plot) -> None:
+    """Have the vertical axis reach the values that it must show, and end there if they are the outermost."""
+    known = [y for y in plot.y_values if math.isfinite(y)]
+    if not plot.y_includes or not known:
+        return
+    if min(plot.y_includes) <= min(known):
+        axes.set_ylim(bottom=min(plot.y_includes))
+    if max(plot.y_includes) >= max(known):
+        axes.set_ylim(top=max(plot.y_includes))
+
+
+def _decade_around(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return limits around values that are all the same, for some of which matplotlib finds no range at all."""
+    if not values or min(values) <= 0 or not math.isclose(min(values), max(values)):
+        return None
+    return min(values) / math.sqrt(10), max(values) * math.sqrt(10)
+
+
+def _label_log_axis(axis: "Axis", limits: tuple[float, float]) -> None:
+    """Give an axis numbers that can be read, also if there is no power of ten on it."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    decades = math.log10(limits[1] / limits[0])
+    if decades < 0.8:
+        axis.set_major_locator(MaxNLocator(4))
+    elif decades < 3:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _add_legends(figure: "Figure", plots: Sequence[Plot], panels: Sequence["Axes"]) -> None:
+    """Give each panel a legend, or one for all panels beside them if it would cover the lines."""
+    most = max(sum(line.in_legend for line in plot.lines) for plot in plots)
+    if any(plot.run_labels for plot in plots):
+        for plot, axes in zip(plots, panels, strict=True):
+            _add_run_and_tier_legends(figure, axes, plot)
+    elif most > MANY:
+        if most <= MAX_IN_LEGEND:
+            handles, _ = panels[0].get_legend_handles_labels()
+            named = [line for line in plots[0].lines if line.in_legend]
+            # in several panels the same name stands for models of several sizes
+            labels = [line.run or line.label if len(plots) > 1 else line.full_label for line in named]
+            names = [escape_dollars(label) for label in labels]
+            figure.legend(handles, names, loc="outside right center", fontsize=8, handlelength=3)
+    else:
+        alike = len({tuple(line.label for line in plot.lines) for plot in plots}) == 1 and len(plots) > 1
+        below = any(plot.categories and not any(line.kind == "bars" for line in plot.lines) for plot in plots)
+        for plot, axes in list(zip(plots, panels, strict=True))[: 1 if alike and not below else None]:
+            _add_legend(axes, plot, below=below)
+
+
+def _add_legend(axes: "Axes", plot: Plot, *, below: bool) -> None:
+    handles, _ = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    labels = [escape_dollars(line.full_label) for line in plot.lines if line.in_legend]
+    # points by category fill the whole panel
+    where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.13), "frameon": False} if below else {}
+    columns = _legend_columns(plot) if below else 1
+    axes.legend(handles, labels, title=plot.legend_title, fontsize=8, title_fontsize=8, ncols=columns,
+                alignment="left", **where)  # fmt: skip
+
+
+def _add_run_and_tier_legends(figure: "Figure", axes: "Axes", plot: Plot) -> None:
+    """Explain dashes, which are runs, above the panel, and colours, which are tiers, inside it."""
+    from matplotlib.lines import Line2D
+
+    styles = {line.run: STYLES[DASHES[line.dash % len(DASHES)]] for line in plot.lines}
+    colours = {line.tier: line.colour for line in plot.lines}
+    runs = [
+        Line2D([], [], color="0.3", linestyle=style, label=escape_dollars(plot.run_labels.get(run, run)))
+        for run, style in styles.items()
+    ]
+    tiers = [Line2D([], [], color=colour, label=escape_dollars(tier)) for tier, colour in colours.items()]
+    figure.legend(handles=runs, loc="outside upper left", fontsize=8, frameon=False)
+    axes.legend(handles=tiers, title="tier", fontsize=8)
+
+
+def _legend_columns(plot: Plot) -> int:
+    """Return how many names of the legend fit side by side."""
+    longest = max(len(line.label) for line in plot.lines)
+    return max(1, min(LEGEND_COLUMNS, int(1.2 * AXIS_CHARACTERS) // (LEGEND_SIGN + longest)))
+
+
+def _is_turned(plot: Plot) -> bool:
+    return not plot.horizontal and sum(map(len, plot.categories)) > AXIS_CHARACTERS
+
+
+def _within_a_page(svg: str, plot: Plot) -> str:
+    element = svg[svg.index("<svg") :].replace(SVG_INK, "currentColor")
+    element = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", element, flags=re.DOTALL)  # styles would be the page's
+    # ids belong to the whole page: matplotlib numbers them from 1 in each picture, so they would be there many times
+    element = re.sub(r'id="[A-Za-z][\w.]*_\d+"', "", element)
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'class="{plot.key}"', element, count=1)

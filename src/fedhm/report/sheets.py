@@ -1,4 +1,4 @@
-"""Tables that are printed in a terminal and written as Markdown."""
+"""A table as data, `Sheet`, printed in a terminal or written as Markdown. The page shows it as HTML."""
 
 import re
 import textwrap
@@ -8,28 +8,26 @@ from dataclasses import dataclass, replace
 from rich.markup import escape
 from rich.table import Table
 
-from fedhm.config.units import readable_size
-
 BOLD = re.compile(r"\*\*(.*?)\*\*")
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: `groups` of rows, kept apart by a line; **bold** as in Markdown."""
+    """Columns, and groups of rows with a line between them. Cells are text, **bold** as in Markdown."""
 
     columns: Sequence[str]
     groups: Sequence[Sequence[Sequence[str]]]
-    left: int  # so many columns say which row it is, the others are numbers
+    left: int  # the first columns name the row, the others are numbers
     title: str = ""
     note: str = ""  # what the columns leave out
-    numbers: Sequence[str] = ()  # columns among the first ones that are numbers, too
+    numbers: Sequence[str] = ()  # columns among the first that are numbers, too
 
     @property
     def rows(self) -> Iterable[Sequence[str]]:
         return (row for group in self.groups for row in group)
 
     def is_words(self, number: int) -> bool:
-        """Tell whether a column holds words, which stand at its left."""
+        """Tell whether a column holds words, which are aligned to the left."""
         return number < self.left and self.columns[number] not in self.numbers
 
     def without(self, column: str) -> "Sheet":
@@ -38,12 +36,12 @@ class Sheet:
         return replace(self, columns=[c for c in self.columns if c != column], groups=cut)
 
     def width(self, number: int) -> int:
-        """Return the width of a column whose heading may be broken between words, but not its cells."""
+        """Return the width of a column. Its heading may be broken between words, its cells may not."""
         words = self.columns[number].split()
         return max(len(_plain(text)) for text in (*words, *(row[number] for row in self.rows)))
 
     def split(self, width: int) -> list["Sheet"]:
-        """Put side by side in `width` characters as many columns as go there, the first ones before each part."""
+        """Split the columns into parts that fit `width` characters. Each part begins with the names of the rows."""
         needed = [3 + self.width(number) for number in range(len(self.columns))]
         words = list(range(self.left))
         parts: list[list[int]] = [[]]
@@ -59,7 +57,7 @@ class Sheet:
 
 
 def rich_table(sheet: Sheet, *, spacious: bool = False) -> Table:
-    """Return a table for a terminal; a spacious one has unbroken headings, and its note below it."""
+    """Return a table for a terminal. A spacious one has unbroken headings and its note below."""
     table = Table(title=escape(sheet.title) or None, title_justify="left", caption_justify="left")
     if spacious:
         table.caption = escape(sheet.note) or None
@@ -79,14 +77,6 @@ def markdown_table(sheet: Sheet) -> str:
     lines += ["| " + " | ".join(sheet.columns) + " |", "|" + "|".join(marks) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in sheet.rows]
     return "\n".join([*lines, "", sheet.note, ""])
-
-
-def format_macs(count: int) -> str:
-    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.1f} k"
-
-
-def format_bytes(count: float | None) -> str:
-    return "–" if count is None else readable_size(count)
 
 
 def _plain(cell: str) -> str:

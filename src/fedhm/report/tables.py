@@ -1,4 +1,7 @@
-"""How every tier's model does at the clients, on test samples of their own."""
+"""The tables of runs: tiers, clients, devices, and the costs of each tier without training.
+
+They are printed in a terminal, written into `report.md` and shown on the page. `report.csv` has the plain numbers.
+"""
 
 import csv
 import io
@@ -12,7 +15,6 @@ from torch import nn
 
 from fedhm.adapters.adapted import describe_adapter
 from fedhm.config.schema import NO_TIER, Config
-from fedhm.config.units import readable_size
 from fedhm.measure.cost import measure, sample_spec
 from fedhm.methods.method import AnyMethod
 from fedhm.methods.tier_work import TierWork
@@ -20,20 +22,24 @@ from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, shared_parameters, size_in_bytes
 from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.report.comparable import difference
-from fedhm.report.sheets import Sheet, format_bytes, format_macs, markdown_table, rich_table
+from fedhm.report.format import MISSING, format_bytes, format_macs, format_memory
+from fedhm.report.sheets import Sheet, markdown_table, rich_table
 from fedhm.runs.history import Run
 from fedhm.server.filters.fleet import LATE, Planned
 from fedhm.server.record import Group, Record
 from fedhm.work.messages import Task
 from fedhm.work.work import work_of
 
-EVERYBODY = "all"
+ALL_CLIENTS = "all"
 
 
-def clients_summary_sheet(run: Run) -> Sheet | None:
-    """Return a row for each tier's model and for the clients of each tier; None if no client evaluated.
+# The models of the tiers at the clients, on the clients' own test samples.
 
-    It has the headline metric, after the last evaluated round.
+
+def client_sheet(run: Run) -> Sheet | None:
+    """Return the headline metric of each model, over all clients and by their tier or device.
+
+    It is that of the last evaluated round. None if no client evaluated.
     """
     last = next((record for record in reversed(run.evaluated) if record.clients), None)
     if last is None:
@@ -47,11 +53,11 @@ def clients_summary_sheet(run: Run) -> Sheet | None:
 
     groups = []
     for tier, found in last.clients.items():
-        # where all clients have one tier, there is nothing to tell apart
+        # if all clients have one tier, its row would repeat that of all clients
         by_tier = found.by_tier if len(found.by_tier) > 1 else {}
         apart = {**by_tier, **{f"device {name}": group for name, group in found.by_device.items()}}
         groups.append(
-            [row(tier, EVERYBODY, found.overall), *(row(tier, whose, group) for whose, group in apart.items())]
+            [row(tier, ALL_CLIENTS, found.overall), *(row(tier, whose, group) for whose, group in apart.items())]
         )
     columns = ["tier", "at", "clients", "samples", metric.name, "mean", "median", "worst tenth"]
     return Sheet(
@@ -62,24 +68,22 @@ def clients_summary_sheet(run: Run) -> Sheet | None:
         note=f"at: all clients, or those of one tier{' or device' * bool(run.config.federation.devices)}. "
         f"{metric.name}: every sample counts alike; mean, median and worst "
         "tenth, which is the mean over the tenth of the clients at which the model does worst: every client does. "
-        f"{_cost(run)}",
+        f"{_evaluation_cost(run)}",
     )
 
 
-def _cost(run: Run) -> str:
+def _evaluation_cost(run: Run) -> str:
     records = [record for record in run.evaluated if record.clients]
     spent = sum(record.evaluation.down + record.evaluation.up for record in records)
-    clients = sum(record.evaluation.clients for record in records) / len(run.tiers)  # each evaluates all tiers
+    clients = sum(record.evaluation.clients for record in records) / len(run.tiers)  # each client evaluates all tiers
     return f"An evaluation costs a client {format_bytes(spent / clients)}."
 
 
-# A fleet of devices in tables: who gets which tier and what a round takes whom, planned and as it went.
-
-NOTHING = "–"
+# A fleet of devices: the tier and the time of each device, as planned and as it went.
 
 
 def plan_sheet(name: str, config: Config, planned: Sequence[Planned]) -> Sheet:
-    """Return a row for each device and tier that its clients get; of clients with other samples, the slowest's time."""
+    """Return a row for each device and tier. Its time is that of the client with the most samples, the slowest."""
     groups = [
         list(group) for _, group in groupby(planned, key=lambda each: (each.device.name, each.tier, each.checkpointing))
     ]
@@ -89,18 +93,20 @@ def plan_sheet(name: str, config: Config, planned: Sequence[Planned]) -> Sheet:
     for group in groups:
         last = max(group, key=lambda each: each.seconds.total)
         spare = last.device.spare_memory
-        memory = f"{_short(last.memory)} / {'any' if spare is None else _short(spare)}"
+        memory = f"{format_memory(last.memory)} / {'any' if spare is None else format_memory(spare)}"
         tier = last.tier + (" *" if last.checkpointing and not config.train.checkpointing else "")
         costs = [format_macs(last.macs), format_bytes(last.down), format_bytes(last.up)]
         seconds = [last.seconds.computation, last.seconds.down, last.seconds.up, last.seconds.total]
-        numbers = [NOTHING] * 7 if last.tier == NO_TIER else [*costs, *(f"{each:.3g}" for each in seconds)]
+        numbers = [MISSING] * 7 if last.tier == NO_TIER else [*costs, *(f"{each:.3g}" for each in seconds)]
         mark = " ←" if slowest in [each.client for each in group] else ""
-        rows.append([last.device.name, _clients(group), tier, memory, *numbers[:-1], numbers[-1] + mark])
+        rows.append([last.device.name, _client_numbers(group), tier, memory, *numbers[:-1], numbers[-1] + mark])
     columns = ["device", "clients", "tier", "memory", "MACs", "down", "up", "compute s", "down s", "up s", "total s"]
-    return Sheet(columns, [rows], left=3, title=f"{name}: a round of {config.method.name}", note=_note(config, planned))
+    return Sheet(
+        columns, [rows], left=3, title=f"{name}: a round of {config.method.name}", note=_plan_note(config, planned)
+    )
 
 
-def _note(config: Config, planned: Sequence[Planned]) -> str:
+def _plan_note(config: Config, planned: Sequence[Planned]) -> str:
     federation = config.federation
     text = "memory: needed / to spare. Seconds are simulated, of one client in one round; ←: the slowest."
     if any(each.checkpointing for each in planned) and not config.train.checkpointing:
@@ -113,18 +119,14 @@ def _note(config: Config, planned: Sequence[Planned]) -> str:
     return text
 
 
-def _clients(group: Sequence[Planned]) -> str:
+def _client_numbers(group: Sequence[Planned]) -> str:
     numbers = [each.client for each in group]
     together = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1
     return f"{numbers[0]}–{numbers[-1]}" if together else ", ".join(map(str, numbers))
 
 
-def _short(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else readable_size(size)
-
-
 def time_sheet(run: Run) -> Sheet | None:
-    """Return what rounds took the clients of each device; None for a run without devices."""
+    """Return the simulated seconds of the clients of each device; None for a run without devices."""
     timed = [record for record in run.records if record.simulated]
     if not timed:
         return None
@@ -136,8 +138,8 @@ def time_sheet(run: Run) -> Sheet | None:
         dropped = [entry for record in timed for entry in record.dropped if entry["client"] in clients]
         late = sum(entry["reason"].startswith(LATE) for entry in dropped)
         parts = [[own.computation for own in found], [own.down for own in found], [own.up for own in found]]
-        seconds = [f"{statistics.fmean(each):.3g}" if each else NOTHING for each in parts]
-        slowest = sum(_slowest(record) in clients for record in timed)
+        seconds = [f"{statistics.fmean(each):.3g}" if each else MISSING for each in parts]
+        slowest = sum(_slowest_client(record) in clients for record in timed)
         rows.append([device.name, str(len(clients)), tiers, *seconds, str(slowest), str(late)])
     whole = sum(record.simulated.seconds for record in timed if record.simulated)
     return Sheet(
@@ -150,19 +152,19 @@ def time_sheet(run: Run) -> Sheet | None:
     )
 
 
-def _slowest(record: Record) -> int | None:
+def _slowest_client(record: Record) -> int | None:
     clients = record.simulated.clients if record.simulated else {}
     return max(clients, key=lambda client: clients[client].total, default=None)
 
 
-# What a client of each tier pays, told without training: from the very tasks that it would get.
+# The costs of each tier, without training: measured on the tasks that a client of the tier would get.
 
 TIER, RANK, PARAMETERS, MACS, TRAINING = "tier", "rank", "parameters", "MACs/sample", "in training"
 BOTH, DOWN, UP, MEMORY = "bytes each way", "bytes down", "up", "training memory"
 
 
 def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, sample: Inputs) -> Table:
-    """Return what each tier costs: a client that trains several networks holds one at a time, and exchanges all."""
+    """Return the costs of each tier. A client that trains several networks holds one at a time and exchanges all."""
     shape = sample_spec(sample)[0]
     work = TierWork(method, model, config, shape)
     macs = cache(lambda network: measure(method.network(network), shape).macs)
@@ -171,7 +173,9 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
         network = method.network(tier)
         cost, adapter = measure(network, shape), describe_adapter(network)
         tasks = work.tasks(tier)
-        down, up = _bytes(method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics)
+        down, up = _bytes_down_and_up(
+            method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics
+        )
         rows.append(
             {
                 TIER: tier,
@@ -185,7 +189,7 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
             }
         )
     title = f"{name}: one sample {'×'.join(map(str, sample_shape(sample)))}, batch {config.train.batch}"
-    table = rich_table(_without_twins(rows, title), spacious=True)
+    table = rich_table(_size_sheet(rows, title), spacious=True)
     table.title_justify = "center"
     if base := shared_parameters(method.network(method.tiers[0])):
         numbers = sum(tensor.numel() for tensor in base.values())
@@ -193,51 +197,55 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
     return table
 
 
-def _without_twins(rows: Sequence[dict[str, str]], title: str) -> Sheet:
-    """Leave out what training computes, and what goes up, where that is what the network computes, and what came."""
-    shown = {column: column for column in rows[0]}
+def _size_sheet(rows: Sequence[dict[str, str]], title: str) -> Sheet:
+    """Leave out columns that repeat another: MACs in training, and bytes up if they equal the bytes down."""
+    headings = {column: column for column in rows[0]}
     if all(row[TRAINING] == row[MACS] for row in rows):
-        del shown[TRAINING]
+        del headings[TRAINING]
     if all(row[UP] == row[DOWN] for row in rows):
-        del shown[UP]
-        shown[DOWN] = BOTH
-    if len(shown) == len(rows[0]):
-        shown[MACS], shown[DOWN], shown[MEMORY] = "MACs", "down", "memory"  # all of them have to fit 80 columns
-    return Sheet(list(shown.values()), [[[row[column] for column in shown] for row in rows]], left=1, title=title)
+        del headings[UP]
+        headings[DOWN] = BOTH
+    if len(headings) == len(rows[0]):
+        headings[MACS], headings[DOWN], headings[MEMORY] = (
+            "MACs",
+            "down",
+            "memory",
+        )  # all of them have to fit 80 columns
+    return Sheet(list(headings.values()), [[[row[column] for column in headings] for row in rows]], left=1, title=title)
 
 
-def _bytes(method: AnyMethod, tasks: Sequence[Task], static: bool) -> tuple[int | None, int | None]:
-    """Return the bytes down and up; None where logits travel instead, as many as there are public samples."""
+def _bytes_down_and_up(method: AnyMethod, tasks: Sequence[Task], static: bool) -> tuple[int | None, int | None]:
+    """Return the bytes down and up; None if logits travel, whose number depends on the public samples."""
     if not all(work_of(task.kind).returns_network for task in tasks):
         return None, None
     down = up = 0
     for task in tasks:
         # under static batch normalisation, running averages never travel
         left_out = running_statistic_names(method.network(task.network)) if static else set()
-        down += _size(task.tensors, left_out)
-        up += _size(work_of(task.kind).loaded(task), left_out)
+        down += _size_without(task.tensors, left_out)
+        up += _size_without(work_of(task.kind).loaded(task), left_out)
     return down, up
 
 
-def _size(tensors: Tensors, left_out: set[str]) -> int:
+def _size_without(tensors: Tensors, left_out: set[str]) -> int:
     return size_in_bytes({name: tensor for name, tensor in tensors.items() if name not in left_out})
 
 
-# A row for each run and tier: what it costs and how well it does.
+# Runs: the costs and metrics of each tier.
 
 WHICH = ("run", "method", "round", "tier")
 COSTS = ("parameters", "MACs/sample", "bytes/round")
 WIDE = 110  # characters that a table of several runs takes
 
 
-def sheet(runs: Sequence[Run]) -> Sheet:
-    """Return the table of runs; what is the same in all rows of a single run goes into the title.
+def run_sheet(runs: Sequence[Run]) -> Sheet:
+    """Return a row for each run and tier. A single run is named in the title instead.
 
-    Bytes per round are of one client of the tier, down and up; metrics are those of the last evaluated round.
+    Bytes per round are of one client of the tier, down and up. Metrics are those of the last evaluated round.
     """
     metrics = metric_names(runs)
-    groups = [_rows(run, metrics) for run in runs]
-    whole = Sheet([*WHICH, *COSTS, *metrics], groups, left=len(WHICH), note=caption(runs), numbers=("round",))
+    groups = [_tier_rows(run, metrics) for run in runs]
+    whole = Sheet([*WHICH, *COSTS, *metrics], groups, left=len(WHICH), note=run_caption(runs), numbers=("round",))
     if len(runs) > 1:
         return whole
     name, method, last = groups[0][0][:3]
@@ -246,11 +254,11 @@ def sheet(runs: Sequence[Run]) -> Sheet:
 
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
-    """Return the metrics of all runs, each once: runs with several objectives have several."""
+    """Return the metrics of all runs, each once. Runs may have different objectives."""
     return list(dict.fromkeys(metric.name for run in runs for metric in run.config.objective.metrics))
 
 
-def _rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
+def _tier_rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
     last = run.evaluated[-1]
     which = (run.name, run.config.method.name, f"{last.round}/{run.config.train.rounds}")
     rows: list[list[str]] = []
@@ -263,22 +271,22 @@ def _rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
     return rows
 
 
-def caption(runs: Sequence[Run]) -> str:
-    """Return a note on what the columns leave out."""
+def run_caption(runs: Sequence[Run]) -> str:
+    """Return a note with what the columns leave out."""
     text = "bytes/round: one client's training, down and up."
     for run in runs:
         whose = f" of {run.name}" if len(runs) > 1 else ""
         if run.evaluated_at_clients:
             names = " and ".join(metric.name for metric in run.config.objective.metrics)
             text += f" {names}{whose}: on the clients' own test samples, all together."
-        text += _promise(run) + _ending(run)
+        text += _privacy_sentence(run) + _ending(run)
         if gathering := run.statistics_bytes():
             text += f" Gathering BatchNorm statistics{whose} adds {format_bytes(gathering)} a client when evaluated."
     return text
 
 
-def _promise(run: Run) -> str:
-    """Return what a private run promises its clients, if it is one: docs/privacy.md says what that means."""
+def _privacy_sentence(run: Run) -> str:
+    """Return the guarantee of a private run, which docs/privacy.md explains; nothing for other runs."""
     privacy, epsilon = run.config.privacy, run.records[-1].epsilon
     if not privacy.active:
         return ""
@@ -291,7 +299,7 @@ def _promise(run: Run) -> str:
 
 
 def _ending(run: Run) -> str:
-    """Return why a run ended before its last round, and where the models of its best one are, if that is so."""
+    """Return why a run stopped early, and where the models of its best round are."""
     last = run.records[-1]
     stopped = f" {run.name} stopped after round {last.round}: {last.stopped}." if last.stopped else ""
     best = f" The best round of {run.name} was {run.best}: models/best-round-{run.best}." if run.best else ""
@@ -299,25 +307,25 @@ def _ending(run: Run) -> str:
 
 
 def rich_tables(runs: Sequence[Run], width: int) -> list[Table]:
-    """Return one table for all runs where the terminal has the room, otherwise one for each."""
+    """Return one table for all runs if the terminal has room, otherwise one for each."""
     together = [runs] if width >= WIDE else [[run] for run in runs]
-    sheets = [*(sheet(group) for group in together), *_client_sheets(runs)]
+    sheets = [*(run_sheet(group) for group in together), *_client_sheets(runs)]
     return [rich_table(each, spacious=True) for each in sheets]
 
 
 def _client_sheets(runs: Sequence[Run]) -> list[Sheet]:
-    """Return the tables of clients and of their devices, of runs that have such."""
-    return [found for run in runs for make in (clients_summary_sheet, time_sheet) if (found := make(run))]
+    """Return the tables of clients and devices, for the runs that have them."""
+    return [found for run in runs for make in (client_sheet, time_sheet) if (found := make(run))]
 
 
-def markdown(runs: Sequence[Run]) -> str:
+def report_markdown(runs: Sequence[Run]) -> str:
     found = difference(runs)
-    tables = [markdown_table(each) for each in (sheet(runs), *_client_sheets(runs))]
+    tables = [markdown_table(each) for each in (run_sheet(runs), *_client_sheets(runs))]
     return "\n".join(tables) + (f"\nNot comparable: {found}.\n" if found else "")
 
 
-def as_csv(runs: Sequence[Run]) -> str:
-    """Return plain numbers, a line for each run, evaluated round and tier."""
+def report_csv(runs: Sequence[Run]) -> str:
+    """Return plain numbers: a line for each run, evaluated round and tier."""
     metrics = metric_names(runs)
     out = io.StringIO()
     writer = csv.writer(out)
