@@ -24,7 +24,7 @@ from fedhm.config.registry import find
 from fedhm.config.schema import Config
 from fedhm.data.partition import dirichlet_equal, iid
 from fedhm.data.samples import Samples
-from fedhm.data.sources import read_text
+from fedhm.data.text import read_text_files
 from fedhm.models.build import build_model
 from fedhm.report.format import format_bytes
 from fedhm.runs.history import Run, read_runs
@@ -168,7 +168,7 @@ def main() -> None:
     missing = {seed: [name for name in methods if known(name, seed) is None] for seed in seeds}
     if any(missing.values()) and not options.table:
         base, length = preset.model.base, preset.data.max_length
-        source = read_text(options.data, options.folder, base, length, per_token=False)
+        source = read_text_files(options.data, options.folder, base, length, per_token=False)
         train, test = chosen(source.train, options.train), chosen(source.test, options.test)
         for seed, names in missing.items():
             config = preset.model_copy(update={"seed": seed})

@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 @pytest.fixture
 def tables() -> Iterator[None]:
     """The tables that the page adds to, which are as they were afterwards."""
-    added_to: list[dict[Any, Any]] = [plugins._registered, catalogue.SOURCES, catalogue.SHAPES, layers.LAYERS]
+    added_to: list[dict[Any, Any]] = [plugins._registered, catalogue.SOURCES, layers.LAYERS]
     before = [dict(table) for table in added_to]
     yield
     for table, old in zip(added_to, before, strict=True):

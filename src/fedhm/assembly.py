@@ -11,7 +11,7 @@ from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.data.federation import Federation, load_federation
 from fedhm.data.images import downscale_shape
 from fedhm.data.samples import Feed, Preprocessing, Samples
-from fedhm.data.sources import SHAPES
+from fedhm.data.sources import SOURCES
 from fedhm.data.text import text_limits
 from fedhm.engines.engine import Elsewhere, Engine
 from fedhm.engines.local import LocalEngine, workers_for
@@ -133,7 +133,7 @@ def assemble(
         )
     check_optimizer(model, settings.train)
     federation.check_targets(settings.objective)
-    given, federation = federation, federation.fitted(text_limits(model).fitted)
+    given, federation = federation, federation.map_samples(text_limits(model).fitted)
     public, preprocessing = federation.public_feed(), federation.preprocessing
     sample = Feed(federation.example, preprocessing).one()
     check_memory_savings(model, settings, sample[0])
@@ -233,9 +233,9 @@ def read_federation(config: Config) -> Federation:
 
 def input_format(config: Config) -> tuple[tuple[int, ...], int]:
     """Return input shape and number of outputs, without reading data where the source is a known one."""
-    if config.data is not None and config.data.source in SHAPES:
-        shape, outputs = SHAPES[config.data.source]
-        return downscale_shape(shape, config.data.downscale), outputs
+    source = SOURCES.get(config.data.source) if config.data else None
+    if config.data and source and source.shape:
+        return downscale_shape(source.shape, config.data.downscale), source.outputs
     federation = read_federation(config)
     return federation.input_shape, federation.classes
 

@@ -14,7 +14,7 @@ import fedhm
 import forked
 from fedhm.cli import main
 from fedhm.config.loading import load_config
-from fedhm.data.sources import read_text
+from fedhm.data.text import read_text_files
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.machine.pretrained import find_pretrained
@@ -72,7 +72,7 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_text_is_read_by_the_models_tokenizer(place: Path) -> None:
-    source = read_text("intents", place, str(place / "base"), 4, per_token=False)
+    source = read_text_files("intents", place, str(place / "base"), 4, per_token=False)
     assert source.classes == 3
     assert source.train.labels.tolist() == [0, 1, 2] * 16
     tokens = source.train.inputs
@@ -130,9 +130,9 @@ def test_sizes_have_the_base_apart(place: Path, capsys: pytest.CaptureFixture[st
 
 def test_what_is_wrong_with_files_is_one_sentence(place: Path, tmp_path: Path) -> None:
     with pytest.raises(FedhmError, match=r"needs one file nothing\*train\* .* there is none"):
-        read_text("nothing", place, str(place / "base"), 8, per_token=False)
+        read_text_files("nothing", place, str(place / "base"), 8, per_token=False)
     with pytest.raises(FedhmError, match=r"name one by model\.base"):
-        read_text("intents", place, "", 8, per_token=False)
+        read_text_files("intents", place, "", 8, per_token=False)
     with pytest.raises(FedhmError, match=r"neither a folder with a config\.json nor an installed package"):
         find_pretrained("no-such-package")
     with pytest.raises(FedhmError, match=r"is a folder without a config\.json"):
@@ -140,6 +140,6 @@ def test_what_is_wrong_with_files_is_one_sentence(place: Path, tmp_path: Path) -
     (tmp_path / "x-train.csv").write_text("a,b\n1,2\n")
     (tmp_path / "x-test.csv").write_text("a,b\n1,2\n")
     with pytest.raises(FedhmError, match="must have a column text or sentence or utterance"):
-        read_text("x", tmp_path, str(place / "base"), 8, per_token=False)
+        read_text_files("x", tmp_path, str(place / "base"), 8, per_token=False)
     with pytest.raises(FedhmError, match="belong together"):
         load_config("digits", ["model.name=transformer"])

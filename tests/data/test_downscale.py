@@ -14,7 +14,7 @@ from fedhm.config.schema import DataConfig
 from fedhm.data.federation import load_federation
 from fedhm.data.images import downscale, downscale_source
 from fedhm.data.samples import Samples, channel_statistics
-from fedhm.data.sources import SOURCES, read_source
+from fedhm.data.sources import SOURCES, NamedSource, read_source
 from fedhm.errors import FedhmError
 
 
@@ -80,7 +80,7 @@ def test_what_cannot_shrink_is_one_sentence(
 ) -> None:
     digits = read_source("digits", None)
     floats = replace(digits, train=Samples(digits.train.inputs.float(), digits.train.labels))
-    monkeypatch.setitem(SOURCES, "floats", lambda _: floats)
+    monkeypatch.setitem(SOURCES, "floats", NamedSource(lambda _: floats))
     changes = [f"data.source={source}", f"data.downscale={factor}"]
     with pytest.raises(FedhmError, match=sentence):
         read_federation(load_config("digits", changes))

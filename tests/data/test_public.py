@@ -13,7 +13,7 @@ from conftest import small_config, small_model
 from fedhm.config.schema import DataConfig
 from fedhm.data.federation import Federation, from_arrays, load_federation
 from fedhm.data.samples import Samples
-from fedhm.data.sources import SOURCES, read_source
+from fedhm.data.sources import SOURCES, NamedSource, read_source
 from fedhm.errors import FedhmError
 from fedhm.runs.fingerprint import fingerprint
 
@@ -47,7 +47,7 @@ def test_another_source_leaves_the_clients_their_samples() -> None:
 def test_public_data_that_does_not_fit_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     digits = read_source("digits", None)
     coloured = replace(digits, train=Samples(digits.train.inputs.repeat(1, 3, 1, 1), digits.train.labels))
-    monkeypatch.setitem(SOURCES, "coloured", lambda _: coloured)
+    monkeypatch.setitem(SOURCES, "coloured", NamedSource(lambda _: coloured))
     for settings, clients, sentence in (
         ({"public": "held-out", "public_samples": 2000}, 5, "data.public_samples is 2000, but digits has 1442 samples"),
         ({"public": "digits", "public_samples": 1443}, 5, "data.public_samples is 1443, but digits has 1442 samples"),

@@ -154,5 +154,5 @@ def test_a_preset_of_regression_runs_from_the_shell(tmp_path: Path, capsys: pyte
     assert set(record["metrics"]["full"]) == {"r2", "mse"}
     assert (out / "r2-by-round.png").exists()
     assert fedhm.resume(out).metrics["full"].r2 == record["metrics"]["full"]["r2"]
-    with pytest.raises(FedhmError, match="deals out labels, of which diabetes has none"):
+    with pytest.raises(FedhmError, match="partitions by label, and diabetes has no labels"):
         fedhm.prepare(fedhm.load_config("diabetes", ["data.partition=dirichlet"]))

@@ -31,7 +31,7 @@ def add_compare(verbs: Verbs) -> None:
         "--data",
         type=one_of("--data", "iid", "dirichlet", "by-tier"),
         metavar="iid|dirichlet|by-tier",
-        help="how the samples are dealt out to the clients",
+        help="how samples are partitioned over the clients",
     )
     parser.add_argument(
         "--target",

@@ -1,1 +1,1 @@
-"""Data sets read whole into memory, and how they are dealt out to clients."""
+"""Data sets read whole into memory, and partitioned over clients."""

@@ -1,4 +1,4 @@
-"""What a user hands in for clients, as samples: arrays, tensors, map-style data sets, tokenized text."""
+"""Converts users' data to samples: arrays, tensors, map-style data sets, text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +15,9 @@ from fedhm.data.text import TextReader, to_text
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
-# What a user may hand in for one client: samples, a pair of arrays, or a map-style dataset of (input, label); of text,
-# a tokenizer's result with labels, a data set of Hugging Face or one of dicts, or texts with labels
 WANTED = "pairs of an array and a class number, or numbers"
+# One client's data: samples, a pair of arrays, or a map-style data set of (input, label). Text is a tokenizer's result
+# with labels, a data set of Hugging Face or of dicts, or texts with labels.
 DataLike = Samples | tuple[Any, Any] | Dataset[Any]
 PublicLike = DataLike | Tensor | np.ndarray[Any, Any]  # inputs may come without labels
 
@@ -25,7 +25,7 @@ PublicLike = DataLike | Tensor | np.ndarray[Any, Any]  # inputs may come without
 def to_samples(
     data: DataLike, whose: str, dtype: torch.dtype, objective: Objective, reader: TextReader | None = None
 ) -> Samples:
-    """Return a user's samples; floating-point inputs are brought to `dtype`, and `reader` makes tokens of texts."""
+    """Return a user's samples; floating-point inputs are converted to `dtype`, and `reader` tokenizes texts."""
     text = to_text(data, whose, objective.per_token, reader)
     given: Any = data
     if text is None and not isinstance(data, Samples | tuple):
@@ -39,7 +39,7 @@ def to_samples(
 
 
 def to_public_samples(data: PublicLike, dtype: torch.dtype) -> Samples:
-    """Return public samples in random order: they may come sorted, and BatchNorm would see batches of one label."""
+    """Return public samples in random order: sorted ones would give BatchNorm batches of one label."""
     if isinstance(data, Tensor | np.ndarray):
         if not data.ndim:
             raise FedhmError("the public set must be an array of inputs, not a single number")
@@ -50,7 +50,7 @@ def to_public_samples(data: PublicLike, dtype: torch.dtype) -> Samples:
 
 
 def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:
-    """Return the inputs and labels of whatever a user may hand in."""
+    """Return the inputs and labels of a user's data."""
     if isinstance(data, Samples):
         return data.tensor, data.labels
     if isinstance(data, tuple) and len(data) == 2:
@@ -62,7 +62,7 @@ def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:
     try:
         images = [_as_tensor(pair[0]) for pair in pairs]
         labels = [torch.as_tensor(pair[1]) for pair in pairs]
-    except Exception as error:  # whatever a user's data set holds
+    except Exception as error:  # a user's data set may hold anything
         raise FedhmError(f"the samples of {whose} must be {WANTED}: {error!r}") from error
     if not pairs:
         raise FedhmError(f"{whose} has no samples")
@@ -72,13 +72,13 @@ def _as_arrays(data: DataLike, whose: str) -> tuple[Tensor, Tensor]:
 
 
 def _rows(data: Any, whose: str) -> list[Any]:
-    """Return all that a map-style data set holds, each asked for once: it may be drawn at random."""
+    """Return all items of a map-style data set. Each is read once: it may be drawn at random."""
     if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or isinstance(data, str):
         kind = type(data).__name__
         raise FedhmError(f"{whose} must be a pair (inputs, labels) or a dataset with a length, not a {kind}")
     try:
         return [data[index] for index in range(len(data))]
-    except Exception as error:  # whatever a user's data set raises
+    except Exception as error:  # a user's data set may raise anything
         raise FedhmError(f"the samples of {whose} must be {WANTED}: {error!r}") from error
 
 
@@ -101,7 +101,7 @@ def _converted(inputs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _as_tensor(value: Any) -> Tensor:
-    if isinstance(value, Image):  # (H, W) or (H, W, C) → (C, H, W), as torchvision's data sets hold them
+    if isinstance(value, Image):  # of torchvision's data sets: (H, W) or (H, W, C) → (C, H, W)
         pixels = torch.from_numpy(np.array(value))
         return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     return torch.as_tensor(value)

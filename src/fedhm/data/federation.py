@@ -1,4 +1,9 @@
-"""Test samples of the clients' own: held out of what each trains on, or brought along."""
+"""The data of a federation: samples of each client, perhaps a test set at the server, and public samples.
+
+A federation comes from a user's arrays (`from_arrays`), from a data set that a config names (`load_federation`), or
+from remote clients, of which the server knows numbers of samples only (`remote_federation`). Functions that hold out
+samples follow: test samples of each client, validation samples of all clients, and public samples.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,23 +19,25 @@ from fedhm.data.convert import DataLike, PublicLike, to_public_samples, to_sampl
 from fedhm.data.images import downscale, downscale_source
 from fedhm.data.partition import PARTITIONS
 from fedhm.data.samples import Feed, Preprocessing, Samples, channel_statistics, concatenate
-from fedhm.data.sources import TEXT, is_in_folder, read_source, read_text
-from fedhm.data.text import TextReader
+from fedhm.data.sources import is_in_folder, read_source
+from fedhm.data.text import TEXT, TextReader, read_text_files
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.seeds import numpy_generator
 
+HELD_OUT = "held-out"  # data.public: from the data set itself
+
 
 @dataclass(frozen=True)
 class ClientTests:
-    """What clients test on: samples that are here, or what is known of those that lie elsewhere."""
+    """The test samples of the clients: the samples themselves, or their numbers at remote clients."""
 
     samples: Sequence[Samples] = ()  # one for each client, perhaps of length 0; empty: no client tests
-    remote: tuple[int, ...] = ()  # in their place: how many each remote client says it has
-    share: float = 0.0  # remote clients that bring no test samples hold out this share of their others
+    remote: tuple[int, ...] = ()  # in their place: the number that each remote client reports
+    share: float = 0.0  # remote clients without test samples hold out this share of their others
 
     def count(self, client: int) -> int:
-        """Return how many a client has; 0 if it has none, or has not said yet."""
+        """Return the number of a client's test samples; 0 if it has none, or has not reported yet."""
         if self.remote:
             return self.remote[client]
         return len(self.samples[client]) if self.samples else 0
@@ -40,133 +47,32 @@ class ClientTests:
         return self.samples[client] if self.samples else None
 
     def named(self) -> list[tuple[str, Samples]]:
-        """Return those that are here, without the empty ones, each with what a sentence calls it."""
+        """Return the test sets that are here and not empty, each with its name in error messages."""
         return [(f"the test set of client {n}", samples) for n, samples in enumerate(self.samples) if len(samples)]
 
     def holders(self, sizes: Sequence[int]) -> list[int]:
-        """Return the clients that have test samples, or may have some since they have not said anything yet.
+        """Return the clients that have test samples, or may have some because they have not reported yet.
 
-        sizes  how many other samples each client has; 0: it has not said yet
+        sizes  the number of each client's other samples; 0: it has not reported yet
         """
         if not self.share and not any(self.count(client) for client in range(len(sizes))):
             return []
         return [client for client, size in enumerate(sizes) if self.count(client) or not size]
 
 
-def hold_out_client_tests(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], ClientTests]:
-    """Return what clients train on, and what they test on."""
-    if not share:
-        return list(clients), ClientTests()
-    pairs = [split_client_test(samples, share, seed, client) for client, samples in enumerate(clients)]
-    return [left for left, _ in pairs], ClientTests([tests for _, tests in pairs])
-
-
-def split_client_test(samples: Samples, share: float, seed: int, client: int) -> tuple[Samples, Samples]:
-    """Return what a client trains on, and what it tests on, chosen at random.
-
-    Who has two samples or more gives at least one, and keeps at least one.
-    """
-    count = max(0, min(max(1, round(share * len(samples))), len(samples) - 1))
-    order = torch.from_numpy(numpy_generator(seed, "client test", client).permutation(len(samples)))
-    return samples.subset(order[count:].sort().values), samples.subset(order[:count].sort().values)
-
-
-def client_tests_from(
-    clients: Sequence[Samples], given: float | Sequence[Any], seed: int, read: Callable[[Any, str], Samples]
-) -> tuple[list[Samples], ClientTests]:
-    """Return what clients train on, and what they test on, from a share or from a user's own test set for each.
-
-    read  makes samples of what a user hands in for the client that a sentence is about
-    """
-    if isinstance(given, float | int):
-        return hold_out_client_tests(clients, check_test_share(given), seed)
-    if len(given) != len(clients):
-        raise FedhmError(f"client_test has {len(given)} test sets for {len(clients)} clients: each needs one, or None")
-    nothing = torch.arange(0)
-    tests = [
-        samples.subset(nothing) if data is None else read(data, f"the test set of client {client}")
-        for client, (samples, data) in enumerate(zip(clients, given, strict=True))
-    ]
-    return list(clients), ClientTests(tests if any(len(samples) for samples in tests) else ())
-
-
-def default_test_share(test: bool) -> float:
-    """Return the share that clients hold out if nothing is said of it; `test`: the server has a test set."""
-    return 0.0 if test else CLIENT_TEST
-
-
-def check_test_share(given: Any) -> float:
-    """Return the share that a user gave to be held out, or refuse it."""
-    if isinstance(given, bool) or not isinstance(given, float | int) or not 0 <= given < 1:
-        raise FedhmError(f"client_test must be a share of every client's samples, from 0 to below 1, not {given!r}")
-    return float(given)
-
-
-# Validation data: samples held out of what the clients train on, to choose settings by without the test set.
-
-
-def hold_out_validation(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], Samples]:
-    """Return what is left to each client, and the samples that are held out of all of them, chosen at random.
-
-    Shares are rounded over the clients together, so that many small ones do not all round to nothing; each keeps at
-    least one sample.
-    """
-    left: list[Samples] = []
-    held: list[Samples] = []
-    seen = taken = 0
-    for number, samples in enumerate(clients):
-        seen += len(samples)
-        count = max(0, min(round(share * seen) - taken, len(samples) - 1))
-        taken += count
-        order = torch.from_numpy(numpy_generator(seed, "validation", number).permutation(len(samples)))
-        held.append(samples.subset(order[:count].sort().values))
-        left.append(samples.subset(order[count:].sort().values))
-    if not taken:
-        raise FedhmError(f"data.validation = {share:g} holds nothing out of {seen} samples: choose a larger share")
-    return left, concatenate(held)
-
-
-# Public data: unlabelled inputs that the server and every client have, for methods that distil.
-
-HELD_OUT = "held-out"
-
-
-def hold_out_public(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, Samples | None]:
-    """Return what the clients may share of `train`, and the public samples that `config` asks for, in random order."""
-    if not config.public:
-        return train, None
-    held_out = config.public == HELD_OUT
-    supply = train if held_out else _read(config)
-    wanted = config.public_samples
-    if wanted > len(supply):
-        name = config.source if held_out else config.public
-        raise FedhmError(f"data.public_samples is {wanted}, but {name} has {len(supply)} samples for training")
-    order = torch.from_numpy(numpy_generator(seed, "public").permutation(len(supply)))
-    left = train.subset(order[wanted:].sort().values) if held_out else train
-    return left, supply.subset(order[:wanted])
-
-
-def _read(config: DataConfig) -> Samples:
-    """Read the public data set from the source's folder, if its files are in there too, or from its default places."""
-    there = config.public == config.source or is_in_folder(config.public, config.folder)
-    train = read_source(config.public, config.folder if there else None).train
-    return downscale(train, config.downscale)
-
-
-# A federation's data: one set of samples per client, perhaps a test set at the server, and public samples.
-
-
 @dataclass(frozen=True)
 class Federation:
+    """The samples of all clients, and the samples that the server has."""
+
     clients: Sequence[Samples]
     test: Samples | None  # the server's; None: models are evaluated at the clients alone
-    classes: int  # or how many numbers are to be predicted
+    classes: int  # or how many numbers to predict
     preprocessing: Preprocessing
     public: Samples | None = None  # everybody has them; their labels are never used
-    # in place of `clients`, where samples lie elsewhere: how many each says it has; 0: it has not yet
+    # in place of `clients`, for remote clients: the number of samples that each reports; 0: not reported yet
     remote: tuple[int, ...] = ()
-    client_tests: ClientTests = field(default_factory=ClientTests)  # of the clients' own
-    placeholder: Samples | None = None  # a made-up sample that is like all others, where the server has no other
+    client_tests: ClientTests = field(default_factory=ClientTests)
+    placeholder: Samples | None = None  # a sample of zeros, if the server has no samples
 
     def __post_init__(self) -> None:
         if not self.clients and not self.remote:
@@ -198,20 +104,20 @@ class Federation:
                 raise FedhmError("the public set needs at least two samples")
 
     def check_targets(self, objective: Objective) -> None:
-        """Refuse samples whose labels are not what the objective learns."""
+        """Refuse samples with labels that the objective does not learn."""
         for name, samples in self._named():
             objective.check(samples.labels, self.classes, name)
             if isinstance(samples.inputs, Tokens):
                 samples.inputs.check_targets(name)
 
     def _named(self) -> list[tuple[str, Samples]]:
-        """Return all samples that are here, each with what a sentence calls them."""
+        """Return all samples that are here, each with their name in error messages."""
         own = [(f"client {number}", samples) for number, samples in enumerate(self.clients)]
         return [*([] if self.test is None else [("the test set", self.test)]), *own, *self.client_tests.named()]
 
     @property
     def example(self) -> Samples:
-        """Return samples of which the first tells the form of all."""
+        """Return samples that are typical of all: the first one has the type and shape of every other."""
         return self._first()[1]
 
     def _first(self) -> tuple[str, Samples]:
@@ -226,29 +132,27 @@ class Federation:
         if _kind(samples) != _kind(first):
             raise FedhmError(f"{name} has inputs of {_kind(samples)}, {whose} of {_kind(first)}")
 
-    def fitted(self, fit: Callable[[Samples, str], Samples]) -> "Federation":
-        """Return a federation whose samples have all been made to fit a model; `fit` is told whose they are."""
+    def map_samples(self, change: Callable[[Samples, str], Samples]) -> "Federation":
+        """Return the federation with all samples changed; `change` gets samples and their name in error messages."""
         return replace(
             self,
-            clients=[fit(samples, f"client {number}") for number, samples in enumerate(self.clients)],
-            test=None if self.test is None else fit(self.test, "the test set"),
-            public=None if self.public is None else fit(self.public, "the public set"),
+            clients=[change(samples, f"client {number}") for number, samples in enumerate(self.clients)],
+            test=None if self.test is None else change(self.test, "the test set"),
+            public=None if self.public is None else change(self.public, "the public set"),
             client_tests=replace(
                 self.client_tests,
-                samples=[
-                    fit(samples, f"the test set of client {n}") for n, samples in enumerate(self.client_tests.samples)
-                ],
+                samples=[change(own, f"the test set of client {n}") for n, own in enumerate(self.client_tests.samples)],
             ),
-            placeholder=None if self.placeholder is None else fit(self.placeholder, "the sample of the server"),
+            placeholder=None if self.placeholder is None else change(self.placeholder, "the sample of the server"),
         )
 
     @property
     def size(self) -> int:
-        """Return how many clients there are."""
+        """Return the number of clients."""
         return len(self.clients) or len(self.remote)
 
     def samples_of(self, client: int) -> int:
-        """Return how many samples a client has."""
+        """Return the number of a client's samples."""
         return self.remote[client] if self.remote else len(self.clients[client])
 
     @property
@@ -260,9 +164,9 @@ class Federation:
 
 
 def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
-    """Return the public samples, each with its number in place of its label: logits on them are rows by that number.
+    """Return the public samples, each with its index in place of its label: logits are rows by that index.
 
-    They are never augmented, since such a row belongs to the very input that the others saw.
+    They are never augmented: a row of logits belongs to exactly the input that all others saw.
     """
     numbered = Samples(public.inputs, torch.arange(len(public)))
     return Feed(numbered, replace(preprocessing, crop=0, flip=False))
@@ -286,10 +190,9 @@ def from_arrays(
     seed: int = 0,
     reader: TextReader | None = None,
 ) -> Federation:
-    """Make a federation of a user's own data sets; without an objective, labels are class numbers.
+    """Return the federation of a user's own data sets; without an objective, labels are class numbers.
 
-    `reader` makes tokens of texts that are not tokenized.
-    Images in uint8 (N, C, H, W) are normalised; other floating-point input is brought to `dtype` and left as it is.
+    uint8 images (N, C, H, W) are normalised. Floating-point inputs are converted to `dtype`. `reader` tokenizes texts.
     """
     learned: Objective = objective or make("objectives", "classification")
 
@@ -297,7 +200,7 @@ def from_arrays(
         return to_samples(data, whose, dtype, learned, reader)
 
     given = [read(data, f"client {number}") for number, data in enumerate(clients)]
-    own, tests = client_tests_from(given, client_test, seed, read)
+    own, tests = _client_tests_from(given, client_test, seed, read)
     own_test = None if test is None else read(test, "the test set")
     all_here = [*own, *(samples for _, samples in tests.named()), *([] if own_test is None else [own_test])]
     classes = learned.outputs([samples.labels for samples in all_here])
@@ -305,8 +208,8 @@ def from_arrays(
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
         mean, std = channel_statistics(concatenate(own).tensor)
-    everybodys = None if public is None else to_public_samples(public, dtype)
-    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), everybodys, client_tests=tests)
+    public_samples = None if public is None else to_public_samples(public, dtype)
+    return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), public_samples, client_tests=tests)
 
 
 def remote_federation(
@@ -319,45 +222,46 @@ def remote_federation(
     objective: Objective | None = None,
     placeholder: Samples | None = None,
 ) -> Federation:
-    """Make a federation of clients whose samples the server never sees: `sizes` has how many each says it has.
+    """Return the federation of clients whose samples the server never sees; `sizes` are the numbers they report.
 
-    So the server has to be told how many `classes` there are, and by which mean and deviation images are normalised;
-    without a test set, also what samples are like.
+    So the app states the number of `classes`, and how images are normalised. Without a test set, it also gives a
+    placeholder sample.
     """
     learned: Objective = objective or make("objectives", "classification")
     own_test = None if test is None else to_samples(test, "the test set", dtype, learned)
     example = placeholder if own_test is None else own_test
     if example is not None:
         preprocessing.check(example)
-    everybodys = None if public is None else to_public_samples(public, dtype)
-    return Federation([], own_test, classes, preprocessing, everybodys, tuple(sizes), placeholder=placeholder)
-
-
-# The data set that a config names, dealt out to clients.
+    public_samples = None if public is None else to_public_samples(public, dtype)
+    return Federation([], own_test, classes, preprocessing, public_samples, tuple(sizes), placeholder=placeholder)
 
 
 def load_federation(config: DataConfig, clients: int, seed: int, base: str = "", per_token: bool = False) -> Federation:
-    """Read the data set that `config` names and deal it out to clients.
+    """Read the data set that `config` names and partition it over clients.
 
-    base       of text: the pretrained model whose tokenizer reads it
-    per_token  of text: every token is to be predicted
+    base       for text: the pretrained model whose tokenizer reads it
+    per_token  for text: every token has a target
     """
     if config.source.startswith(TEXT):
-        read = read_text(config.source.removeprefix(TEXT), config.folder, base, config.max_length, per_token)
+        read = read_text_files(config.source.removeprefix(TEXT), config.folder, base, config.max_length, per_token)
     else:
         read = read_source(config.source, config.folder)
     source = downscale_source(read, config.downscale)
-    left, public = hold_out_public(source.train, config, seed)
+    left, public = _hold_out_public(source.train, config, seed)
     train = _chosen(left, config.train_samples, config.source, seed)
     if clients > len(train):
         raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
     if train.labels.is_floating_point() and config.partition != "iid":
-        raise FedhmError(f"data.partition = '{config.partition}' deals out labels, of which {config.source} has none")
+        raise FedhmError(
+            f"data.partition = '{config.partition}' partitions by label, and {config.source} has no labels"
+        )
     labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
     rng = numpy_generator(seed, "partition")
     parts = PARTITIONS[config.partition](labels, clients, config, rng)
-    dealt, test = [train.subset(torch.from_numpy(part)) for part in parts], source.test if config.test else None
-    own, tests = hold_out_client_tests(dealt, config.client_test, seed)
+    own, tests = hold_out_client_tests(
+        [train.subset(torch.from_numpy(part)) for part in parts], config.client_test, seed
+    )
+    test = source.test if config.test else None
     if config.validation:
         own, test = hold_out_validation(own, config.validation, seed)
     return Federation(
@@ -377,3 +281,95 @@ def _chosen(samples: Samples, count: int, source: str, seed: int) -> Samples:
         return samples
     chosen = numpy_generator(seed, "train samples").choice(len(samples), count, replace=False)
     return samples.subset(torch.from_numpy(np.sort(chosen)))
+
+
+def hold_out_client_tests(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], ClientTests]:
+    """Return the clients' training samples and their test samples."""
+    if not share:
+        return list(clients), ClientTests()
+    pairs = [split_client_test(samples, share, seed, client) for client, samples in enumerate(clients)]
+    return [left for left, _ in pairs], ClientTests([tests for _, tests in pairs])
+
+
+def split_client_test(samples: Samples, share: float, seed: int, client: int) -> tuple[Samples, Samples]:
+    """Return a client's training samples and its test samples, chosen at random.
+
+    A client with two samples or more has at least one of both.
+    """
+    count = max(0, min(max(1, round(share * len(samples))), len(samples) - 1))
+    order = torch.from_numpy(numpy_generator(seed, "client test", client).permutation(len(samples)))
+    return samples.subset(order[count:].sort().values), samples.subset(order[:count].sort().values)
+
+
+def _client_tests_from(
+    clients: Sequence[Samples], given: float | Sequence[Any], seed: int, read: Callable[[Any, str], Samples]
+) -> tuple[list[Samples], ClientTests]:
+    """Return the clients' training samples and their test samples: a share, or a user's own test set for each.
+
+    read  converts a user's data to samples; it gets their name in error messages
+    """
+    if isinstance(given, float | int):
+        return hold_out_client_tests(clients, check_test_share(given), seed)
+    if len(given) != len(clients):
+        raise FedhmError(f"client_test has {len(given)} test sets for {len(clients)} clients: each needs one, or None")
+    nothing = torch.arange(0)
+    tests = [
+        samples.subset(nothing) if data is None else read(data, f"the test set of client {client}")
+        for client, (samples, data) in enumerate(zip(clients, given, strict=True))
+    ]
+    return list(clients), ClientTests(tests if any(len(samples) for samples in tests) else ())
+
+
+def default_test_share(test: bool) -> float:
+    """Return the default share that clients hold out; `test`: the server has a test set."""
+    return 0.0 if test else CLIENT_TEST
+
+
+def check_test_share(given: Any) -> float:
+    """Return a user's share of test samples, or refuse it."""
+    if isinstance(given, bool) or not isinstance(given, float | int) or not 0 <= given < 1:
+        raise FedhmError(f"client_test must be a share of every client's samples, from 0 to below 1, not {given!r}")
+    return float(given)
+
+
+def hold_out_validation(clients: Sequence[Samples], share: float, seed: int) -> tuple[list[Samples], Samples]:
+    """Return each client's training samples, and validation samples held out of all clients at random.
+
+    They serve to choose settings without the test set. Shares are rounded over all clients together, so that many
+    small ones do not all round to nothing. Each client keeps at least one sample.
+    """
+    left: list[Samples] = []
+    held: list[Samples] = []
+    seen = taken = 0
+    for number, samples in enumerate(clients):
+        seen += len(samples)
+        count = max(0, min(round(share * seen) - taken, len(samples) - 1))
+        taken += count
+        order = torch.from_numpy(numpy_generator(seed, "validation", number).permutation(len(samples)))
+        held.append(samples.subset(order[:count].sort().values))
+        left.append(samples.subset(order[count:].sort().values))
+    if not taken:
+        raise FedhmError(f"data.validation = {share:g} holds nothing out of {seen} samples: choose a larger share")
+    return left, concatenate(held)
+
+
+def _hold_out_public(train: Samples, config: DataConfig, seed: int) -> tuple[Samples, Samples | None]:
+    """Return the samples for the clients, and the public samples of `config` in random order, for distillation."""
+    if not config.public:
+        return train, None
+    held_out = config.public == HELD_OUT
+    supply = train if held_out else _read_public(config)
+    wanted = config.public_samples
+    if wanted > len(supply):
+        name = config.source if held_out else config.public
+        raise FedhmError(f"data.public_samples is {wanted}, but {name} has {len(supply)} samples for training")
+    order = torch.from_numpy(numpy_generator(seed, "public").permutation(len(supply)))
+    left = train.subset(order[wanted:].sort().values) if held_out else train
+    return left, supply.subset(order[:wanted])
+
+
+def _read_public(config: DataConfig) -> Samples:
+    """Read the public data set from the source's folder, if its files are there, or from its default places."""
+    there = config.public == config.source or is_in_folder(config.public, config.folder)
+    train = read_source(config.public, config.folder if there else None).train
+    return downscale(train, config.downscale)

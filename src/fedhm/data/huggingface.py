@@ -1,4 +1,4 @@
-"""Any image-classification data set of Hugging Face, from the hub or from parquet files in a folder."""
+"""Image classification data sets of Hugging Face, from the hub or from parquet files in a folder."""
 
 import io
 import tempfile
@@ -29,8 +29,8 @@ Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 def read_huggingface(name: str, folder: Path | None = None) -> Source:
     """Read a data set of Hugging Face: `mnist`, `org/name`, or `org/name@config` for one configuration of several.
 
-    With `folder` nothing is downloaded: its parquet files (or those in `folder/data`, with `@config` those in
-    `folder/config`) are read, and a file belongs to training or testing by its name.
+    With `folder` nothing is downloaded. Its parquet files are read, or those in `folder/data`; with `@config` those in
+    `folder/config`. The name of a file says whether it is for training or for testing.
     """
     path, _, config = name.partition("@")
     if not path:
@@ -38,11 +38,11 @@ def read_huggingface(name: str, folder: Path | None = None) -> Source:
 
     if folder is not None:
         files = _parquet_files(folder, config)
-        with tempfile.TemporaryDirectory() as cache:  # read whole, so nothing needs to stay behind
+        with tempfile.TemporaryDirectory() as cache:  # the data is read whole, so the cache can go
             advice = f"Check the parquet files in {folder}."
             return _convert(name, _load(name, advice, "parquet", data_files=files, cache_dir=cache))
     advice = "Check the name and the network, or let data.folder name a folder with its parquet files."
-    # False keeps versions of `datasets` that still can from running a script of the hub
+    # some versions of `datasets` would run a script of the hub
     return _convert(name, _load(name, advice, path, config or None, trust_remote_code=False))
 
 
@@ -53,7 +53,7 @@ def _load(name: str, advice: str, *arguments: str | None, **options: Any) -> "da
         raise FedhmError(f"reading hf:{name} needs the package datasets: pip install 'fedhm[hf]'") from error
     try:
         return datasets.load_dataset(*arguments, **options)
-    except Exception as error:  # of arrow, of the hub, of the network: they share no class of their own
+    except Exception as error:  # errors of arrow, the hub and the network have no common class
         wrapped = isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__
         reason = str(wrapped or error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise FedhmError(f"hf:{name} cannot be loaded: {reason}. {advice}") from error
@@ -114,7 +114,7 @@ def _image_column(name: str, split: "datasets.Dataset") -> str:
     import datasets
 
     def is_image(feature: Any) -> bool:
-        # files written without the metadata of `datasets` show the image as the struct that it is stored as
+        # without the metadata of `datasets`, an image is a struct
         stored = isinstance(feature, dict) and "bytes" in feature and feature.keys() <= {"bytes", "path"}
         return stored or isinstance(feature, datasets.Image)
 
@@ -165,7 +165,7 @@ def _decode(name: str, split: "datasets.Dataset", column: str) -> list[Pixels]:
 
 
 def _pixels(name: str, number: int, encoded: dict[str, Any] | None) -> Pixels:
-    """Decode an image: (H, W) if it is greyscale, otherwise (H, W, 3)."""
+    """Decode an image to (H, W) if it is greyscale, otherwise to (H, W, 3)."""
     if encoded is None or (encoded["bytes"] is None and encoded["path"] is None):
         raise FedhmError(f"hf:{name} has no image in row {number}")
     try:

@@ -1,4 +1,4 @@
-"""Smaller images: the mean of every block of k × k pixels in place of the block."""
+"""Image data sets: digits, Fashion-MNIST, CIFAR-10 and -100, Tiny-ImageNet; and downscaling of images."""
 
 import gzip
 import lzma
@@ -21,57 +21,17 @@ from torch import Tensor
 from fedhm.data.samples import Samples, Source, channel_statistics
 from fedhm.errors import FedhmError
 
-
-def downscale_source(source: Source, factor: int) -> Source:
-    """Return a data set whose images have a `factor`-th of their height and width.
-
-    Means of pixels vary less than pixels do, so the images are normalised by what they are now.
-    """
-    if factor == 1:
-        return source
-    train, test = downscale(source.train, factor), downscale(source.test, factor)
-    mean, std = channel_statistics(train.tensor)
-    return replace(source, train=train, test=test, mean=mean, std=std)
-
-
-def downscale(samples: Samples, factor: int) -> Samples:
-    """Return images (N, C, H, W) as (N, C, H/k, W/k), each pixel the rounded mean of a block, a half rounded up."""
-    if factor == 1:
-        return samples
-    count, *shape = samples.inputs.shape
-    smaller = downscale_shape(tuple(shape), factor)
-    if not samples.are_images:
-        raise FedhmError(f"data.downscale = {factor} is for images in whole numbers, not for {samples.inputs.dtype}")
-    # pixel by pixel of the blocks, so that no copy of the data set as larger numbers is made
-    sums = torch.full((count, *smaller), factor**2 // 2, dtype=torch.int32)
-    for row in range(factor):
-        for column in range(factor):
-            sums += samples.tensor[:, :, row::factor, column::factor]
-    return Samples(sums.div_(factor**2, rounding_mode="floor").to(torch.uint8), samples.labels)
-
-
-def downscale_shape(shape: tuple[int, ...], factor: int) -> tuple[int, ...]:
-    """Return the shape that inputs of `shape` have after downscaling, without looking at them."""
-    if factor == 1:
-        return shape
-    if len(shape) != 3:
-        raise FedhmError(f"data.downscale = {factor} is for images, and inputs of shape {shape} are none")
-    channels, height, width = shape
-    if height % factor or width % factor:
-        raise FedhmError(f"data.downscale = {factor} does not divide images of {height}×{width} pixels")
-    return channels, height // factor, width // factor
-
-
-# The 1,797 handwritten digits of 8×8 pixels that ship inside scikit-learn.
-
 DIGITS_CLASSES = 10
 DIGITS_FILE = Path("datasets", "data", "digits.csv.gz")  # in scikit-learn
 TEST_EVERY = 5
 
 
 def read_digits() -> Source:
-    """Read the digits; every fifth of each class is for testing, whatever the seed, so that metrics are comparable."""
-    pixels, targets = _table()
+    """Read the 1,797 handwritten digits of 8×8 pixels in scikit-learn.
+
+    Every fifth of each class is for testing, whatever the seed, so that metrics are comparable.
+    """
+    pixels, targets = _read_digits_file()
     images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
     labels = targets.astype(np.int64)
 
@@ -86,10 +46,10 @@ def read_digits() -> Source:
     return Source(train, test, DIGITS_CLASSES, mean, std)
 
 
-def _table() -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
-    """Return pixels (N, 64) and labels, from the file where it is.
+def _read_digits_file() -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
+    """Return pixels (N, 64) and labels, from the file inside scikit-learn.
 
-    Importing scikit-learn takes longer than the demo's round, and on Flower each task has a process of its own.
+    Importing scikit-learn takes longer than a round of the demo, and on Flower each task has its own process.
     """
     package = find_spec("sklearn")
     places = (package.submodule_search_locations if package else None) or []
@@ -97,25 +57,23 @@ def _table() -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
         if (Path(place) / DIGITS_FILE).exists():
             table = np.loadtxt(Path(place) / DIGITS_FILE, delimiter=",")
             return table[:, :-1], table[:, -1]
-    from sklearn.datasets import load_digits  # of a version that keeps the file elsewhere
+    from sklearn.datasets import load_digits  # another version may keep the file elsewhere
 
     pixels, labels = load_digits(return_X_y=True)
     return pixels, labels
 
 
-# Fashion-MNIST, and MNIST alike, from its four IDX files.
-#
-# An IDX file is two zero bytes, a type code, the number of dimensions, each dimension as a big-endian uint32, and
-# then the values.
-
 IDX_CLASSES = 10
 UNSIGNED_BYTE = 0x08
-LARGEST_IDX_FILE = 1 << 28  # bytes of an unpacked file; the largest official one has a fifth of that
+LARGEST_IDX_FILE = 1 << 28  # bytes, unpacked: five times the largest official file
 PARTS = ("train", "t10k")
 
 
 def read_fashion_mnist(folder: Path) -> Source:
-    """Read `train-` and `t10k-` `images-idx3-ubyte` and `labels-idx1-ubyte` from `folder`, plain or `.gz`."""
+    """Read Fashion-MNIST, or MNIST, from its four IDX files in `folder`, plain or `.gz`.
+
+    They are `images-idx3-ubyte` and `labels-idx1-ubyte` with the prefixes `train-` and `t10k-`.
+    """
     train, test = (_read_part(folder, part) for part in PARTS)
     if train.inputs.shape[1:] != test.inputs.shape[1:]:
         raise FedhmError(f"{folder} holds training images of {_size(train)} but test images of {_size(test)} pixels")
@@ -124,7 +82,7 @@ def read_fashion_mnist(folder: Path) -> Source:
 
 
 def holds_idx_files(folder: Path) -> bool:
-    """Say whether any of the four files is there: if only some are, reading says which one is missing."""
+    """Tell whether any of the four files is there; if some are missing, reading names them."""
     return any(_existing(folder / name) for part in PARTS for name in _names(part))
 
 
@@ -157,6 +115,7 @@ def _read_part(folder: Path, part: str) -> Samples:
 
 
 def _read_idx(path: Path, dimensions: int) -> Tensor:
+    """Read an IDX file: two zero bytes, type code, number of dimensions, big-endian uint32 dimensions, values."""
     content = _content(path)
     header = struct.Struct(f">HBB{dimensions}I")
     if len(content) < header.size:
@@ -176,7 +135,7 @@ def _read_idx(path: Path, dimensions: int) -> Tensor:
             f"{path} is {'truncated' if length < prod(shape) else 'too long'}: "
             f"its header announces {prod(shape)} bytes but {length} follow"
         )
-    # the copy is writable, which torch asks for
+    # a copy, since torch wants writable memory
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header.size).reshape(shape).copy())
 
 
@@ -191,18 +150,16 @@ def _content(path: Path) -> bytes:
     return content
 
 
-# CIFAR-10 and CIFAR-100 in the official binary layout, from a folder or straight from the archive.
-#
-# A file is rows of one or two label bytes and 3 × 32 × 32 pixels, red plane first.
-
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
-LARGEST_CIFAR_FILE = 1 << 30  # bytes of an unpacked archive; the official ones have a sixth of that
-MOST_DESCRIPTION = 1 << 20  # bytes of a member that describes another one
+LARGEST_CIFAR_FILE = 1 << 30  # bytes, unpacked: six times the official archives
+MOST_DESCRIPTION = 1 << 20  # bytes of an archive member that describes another one
 
 
 @dataclass(frozen=True)
 class Layout:
+    """The official binary layout of CIFAR: files of rows, each of one or two label bytes and 3 × 32 × 32 pixels."""
+
     folder: str
     archive: str
     train: tuple[str, ...]
@@ -241,12 +198,12 @@ CIFAR100 = Layout(
 
 def read_cifar10(place: Path) -> Source:
     """Read CIFAR-10 from `place`: the folder of the `.bin` files, the official `.tar.gz`, or a folder with either."""
-    return _read(place, CIFAR10)
+    return _read_cifar(place, CIFAR10)
 
 
 def read_cifar100(place: Path) -> Source:
     """Read CIFAR-100 from a `place` as for `read_cifar10`; the labels are the 100 fine ones."""
-    return _read(place, CIFAR100)
+    return _read_cifar(place, CIFAR100)
 
 
 def holds_cifar10(place: Path) -> bool:
@@ -258,7 +215,7 @@ def holds_cifar100(place: Path) -> bool:
 
 
 def _find_cifar(place: Path, layout: Layout) -> Path | None:
-    """Return the folder with the `.bin` files, or the archive; a folder wins, as it reads faster."""
+    """Return the folder with the `.bin` files, or the archive; a folder is preferred, since it reads faster."""
     if place.is_file():
         return place
     for folder in (place, place / layout.folder):
@@ -268,7 +225,7 @@ def _find_cifar(place: Path, layout: Layout) -> Path | None:
     return archive if archive.is_file() else None
 
 
-def _read(place: Path, layout: Layout) -> Source:
+def _read_cifar(place: Path, layout: Layout) -> Source:
     found = _find_cifar(place, layout)
     if found is None:
         raise FedhmError(f"{place} holds neither {layout.archive} nor {layout.folder}/{layout.files[0]}")
@@ -300,12 +257,12 @@ def _contents(found: Path, layout: Layout) -> Iterator[tuple[str, bytes]]:
                 if member.isfile() and name in layout.files and (file := archive.extractfile(member)):
                     yield name, file.read()
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, tarfile.TarError) as error:
-        reason = " ".join(str(error).split())  # tarfile tells of each compression, in a line of its own
+        reason = " ".join(str(error).split())  # tarfile lists every compression in a line of its own
         raise FedhmError(f"{found} cannot be read: {reason}") from error
 
 
 class _Member(tarfile.TarInfo):
-    """A member of an archive. One that describes the next, with a long name or such, is read whole: must be small."""
+    """A member of an archive. One that describes the next, such as a long name, is read whole, so it must be small."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if not self.isreg() and self.size > MOST_DESCRIPTION:
@@ -334,17 +291,18 @@ def _join(parts: Sequence[np.ndarray[tuple[int, int], np.dtype[np.uint8]]], layo
     return Samples(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-# Tiny-ImageNet in its official layout: 200 classes, images of 64×64, the validation part is the test set.
-
 FOLDER = "tiny-imagenet-200"
 SIDE = 64
-CHUNK = 100  # files a task; one at a time, the threads often lose to a plain loop
+CHUNK = 100  # files of a thread's task; with single files, threads are often slower than a plain loop
 
 LabelledFile = tuple[Path, int]
 
 
 def read_tiny_imagenet(place: Path) -> Source:
-    """Read the folder `tiny-imagenet-200`, which is `place` or lies in it. A class number is a line of `wnids.txt`."""
+    """Read Tiny-ImageNet, 200 classes of 64×64 pixels, from the folder `tiny-imagenet-200`, which is `place` or in it.
+
+    A class number is a line of `wnids.txt`. The validation part is the test set.
+    """
     folder = _find_tiny_imagenet(place)
     if folder is None:
         raise FedhmError(f"{place} holds neither wnids.txt nor {FOLDER}/wnids.txt")
@@ -375,7 +333,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _images(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.JPEG"))  # a file system promises no order
+    files = sorted(folder.glob("*.JPEG"))  # file systems promise no order
     if not files:
         raise FedhmError(f"{folder} holds no images (*.JPEG)")
     return files
@@ -409,14 +367,14 @@ def _decode(files: Sequence[LabelledFile]) -> Samples:
         for position, (path, _) in enumerate(files[start : start + CHUNK], start):
             pixels[position] = _pixels(path)
 
-    with ThreadPoolExecutor() as pool:  # one thread decodes while others wait for the disk
+    with ThreadPoolExecutor() as pool:  # some threads decode while others wait for the disk
         for _ in pool.map(decode, range(0, len(files), CHUNK)):
             pass
     return Samples(images, torch.tensor([number for _, number in files]))
 
 
 def _pixels(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Decode one image as (3, 64, 64); some of the official files are greyscale."""
+    """Decode one image to (3, 64, 64); some of the official files are greyscale."""
     try:
         with Image.open(path) as image:
             if image.size != (SIDE, SIDE):
@@ -425,3 +383,43 @@ def _pixels(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
             return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise FedhmError(f"{path} cannot be decoded: {error}") from error
+
+
+def downscale_source(source: Source, factor: int) -> Source:
+    """Return the data set with images of 1/`factor` of their height and width.
+
+    Means of pixels vary less than pixels, so mean and deviation are computed again.
+    """
+    if factor == 1:
+        return source
+    train, test = downscale(source.train, factor), downscale(source.test, factor)
+    mean, std = channel_statistics(train.tensor)
+    return replace(source, train=train, test=test, mean=mean, std=std)
+
+
+def downscale(samples: Samples, factor: int) -> Samples:
+    """Return images (N, C, H, W) as (N, C, H/k, W/k), each pixel the rounded mean of a block, a half rounded up."""
+    if factor == 1:
+        return samples
+    count, *shape = samples.inputs.shape
+    smaller = downscale_shape(tuple(shape), factor)
+    if not samples.are_images:
+        raise FedhmError(f"data.downscale = {factor} is for images in whole numbers, not for {samples.inputs.dtype}")
+    # pixel by pixel of the blocks, so that no copy of the data set in larger numbers is made
+    sums = torch.full((count, *smaller), factor**2 // 2, dtype=torch.int32)
+    for row in range(factor):
+        for column in range(factor):
+            sums += samples.tensor[:, :, row::factor, column::factor]
+    return Samples(sums.div_(factor**2, rounding_mode="floor").to(torch.uint8), samples.labels)
+
+
+def downscale_shape(shape: tuple[int, ...], factor: int) -> tuple[int, ...]:
+    """Return the shape of inputs after downscaling."""
+    if factor == 1:
+        return shape
+    if len(shape) != 3:
+        raise FedhmError(f"data.downscale = {factor} is for images, and inputs of shape {shape} are none")
+    channels, height, width = shape
+    if height % factor or width % factor:
+        raise FedhmError(f"data.downscale = {factor} does not divide images of {height}×{width} pixels")
+    return channels, height // factor, width // factor

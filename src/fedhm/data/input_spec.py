@@ -1,7 +1,7 @@
-"""What samples are like, where the server has none: made up from an input's shape and what a model gives for it.
+"""The type and shape of an input, for a server without samples, and a placeholder sample made from it.
 
-The shape is told by whoever writes the app, or by most of the clients, each in a line: `float32 3x32x32` for a tensor,
-`attention_mask+input_ids 17` for sequences of tokens, of which the length is a typical one.
+The app states it, or the majority of the clients reports it. A client reports one line: `float32 3x32x32` for a tensor,
+`attention_mask+input_ids 17` for token sequences of typical length 17.
 """
 
 import re
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedhm.config.objective import Objective
 from fedhm.data.samples import Feed, Preprocessing, Samples
-from fedhm.data.text import READ
+from fedhm.data.text import FIELDS
 from fedhm.data.tokens import IDS, Tokens
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
@@ -26,13 +26,17 @@ TYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "bool"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 )
-MOST_AXES, MOST_NUMBERS, LONGEST_TEXT = 8, 1 << 28, 1 << 20  # of one input; beyond, somebody wants the server's memory
+MOST_AXES, MOST_NUMBERS, LONGEST_TEXT = (
+    8,
+    1 << 28,
+    1 << 20,
+)  # of one input; more is an attack on memory
 _LINE = re.compile(r"([a-z0-9_+]{1,99})(?: ([0-9]{1,9}(?:x[0-9]{1,9})*))?")
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What one input is like: a tensor's type and shape, or the names in a sequence of tokens and a typical length."""
+    """One input: the type and shape of a tensor, or the fields and the typical length of token sequences."""
 
     kind: str
     shape: tuple[int, ...]
@@ -45,12 +49,12 @@ class InputSpec:
 
     @classmethod
     def read(cls, line: str) -> "InputSpec":
-        """Read a line, which a client may have written: refuse what is no form, or that of no input that there is."""
+        """Read a line, perhaps of a hostile client; anything but the spec of a possible input is refused."""
         found = _LINE.fullmatch(line)
-        form = cls(found[1], tuple(int(size) for size in (found[2] or "").split("x") if size)) if found else None
-        if form is None or not form._possible:
+        spec = cls(found[1], tuple(int(size) for size in (found[2] or "").split("x") if size)) if found else None
+        if spec is None or not spec._possible:
             raise FedhmError(f"'{printable(line, 60)}' does not say what an input is like; 'float32 3x32x32' would")
-        return form
+        return spec
 
     def __str__(self) -> str:
         return f"{self.kind} {'x'.join(map(str, self.shape))}".rstrip()
@@ -66,45 +70,45 @@ class InputSpec:
     @property
     def is_text(self) -> bool:
         names = self.kind.split("+")
-        return IDS in names and sorted(set(names) & set(READ)) == names
+        return IDS in names and sorted(set(names) & set(FIELDS)) == names
 
     @property
     def comparable(self) -> tuple[str, tuple[int, ...]]:
-        """Return what clients have to agree on: not how long texts are."""
+        """Return the part that clients must agree on: the lengths of texts may differ."""
         return self.kind, () if self.is_text else self.shape
 
     def zeros(self) -> Tensor | Tokens:
-        """Return an input of this form."""
+        """Return an input of zeros."""
         if not self.is_text:
             return torch.zeros(self.shape, dtype=getattr(torch, self.kind))
         return Tokens.of({name: [[0] * self.shape[0]] for name in self.kind.split("+")}, "the sample of the server")
 
 
-def majority_spec(said: Mapping[int, InputSpec]) -> tuple[InputSpec, list[int]]:
-    """Return the form that more than half of the clients have, and who says otherwise.
+def majority_spec(reported: Mapping[int, InputSpec]) -> tuple[InputSpec, list[int]]:
+    """Return the spec of more than half of the clients, and the clients that report another one.
 
-    So one that lies decides nothing unless it is alone. Of texts, the length is the median of what most say.
+    So a lying client decides nothing unless it is alone. The length of texts is the median of the majority's.
     """
-    votes = Counter(form.comparable for form in said.values())
+    votes = Counter(spec.comparable for spec in reported.values())
     if not votes:
         raise FedhmError("no client says what its inputs are like: tell the server by inputs=")
     (most, times), *_ = votes.most_common(1)
-    if 2 * times <= len(said):
-        lines = ", ".join(dict.fromkeys(str(form) for form in list(said.values())[:5]))
+    if 2 * times <= len(reported):
+        lines = ", ".join(dict.fromkeys(str(spec) for spec in list(reported.values())[:5]))
         raise FedhmError(f"clients do not agree on what an input is like ({lines}): tell the server by inputs=")
-    theirs = [form for form in said.values() if form.comparable == most]
-    typical = sorted(theirs, key=lambda form: form.shape)[(len(theirs) - 1) // 2]
-    return typical, sorted(client for client, form in said.items() if form.comparable != most)
+    majority = [spec for spec in reported.values() if spec.comparable == most]
+    typical = sorted(majority, key=lambda spec: spec.shape)[(len(majority) - 1) // 2]
+    return typical, sorted(client for client, spec in reported.items() if spec.comparable != most)
 
 
 def placeholder_sample(
     inputs: Any, outputs: int, model: nn.Module, preprocessing: Preprocessing, objective: Objective, dtype: torch.dtype
 ) -> tuple[Samples, int]:
-    """Return a sample of zeros, and how many outputs there are.
+    """Return a sample of zeros, and the number of outputs.
 
-    inputs   the shape of one input, of uint8 images where these are normalised, else of `dtype`; or an array like one,
-             or one sequence of tokens
-    outputs  how many classes there are, or numbers to predict; 0: as many as the model gives for a sample
+    inputs   the shape of one input (uint8 if images are normalised, else `dtype`), an example array, or one token
+             sequence
+    outputs  the number of classes, or of numbers to predict; 0: as many as the model's outputs
     """
     one = inputs if isinstance(inputs, Tokens) else _zeros(inputs, dtype, bool(preprocessing.mean))[None]
     sample = Samples(one, torch.zeros(1, dtype=torch.int64))
@@ -130,12 +134,12 @@ def _zeros(inputs: Any, dtype: torch.dtype, normalised: bool) -> Tensor:
 def _outputs(model: nn.Module, batch: Inputs) -> int:
     try:
         return int(forward_batch(model.eval(), batch).shape[1:].numel())
-    except Exception as error:  # whatever a foreign model raises
+    except Exception as error:  # a user's model may raise anything
         raise FedhmError(f"the model does not accept one input of shape {sample_shape(batch)}: {error}") from error
 
 
 def _targets(objective: Objective, outputs: int, dtype: torch.dtype) -> Tensor:
-    """Return one target, in the first form that the objective takes: a single number, or one for each output."""
+    """Return one target, in the first shape that the objective takes: a single number, or one for each output."""
     for shape in ((1,), (1, outputs)):
         try:
             targets = objective.as_targets(torch.zeros(shape), "the sample of the server", dtype)

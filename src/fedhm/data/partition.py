@@ -1,6 +1,6 @@
-"""Who holds which samples: partitions of a labelled data set over clients.
+"""Partitions of a labelled data set over clients.
 
-Every function gives one index array per client; together they are a disjoint cover of the samples.
+Every function returns one index array a client. Together they cover all samples, each once.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ Partition = list[Indices]
 
 
 def iid(labels: Indices, clients: int, rng: np.random.Generator) -> Partition:
-    """Deal out equal random shares."""
+    """Give every client an equal random share."""
     return [np.sort(share) for share in np.array_split(rng.permutation(len(labels)), clients)]
 
 
 def dirichlet_equal(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Partition:
-    """Deal out labels by shares drawn from Dirichlet(α) for each client, and the same number of samples to all.
+    """Give all clients the same number of samples, with label shares drawn from Dirichlet(α) for each client.
 
-    Each client asks for labels at random by its shares; a label that more samples are asked of than are left
-    is dealt out among those who ask at random, and the others ask again among the labels that are left.
+    Each client requests labels at random by its shares. If a label has too few samples left, random requests for it are
+    granted, and the other clients request again among the labels that are left.
     """
     classes = int(labels.max()) + 1
     supply = [rng.permutation(np.flatnonzero(labels == label)) for label in range(classes)]
@@ -36,7 +36,7 @@ def dirichlet_equal(labels: Indices, clients: int, alpha: float, rng: np.random.
         asked = np.zeros((clients, classes), dtype=np.int64)
         for client in np.flatnonzero(wanted):
             weights = shares[client] * (left > 0)
-            # A share can underflow to zero for every label that is left; then all of them are equally likely.
+            # Shares may underflow to zero for all labels that are left; then all of them are equally likely.
             weights = weights if weights.sum() > 0 else (left > 0).astype(float)
             asked[client] = rng.multinomial(wanted[client], weights / weights.sum())
         for label in np.flatnonzero(asked.sum(0)):
@@ -52,7 +52,7 @@ def dirichlet_equal(labels: Indices, clients: int, alpha: float, rng: np.random.
 
 
 def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Partition:
-    """Split each label over the clients by shares from Dirichlet(α): sizes differ, a client may end up with none."""
+    """Split each label over the clients by shares from Dirichlet(α): sizes differ, and a client may have no samples."""
     parts: list[list[Indices]] = [[] for _ in range(clients)]
     for label in range(int(labels.max()) + 1):
         indices = rng.permutation(np.flatnonzero(labels == label))
@@ -63,34 +63,34 @@ def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Genera
 
 
 def by_tier(labels: Indices, clients: int, levels: int, share: float, rng: np.random.Generator) -> Partition:
-    """Deal out labels by capability level, and the same number of samples to all: each level has labels of its own.
+    """Give all clients the same number of samples, and each capability level labels of its own.
 
-    The clients of a level divide a `share` of the samples of its labels among themselves, until that is their share of
-    all that they hold. What is left of every label is dealt out to everybody at random.
+    The clients of a level divide a `share` of the samples of its labels, until these are that share of a client's
+    samples. The remaining samples of all labels are distributed at random.
     """
     classes = int(labels.max()) + 1
     if classes < levels:
         raise FedhmError(f"data.by_tier_levels = {levels}, but {classes} labels cannot be dealt out to so many levels")
     sizes = np.array([len(part) for part in np.array_split(labels, clients)])
     parts: list[list[Indices]] = [[] for _ in range(clients)]
-    everybodys: list[Indices] = []
+    shared: list[Indices] = []
     for level, own_labels in enumerate(np.array_split(rng.permutation(classes), levels)):
         reserved: list[Indices] = []
         for label in own_labels:
             indices = rng.permutation(np.flatnonzero(labels == label))
             reserved.append(indices[: round(share * len(indices))])
-            everybodys.append(indices[len(reserved[-1]) :])
+            shared.append(indices[len(reserved[-1]) :])
         own = [client for client in range(clients) if fixed_level(client, levels) == level]
         supply = rng.permutation(np.concatenate(reserved))
         wanted = np.cumsum(np.rint(share * sizes[own]).astype(np.int64))
-        # where labels are too few for all that is wanted, each of the clients gets as much less
+        # if a level's labels are too few, each of its clients gets proportionally fewer
         enough = min(1.0, len(supply) / wanted[-1]) if wanted.any() else 0.0
         *pieces, surplus = np.split(supply, (wanted * enough).astype(np.int64))
-        everybodys.append(surplus)
+        shared.append(surplus)
         for client, piece in zip(own, pieces, strict=True):
             parts[client].append(piece)
     missing = sizes - np.array([sum(map(len, part)) for part in parts])
-    rest = np.split(rng.permutation(np.concatenate(everybodys)), np.cumsum(missing)[:-1])
+    rest = np.split(rng.permutation(np.concatenate(shared)), np.cumsum(missing)[:-1])
     return [np.sort(np.concatenate([*part, more])) for part, more in zip(parts, rest, strict=True)]
 
 

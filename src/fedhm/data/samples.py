@@ -1,4 +1,4 @@
-"""Samples with what is to be learned of them, held whole in memory."""
+"""Samples in memory, and batches of them: gathered, augmented and normalised as tensors, in this process."""
 
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedhm.data.tokens import TARGETS, Tokens, joined
+from fedhm.data.tokens import TARGETS, Tokens, concatenate_tokens
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU
 from fedhm.networks.inputs import Inputs
@@ -18,9 +18,9 @@ from fedhm.networks.saving import split_batches
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples: `inputs` (N, …), and `labels`: class numbers (N,), or numbers to predict (N,) or (N, outputs).
+    """Inputs (N, …), and labels: class numbers (N,), or numbers to predict (N,) or (N, outputs).
 
-    Images are uint8 (N, C, H, W); text is sequences of tokens; any other input is taken as it is.
+    Images are uint8 (N, C, H, W), and text is `Tokens`. Any other input is used unchanged.
     """
 
     inputs: Tensor | Tokens
@@ -41,14 +41,14 @@ class Samples:
 
     @property
     def tensor(self) -> Tensor:
-        """Return inputs that are one tensor."""
+        """Return the inputs, which are one tensor and not text."""
         assert isinstance(self.inputs, Tensor)
         return self.inputs
 
     @property
     def example(self) -> Tensor | Tokens:
-        """Return one input that is like all others."""
-        return self.inputs[self.inputs.typical()] if isinstance(self.inputs, Tokens) else self.inputs[0]
+        """Return one typical input."""
+        return self.inputs[self.inputs.median_index()] if isinstance(self.inputs, Tokens) else self.inputs[0]
 
     @property
     def are_images(self) -> bool:
@@ -58,7 +58,7 @@ class Samples:
         inputs = self.inputs[indices]
         if isinstance(inputs, Tokens):
             return Samples(inputs, self.labels[indices])
-        # as networks get images; who trains on them often need not turn them each time
+        # networks want channels last: converted once here, not for every batch
         return Samples(
             inputs.contiguous(memory_format=torch.channels_last) if self.are_images else inputs, self.labels[indices]
         )
@@ -66,7 +66,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set as read from disk: samples to train on, samples to test on, and how to show them to a network."""
+    """A data set as read from disk: training and test samples, and how to normalise images."""
 
     train: Samples
     test: Samples
@@ -78,7 +78,7 @@ class Source:
 def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation per channel of uint8 images (N, C, H, W), in units of 0…1, exactly.
 
-    Counted over the 256 pixel values, so no float copy of the data set is made.
+    It counts the 256 pixel values, so that no float copy of the data set is made.
     """
     values = torch.arange(256, dtype=torch.float64) / 255
     means: list[float] = []
@@ -95,22 +95,20 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
 def concatenate(parts: Sequence[Samples]) -> Samples:
     labels = torch.cat([p.labels for p in parts])
     tokens = [p.inputs for p in parts if isinstance(p.inputs, Tokens)]
-    return Samples(joined(tokens) if tokens else torch.cat([p.tensor for p in parts]), labels)
+    return Samples(concatenate_tokens(tokens) if tokens else torch.cat([p.tensor for p in parts]), labels)
 
-
-# Batches of samples in memory: gathered, augmented and normalised as tensors, with no process in between.
 
 Batch = tuple[Inputs, Tensor]
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images become network input: normalised, and in training shifted and mirrored at random."""
+    """How images become network inputs: normalised, and in training shifted and mirrored at random."""
 
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
-    crop: int = 0  # a random window after padding by so many black pixels
-    flip: bool = False  # mirrored left to right, every second time
+    crop: int = 0  # a random window after padding by this many black pixels
+    flip: bool = False  # mirrored left to right, with probability 1/2
 
     def check(self, samples: Samples) -> None:
         """Refuse images without a mean and deviation of each channel."""
@@ -122,7 +120,7 @@ class Preprocessing:
         """Normalise pixels: uint8 (B, H, W, C) → float (B, C, H, W) in channels-last memory."""
         width, device = pixels.shape[2], pixels.device
         values = pixels.float()
-        # a whole line of pixels at a time, since the loop over three channels would be a short one
+        # a whole line of pixels at a time: an inner loop over three channels would be slow
         lines = values.view(-1, width * pixels.shape[3])
         lines.sub_(_line(self.mean, width, device)).div_(_line(self.std, width, device))
         return values.permute(0, 3, 1, 2)
@@ -134,7 +132,7 @@ def _line(channels: tuple[float, ...], width: int, device: torch.device) -> Tens
 
 
 class Feed:
-    """One client's samples, ready to be drawn in batches on a device."""
+    """Samples that are drawn in batches on a device."""
 
     def __init__(self, samples: Samples, preprocessing: Preprocessing, device: torch.device = CPU) -> None:
         self.samples, self.preprocessing, self.device = samples, preprocessing, device
@@ -154,7 +152,7 @@ class Feed:
             yield self._augmented(indices, generator), self._labels(indices)
 
     def ordered(self, size: int) -> Iterator[Batch]:
-        """Yield every sample once in batches, in order and not augmented; sequences in the order of their lengths."""
+        """Yield every sample once, in order and not augmented; sequences in the order of their lengths."""
         if isinstance(self.samples.inputs, Tokens):
             yield from map(self._padded, self.samples.inputs.by_length(size))
             return
@@ -162,15 +160,15 @@ class Feed:
             yield self._plain(indices), self._labels(indices)
 
     def one(self) -> Batch:
-        """Return a batch of one sample that is like most: the first, or a sequence of median length."""
+        """Return a batch of one typical sample: the first, or a sequence of median length."""
         if isinstance(self.samples.inputs, Tokens):
-            return self._padded(self.samples.inputs.typical())
+            return self._padded(self.samples.inputs.median_index())
         return next(self.ordered(1))
 
     def _padded(self, indices: Tensor) -> Batch:
         assert isinstance(self.samples.inputs, Tokens)
         batch = {name: tensor.to(self.device) for name, tensor in self.samples.inputs.padded(indices).items()}
-        targets = batch.pop(TARGETS, None)  # of each token, where there are such
+        targets = batch.pop(TARGETS, None)  # of each token, if there are any
         return batch, self._labels(indices) if targets is None else targets
 
     def _labels(self, indices: Tensor) -> Tensor:
@@ -182,7 +180,7 @@ class Feed:
         return self.preprocessing.normalise(self._pixels(indices).to(self.device))
 
     def _pixels(self, indices: Tensor) -> Tensor:
-        """Return pixels as (B, H, W, C); the batch alone is permuted if the samples do not lie in memory like that."""
+        """Return pixels as (B, H, W, C); only the batch is permuted if the samples have another memory layout."""
         whole = self.samples.tensor.permute(0, 2, 3, 1)
         if whole.is_contiguous():
             return whole.index_select(0, indices)
@@ -195,7 +193,7 @@ class Feed:
         pixels = F.pad(self._pixels(indices), (0, 0, pad, pad, pad, pad))
         count, padded_height, padded_width, channels = pixels.shape
         height, width = padded_height - 2 * pad, padded_width - 2 * pad
-        # Window and mirror image together are one gather: which row and which column each output pixel comes from.
+        # Window and mirror image are one gather: the row and the column that each output pixel comes from.
         top, left = torch.randint(0, 2 * pad + 1, (2, count, 1), generator=generator)
         columns = torch.arange(width).expand(count, width)
         if flip:

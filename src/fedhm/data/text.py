@@ -1,9 +1,17 @@
-"""How far the tokenizing of texts is, in a terminal: a bar that goes when all of them are read."""
+"""Text: tokenizing it, reading what users hand in and what lies in files, and the limits of models that read it.
 
+Inside the library, text is `Tokens`. Users hand in texts with a tokenizer, a tokenizer's result, or a data set of
+Hugging Face. `data.source = "text:NAME"` names CSV, JSON or parquet files.
+"""
+
+import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 from warnings import warn
 
@@ -12,13 +20,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from fedhm.data.samples import Samples
+from fedhm.data.samples import Samples, Source
 from fedhm.data.tokens import IDS, MASK, TARGETS, TYPES, Tokens
 from fedhm.errors import FedhmError, FedhmWarning
+from fedhm.machine.pretrained import find_pretrained
+
+TEXT = "text:"  # in data.source
+TEXT_COLUMNS = ("text", "sentence", "utterance")  # names of a data set's column of texts
+LABEL_COLUMNS = ("label", "labels")
+FILE_LABEL_COLUMNS = ("label", "labels", "category", "intent", "class", "speaker")
+FIELDS = (IDS, MASK, TYPES, TARGETS)  # that are read of a tokenizer's result
+# inputs of some models that would not reach them
+UNSUPPORTED = ("position_ids", "inputs_embeds", "decoder_input_ids", "global_attention_mask", "bbox", "pixel_values")
+FILE_KINDS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+CHUNK = 1000  # texts tokenized between two steps of the progress bar
 
 
 class TokenizingBar:
-    """Texts that are read so far, of all that a run has; on stderr, so that what a program prints is its own."""
+    """A progress bar of tokenized texts, on stderr: stdout belongs to the program."""
 
     def __init__(self, total: int | None, shown: bool) -> None:
         self._progress = Progress(
@@ -43,15 +62,9 @@ class TokenizingBar:
         self._progress.advance(self._bar, texts)
 
 
-# Text that a user hands in as it was written: a tokenizer of transformers makes tokens of it.
-
-TEXTS = ("text", "sentence", "utterance")  # how data sets call the column of texts
-AT_ONCE = 1000  # texts, after which a progress bar is told
-
-
 @dataclass(frozen=True)
 class TextReader:
-    """A tokenizer, and how many tokens the model reads of a text; None: as many as the tokenizer says."""
+    """A tokenizer, and the most tokens that the model reads of a text; None: the tokenizer's own limit."""
 
     tokenizer: Any
     longest: int | None = None
@@ -63,19 +76,19 @@ class TextReader:
 
     @property
     def padding(self) -> int | None:
-        """Return the token that it fills up with; if it has none, as GPT-2's, the one that ends a text."""
+        """Return the padding token; a tokenizer without one, as GPT-2's, pads with the token that ends a text."""
         own, end = self.tokenizer.pad_token_id, getattr(self.tokenizer, "eos_token_id", None)
         found: int | None = end if own is None else own
         return found
 
     def tokens(self, texts: Sequence[str], at_most: int | None = None) -> dict[str, list[list[int]]]:
-        """Return token numbers and masks of texts, which are cut: `at_most` so long, or what the model can read."""
+        """Return token ids and masks of texts, cut to `at_most` tokens, or to what the model can read."""
         own = min(self.longest or sys.maxsize, getattr(self.tokenizer, "model_max_length", sys.maxsize))
         most = at_most or own
         cut = {"truncation": True, "max_length": most} if most < sys.maxsize else {}
         found: dict[str, list[list[int]]] = {IDS: [], MASK: []}
-        for start in range(0, len(texts), AT_ONCE):
-            read = self.tokenizer(list(texts[start : start + AT_ONCE]), **cut)
+        for start in range(0, len(texts), CHUNK):
+            read = self.tokenizer(list(texts[start : start + CHUNK]), **cut)
             found[IDS] += read[IDS]
             found[MASK] += read[MASK] if MASK in read else [[1] * len(ids) for ids in read[IDS]]
             if self.bar is not None:
@@ -84,20 +97,20 @@ class TextReader:
 
 
 def text_column(columns: Mapping[str, Any]) -> list[str] | None:
-    """Return the texts of a data set, if it has a column of such."""
-    found = next((columns[name] for name in TEXTS if name in columns), None)
+    """Return the texts of a data set, if it has a column of texts."""
+    found = next((columns[name] for name in TEXT_COLUMNS if name in columns), None)
     return list(found) if found is not None and are_texts(found) else None
 
 
 def are_texts(given: Any) -> bool:
-    """Tell whether this is a list of texts, of arrays of numpy's and columns of Hugging Face, too."""
+    """Tell whether this is a list of texts; numpy arrays and columns of Hugging Face count, too."""
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
         return False
     return len(given) > 0 and all(isinstance(each, str) for each in given)
 
 
 def count_samples(given: Any) -> int:
-    """Return how many samples a user handed in, as a pair or as a data set; 0 where that cannot be told."""
+    """Return the number of samples in a pair or a data set; 0 if it has no length."""
     samples = given[0] if isinstance(given, tuple) and len(given) == 2 else given
     try:
         return len(samples)
@@ -106,7 +119,7 @@ def count_samples(given: Any) -> int:
 
 
 def tokenize(reader: TextReader | None, texts: Sequence[str], whose: str) -> dict[str, list[list[int]]]:
-    """Return the tokens of texts, or say that there is nobody to read them."""
+    """Return the tokens of texts; without a reader they are refused."""
     if reader is None:
         raise FedhmError(
             f"{whose} has texts, and a model reads tokens: hand in tokenizer(texts) in their place, or give fedhm.run "
@@ -115,24 +128,18 @@ def tokenize(reader: TextReader | None, texts: Sequence[str], whose: str) -> dic
     return reader.tokens(texts)
 
 
-# Text that a user hands in: what a tokenizer gives, a data set of Hugging Face, or texts and who is to read them.
-
-READ = (IDS, MASK, TYPES, TARGETS)  # what is read of a tokenizer's result
-LABEL = ("label", "labels")
-# what models may be told beside these, and would not be
-UNREAD = ("position_ids", "inputs_embeds", "decoder_input_ids", "global_attention_mask", "bbox", "pixel_values")
-
-
 class Text(NamedTuple):
+    """Tokens with their labels."""
+
     tokens: Tokens
-    labels: Tensor  # of each sequence; zeros where every token has a target
+    labels: Tensor  # of each sequence; zeros if every token has a target
 
 
 def to_text(data: Any, whose: str, per_token: bool, reader: TextReader | None = None) -> Text | None:
-    """Return what a user handed in if it is text; None if it is something else.
+    """Return a user's data as text; None if it is something else.
 
-    per_token  every token has a target: its own `labels`, or the token itself
-    reader     makes tokens of what is not tokenized yet
+    per_token  every token has a target: its entry in `labels`, or the token itself
+    reader     tokenizes texts
     """
     samples = getattr(data, "inputs", None)
     if isinstance(samples, Tokens):
@@ -146,13 +153,13 @@ def to_text(data: Any, whose: str, per_token: bool, reader: TextReader | None = 
         texts = given if pair and are_texts(given) else text_column(others)
         if texts is None:
             return None
-        columns = {name: others[name] for name in LABEL if name in others} | tokenize(reader, texts, whose)
+        columns = {name: others[name] for name in LABEL_COLUMNS if name in others} | tokenize(reader, texts, whose)
         padding = (reader and reader.padding) or 0
-    if unread := [name for name in UNREAD if name in columns]:
-        raise FedhmError(f"{whose} has '{unread[0]}', which is not handed on to the model: leave it out")
-    found = {name: _sequences(columns[name], whose, name) for name in READ if name in columns}
+    if unsupported := [name for name in UNSUPPORTED if name in columns]:
+        raise FedhmError(f"{whose} has '{unsupported[0]}', which is not handed on to the model: leave it out")
+    found = {name: _sequences(columns[name], whose, name) for name in FIELDS if name in columns}
     if not pair:
-        own = next((columns[name] for name in LABEL if name in columns), None)
+        own = next((columns[name] for name in LABEL_COLUMNS if name in columns), None)
         labels = None if per_token else own
     if not per_token:
         found.pop(TARGETS, None)
@@ -168,7 +175,7 @@ def to_text(data: Any, whose: str, per_token: bool, reader: TextReader | None = 
 
 
 def with_targets(tokens: Tokens) -> Tokens:
-    """Return sequences in which every token that has no target of its own is one."""
+    """Return the sequences with targets: unless they have some, every token is its own target."""
     if TARGETS in tokens.fields:
         return tokens
     fields = tokens.fields
@@ -176,9 +183,9 @@ def with_targets(tokens: Tokens) -> Tokens:
 
 
 def _columns(data: Any) -> Mapping[str, Any] | None:
-    """Return the columns of a data set of Hugging Face, whole; None of anything else."""
+    """Return all columns of a data set of Hugging Face; None for anything else."""
     names = getattr(data, "column_names", None)
-    if not isinstance(names, list) or not {IDS, *TEXTS} & set(names):
+    if not isinstance(names, list) or not {IDS, *TEXT_COLUMNS} & set(names):
         return None
     rows = data.with_format(None)[:]
     return {name: rows[name] for name in names}
@@ -189,14 +196,14 @@ def _sequences(given: Any, whose: str, name: str) -> list[list[int]]:
     if isinstance(given, Sequence):
         given = [each.tolist() if hasattr(each, "tolist") else each for each in given]
     if not isinstance(given, Sequence) or any(not isinstance(each, Sequence) for each in given):
-        if name == TARGETS:  # class numbers under the name that transformers have for both
+        if name == TARGETS:  # transformers calls class numbers by the same name
             return [[int(each)] for each in given]
         raise FedhmError(f"the '{name}' of {whose} must be a list of token numbers for each sample")
     return [list(each) for each in given]
 
 
 def _without_padding(found: Mapping[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """Cut what a tokenizer has filled up on the right: batches are padded to their own longest sequence."""
+    """Remove a tokenizer's padding on the right: batches are padded to their own longest sequence."""
     lengths = [max((n for n, counts in enumerate(mask, start=1) if counts), default=1) for mask in found[MASK]]
     return {name: [s[:n] for s, n in zip(each, lengths, strict=True)] for name, each in found.items()}
 
@@ -213,21 +220,18 @@ def _numbers(labels: Any, count: int, whose: str) -> Tensor:
     return found
 
 
-# What a model can read of text, and what it is padded with: both are known only where the model is.
-
-
 @dataclass(frozen=True)
 class TextLimits:
-    """How many tokens a model knows, how many it reads of a text, and which one stands for none; None: not known."""
+    """The limits of a model that reads text; None: unknown."""
 
-    tokens: int | None = None
-    length: int | None = None
-    types: int | None = None  # kinds of segments, as `token_type_ids` number them
-    padding: int | None = None
+    tokens: int | None = None  # in its vocabulary
+    length: int | None = None  # of a text
+    types: int | None = None  # of segments, in `token_type_ids`
+    padding: int | None = None  # the padding token
     needs_padding: bool = False  # its classifier looks for the last token before the padding
 
     def fitted(self, samples: Samples, whose: str) -> Samples:
-        """Return samples padded as the model expects it; refuse text that it cannot read."""
+        """Return samples with the padding token of the model; refuse text that it cannot read."""
         text = samples.inputs
         if not isinstance(text, Tokens) or not len(text):
             return samples
@@ -240,7 +244,7 @@ class TextLimits:
         return samples if self.padding is None else replace(samples, inputs=text.with_padding_id(self.padding))
 
     def check(self, whose: str, longest: int, largest: int, kinds: int = 0) -> None:
-        """Refuse text that was read by a tokenizer of another model, or that is longer than the model can read."""
+        """Refuse text of another model's tokenizer, and text that is longer than the model can read."""
         if self.tokens is not None and largest >= self.tokens:
             raise FedhmError(
                 f"the tokenizer of {whose} does not fit the model: there is a token {largest}, but the model knows "
@@ -258,9 +262,10 @@ class TextLimits:
 
 
 def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:
-    """Warn of a tokenizer that seems to be another model's: a smaller one gives no token that would tell it.
+    """Warn if the tokenizer seems to belong to another model.
 
-    Models have up to some percent more tokens than their tokenizers, for round numbers; none has twice as many.
+    A smaller vocabulary causes no error later. Models have a few percent more tokens than their tokenizers, for round
+    numbers, but none has twice as many.
     """
     known = text_limits(model).tokens
     if known is not None and hasattr(tokenizer, "__len__") and 2 * len(tokenizer) < known:
@@ -273,28 +278,28 @@ def check_tokenizer(tokenizer: Any, model: nn.Module) -> None:
 
 
 def text_limits(model: nn.Module) -> TextLimits:
-    """Return the limits of a model that reads text; of others, none."""
+    """Return the limits of a model that reads text; other models have none."""
     find, config = getattr(model, "get_input_embeddings", None), getattr(model, "config", None)
     try:
         embeddings = find() if callable(find) else None
-    except (NotImplementedError, AttributeError):  # as transformers have it for models of images
+    except (NotImplementedError, AttributeError):  # raised by image models of transformers
         embeddings = None
     padding = getattr(config, "pad_token_id", None)
     return TextLimits(
         getattr(embeddings, "num_embeddings", None),
         _length(model, config),
         next((table.num_embeddings for table in _tables(model, "token_type_embeddings")), None),
-        padding if isinstance(padding, int) and padding >= 0 else None,  # some have -1 for none
+        padding if isinstance(padding, int) and padding >= 0 else None,  # some models say -1 for none
         hasattr(config, "pad_token_id") and isinstance(getattr(model, "score", None), nn.Module),
     )
 
 
 def with_padding_token(model: nn.Module, padding: int | None) -> nn.Module:
-    """Return a model that pads with a token where it has none of its own: the same weights, under another config."""
+    """Return the model with a padding token, if it has none: the same weights with another config."""
     config = getattr(model, "config", None)
     if padding is None or getattr(config, "pad_token_id", padding) is not None:
         return model
-    other: Any = copy(model)  # the user's own stays as it is
+    other: Any = copy(model)  # the user's model does not change
     other.config = deepcopy(config)
     other.config.pad_token_id = padding
     found: nn.Module = other
@@ -304,7 +309,7 @@ def with_padding_token(model: nn.Module, padding: int | None) -> nn.Module:
 def _length(model: nn.Module, config: Any) -> int | None:
     most: int | None = getattr(config, "max_position_embeddings", None)
     for table in _tables(model, "position_embeddings"):
-        if table.padding_idx is not None:  # as RoBERTa's, whose positions begin after the number of its padding
+        if table.padding_idx is not None:  # RoBERTa: positions begin after the padding index
             return table.num_embeddings - table.padding_idx - 1
     return most if isinstance(most, int) else None
 
@@ -313,3 +318,70 @@ def _tables(model: nn.Module, name: str) -> Iterator[nn.Embedding]:
     for own, module in model.named_modules():
         if isinstance(module, nn.Embedding) and own.rpartition(".")[2] == name:
             yield module
+
+
+def read_text_files(name: str, folder: Path | None, base: str, max_length: int, per_token: bool) -> Source:
+    """Read the files in `folder` whose names begin with `name` and have 'train' or 'test' in them."""
+    place = folder or Path(os.environ.get("FEDHM_DATA", "data"))
+    if not base:
+        raise FedhmError(f"{TEXT}{name} is read by the tokenizer of a pretrained model: name one by model.base")
+    train, test = (_read_file(_find_file(name, place, word)) for word in ("train", "test"))
+    tokenizer = _tokenizer(base)
+    numbers = {label: number for number, label in enumerate(sorted(set(train[1])))}
+    if strange := [label for label in test[1] if label not in numbers]:
+        raise FedhmError(f"{TEXT}{name} has a sample to test on with the label {strange[0]!r}, which is not trained on")
+    parts = []
+    with TokenizingBar(len(train[0]) + len(test[0]), shown=sys.stderr.isatty()) as bar:
+        reader = TextReader(tokenizer, bar=bar)
+        for texts, labels in (train, test):
+            tokens = Tokens.of(reader.tokens(texts, max_length), f"{TEXT}{name}", tokenizer.pad_token_id or 0)
+            known: Tensor = torch.tensor([numbers[label] for label in labels])
+            parts.append(Samples(with_targets(tokens) if per_token else tokens, known))
+    return Source(parts[0], parts[1], len(numbers), (), ())
+
+
+def _find_file(name: str, place: Path, word: str) -> Path:
+    found = sorted(f for f in place.glob(f"{name}*{word}*") if f.suffix in FILE_KINDS) if place.is_dir() else []
+    if len(found) != 1:
+        several = f"are {len(found)}" if found else "is none"
+        raise FedhmError(
+            f"{TEXT}{name} needs one file {name}*{word}* in {place} that ends in {', '.join(FILE_KINDS)}, of which "
+            f"there {several}; the setting data.folder names the place"
+        )
+    return found[0]
+
+
+def _read_file(file: Path) -> tuple[list[str], list[str]]:
+    """Return texts and labels; without a column of labels, all labels are equal."""
+    try:
+        datasets: Any = import_module("datasets")
+    except ImportError as error:
+        raise FedhmError(f"reading {file} needs the package datasets ({error}): pip install 'fedhm[lora]'") from None
+    bars = datasets.utils.logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        with tempfile.TemporaryDirectory() as cache:  # the data is read whole, so the cache can go
+            read = datasets.load_dataset(FILE_KINDS[file.suffix], data_files=str(file), cache_dir=cache, split="train")
+            columns: dict[str, list[Any]] = {column: list(read[column]) for column in read.column_names}
+    except Exception as error:  # errors of arrow and pandas have no common class
+        raise FedhmError(f"cannot read {file}: {str(error.__cause__ or error).partition(chr(10))[0]}") from error
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+    text = next((columns[column] for column in TEXT_COLUMNS if column in columns), None)
+    if text is None or any(not isinstance(each, str) or not each for each in text):
+        raise FedhmError(f"{file} must have a column {' or '.join(TEXT_COLUMNS)} with a text in every row")
+    labels = next((columns[column] for column in FILE_LABEL_COLUMNS if column in columns), [""] * len(text))
+    if None in labels:
+        raise FedhmError(f"{file} has a row without a label")
+    return text, [str(label) for label in labels]
+
+
+def _tokenizer(base: str) -> Any:
+    folder = find_pretrained(base)
+    try:
+        return import_module("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except ImportError as error:
+        raise FedhmError(f"tokenizing needs the package transformers ({error}): pip install 'fedhm[lora]'") from None
+    except (OSError, ValueError) as error:
+        raise FedhmError(f"{folder} has no tokenizer that can be read: {str(error).partition(chr(10))[0]}") from None

@@ -1,6 +1,6 @@
-"""Sequences of different lengths, held one after another: token ids, attention masks, what is to be said of each token.
+"""Token sequences of different lengths, stored one after another: token ids, attention masks, targets.
 
-A batch is padded to its longest sequence, and made of sequences of nearly the same length, so that padding stays small.
+A batch is padded to its longest sequence. It is made of sequences of similar length, so that padding stays small.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ from fedhm.machine.tensors import update_digest
 from fedhm.networks.saving import split_batches
 
 IDS, MASK, TYPES, TARGETS = "input_ids", "attention_mask", "token_type_ids", "labels"
-PADDING = {MASK: 0, TYPES: 0, TARGETS: -100}  # of all else, the number that the token ids are padded with
-POOL = 16  # batches: among so many, drawn at random, sequences are sorted by length
+PADDING = {MASK: 0, TYPES: 0, TARGETS: -100}  # all other fields are padded with the padding token
+POOL = 16  # batches that are drawn at random together and then sorted by length
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """N sequences: for each name the numbers of all of them, and where each begins."""
+    """N sequences: by field the numbers of all sequences, and the start of each sequence."""
 
     fields: Mapping[str, Tensor]  # (total length,), int64; `labels` are targets, and all else goes into the network
     starts: Tensor  # (N + 1,)
@@ -29,7 +29,7 @@ class Tokens:
 
     @classmethod
     def of(cls, sequences: Mapping[str, Sequence[Sequence[int]]], whose: str, padding: int = 0) -> "Tokens":
-        """Gather sequences, by name one for each sample; without a mask, all of their tokens count."""
+        """Return the tokens of lists, by field one list a sample; without a mask, all tokens count."""
         lengths = [len(sequence) for sequence in sequences[IDS]]
         if not lengths or min(lengths) < 1:
             raise FedhmError(f"{whose} has {'a sample without any token' if lengths else 'no samples'}")
@@ -55,7 +55,7 @@ class Tokens:
 
     @property
     def shape(self) -> torch.Size:
-        """Return how many sequences there are, and the length that is typical of them: their median."""
+        """Return the number of sequences and their median length."""
         return torch.Size((len(self), int(self.lengths.median()) if len(self) else 0))
 
     @property
@@ -74,39 +74,39 @@ class Tokens:
         """Return some of the sequences."""
         lengths = self.lengths[indices]
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        # of every token of the new ones, its place among the old ones
+        # the old place of every token
         places = torch.arange(int(starts[-1])) + (self.starts[indices] - starts[:-1]).repeat_interleave(lengths)
         return Tokens({name: flat[places] for name, flat in self.fields.items()}, starts, self.padding)
 
     def padded(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return some of the sequences as tensors, filled up on the right to the longest of them."""
+        """Return some of the sequences as tensors (B, T), padded on the right to the longest."""
         lengths = self.lengths[indices]
         columns = torch.arange(int(lengths.max()))
         there = columns < lengths[:, None]
         places = torch.where(there, self.starts[indices][:, None] + columns, 0)
         return {n: flat[places].masked_fill(~there, PADDING.get(n, self.padding)) for n, flat in self.fields.items()}
 
-    def typical(self) -> Tensor:
+    def median_index(self) -> Tensor:
         """Return the index of a sequence of median length."""
         return self.lengths.argsort(stable=True)[(len(self) - 1) // 2 :][:1]
 
     def by_length(self, size: int) -> list[Tensor]:
-        """Return batches of indices of all sequences, the shortest first."""
+        """Return batches of indices, the shortest sequences first."""
         return split_batches(self.lengths.argsort(stable=True), size)
 
     def buckets(self, size: int, generator: torch.Generator) -> list[Tensor]:
-        """Return batches of indices of all sequences at random, each of nearly the same length."""
+        """Return batches of indices in random order, each of sequences of similar length."""
         order = torch.randperm(len(self), generator=generator)
         pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * size)]
         batches = split_batches(torch.cat(pools), size)
         return [batches[number] for number in torch.randperm(len(batches), generator=generator).tolist()]
 
     def largest(self, name: str) -> int:
-        """Return the largest number under a name; 0 where there is none."""
+        """Return the largest number of a field; 0 if there is none."""
         return int(self.fields[name].max()) if name in self.fields and len(self.fields[name]) else 0
 
     def check_targets(self, whose: str) -> None:
-        """Refuse sequences of which no token is to be predicted: there is nothing before the first one."""
+        """Refuse sequences without a token to predict: nothing comes before the first one."""
         if TARGETS in self.fields and len(self):
             counted = self.fields[TARGETS] != PADDING[TARGETS]
             counted[self.starts[:-1]] = False
@@ -117,7 +117,7 @@ class Tokens:
                 )
 
     def with_padding_id(self, padding: int) -> "Tokens":
-        """Return the same sequences, to be filled up with another token."""
+        """Return the same sequences with another padding token."""
         return self if padding == self.padding else Tokens(self.fields, self.starts, padding)
 
     def update_digest(self, digest: "hashlib._Hash") -> None:
@@ -126,7 +126,7 @@ class Tokens:
             update_digest(digest, tensor)
 
 
-def joined(parts: Sequence[Tokens]) -> Tokens:
+def concatenate_tokens(parts: Sequence[Tokens]) -> Tokens:
     """Return the sequences of all parts, one after another."""
     lengths = torch.cat([part.lengths for part in parts])
     fields = {name: torch.cat([part.fields[name] for part in parts]) for name in parts[0].fields}

@@ -12,7 +12,7 @@ from fedhm.config.objective import Objective
 from fedhm.config.schema import Config
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Preprocessing, Samples, concatenate
-from fedhm.data.sources import CLASS_NAMES
+from fedhm.data.sources import SOURCES
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import quoted_command
 from fedhm.models.build import build_model
@@ -111,8 +111,8 @@ def _finished(path: Path) -> Run:
 def _class_names(config: Config, federation: Federation) -> tuple[str, ...]:
     if not config.objective.has_labels or config.data is None:
         return ()
-    numbers = tuple(str(number) for number in range(federation.classes))
-    return CLASS_NAMES.get(config.data.source, numbers)
+    known = SOURCES[config.data.source].class_names if config.data.source in SOURCES else ()
+    return known or tuple(str(number) for number in range(federation.classes))
 
 
 def _calibration(clients: Sequence[Samples]) -> Tensor:

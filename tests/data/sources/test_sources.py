@@ -3,12 +3,12 @@ import struct
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fedhm.data import sources
 from fedhm.data.images import read_digits
 from fedhm.data.sources import SOURCES, read_source
 from fedhm.errors import FedhmError
@@ -68,9 +68,11 @@ def test_without_the_variable_the_folder_data_is_looked_at(tmp_path: Path, monke
 
 
 def test_fashion_mnist_is_also_looked_for_where_debian_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sources.FILES["fashion-mnist"].installed_in == (Path("/usr/share/datasets/fashion-mnist"),)
-    debian = sources.Files(sources.holds_idx_files, "", False, (tmp_path / "debian",))
-    monkeypatch.setitem(sources.FILES, "fashion-mnist", debian)
+    known = SOURCES["fashion-mnist"]
+    assert known.files is not None
+    assert known.files.installed_in == (Path("/usr/share/datasets/fashion-mnist"),)
+    debian = replace(known.files, installed_in=(tmp_path / "debian",))
+    monkeypatch.setitem(SOURCES, "fashion-mnist", replace(known, files=debian))
     monkeypatch.setenv("FEDHM_DATA", str(tmp_path / "mine"))
     write_fashion_mnist(tmp_path / "debian", label=1)
     assert read_source("fashion-mnist", None).train.labels.tolist() == [1]
