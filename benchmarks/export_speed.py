@@ -16,8 +16,8 @@ from fedhm import load_config
 from fedhm import measure as cost_of
 from fedhm.assembly import named_design
 from fedhm.data.samples import Preprocessing
-from fedhm.export.formats.onnx_format import load
-from fedhm.export.subject import Subject
+from fedhm.export.formats import FORMATS
+from fedhm.export.source import ExportSource
 from fedhm.export.write import write
 from fedhm.networks.inputs import require_tensor
 from measure import arguments, interleaved, machine, median, ratio, save_json, show
@@ -40,8 +40,8 @@ def main() -> None:
                 if parameter.ndim > 1:
                     nn.init.kaiming_normal_(parameter)
             macs[tier] = cost_of(network, shape).macs
-            file = write(Subject(network, tier, images, True, preprocessing), "onnx", Path(folder))
-            cases[tier] = partial(load(file.path, threads=1), images[:1])
+            file = write(ExportSource(network, tier, images, True, preprocessing), "onnx", Path(folder))
+            cases[tier] = partial(FORMATS["onnx"].load(file.path, threads=1), images[:1])
         times = interleaved(cases, 5 if options.quick else options.repeats, warmup=3, clock=time.process_time)
     largest = tiers[0]
     faster = {tier: ratio(times[tier], times[largest]) for tier in tiers}

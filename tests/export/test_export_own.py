@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.export import formats, write
-from fedhm.export.formats import onnx_format, torch_format
-from fedhm.export.subject import Subject
+from fedhm.export.formats import FACTS_FILE, FORMATS, open_session
+from fedhm.export.source import ExportSource
 from fedhm.lowrank.hybrid import to_hadamard, to_hybrid
 
 X, Y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
@@ -31,12 +31,12 @@ def test_onnx_is_read_back_by_its_runtime(tmp_path: Path) -> None:
     assert done.difference < 1e-5
     accuracy = float((small()(X).argmax(1) == Y).float().mean())
     assert done.metrics["accuracy"] == pytest.approx(accuracy)
-    session = onnx_format.open_session(done.path)
+    session = open_session(done.path)
     facts = session.get_modelmeta().custom_metadata_map
     assert json.loads(facts["classes"]) == ["a", "b", "ü"]
     assert [entry.shape[1] for entry in (*session.get_inputs(), *session.get_outputs())] == [6, 3]
     for count in (1, 7):
-        torch.testing.assert_close(onnx_format.load(done.path)(X[:count]), small()(X[:count]).detach())
+        torch.testing.assert_close(FORMATS["onnx"].load(done.path)(X[:count]), small()(X[:count]).detach())
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
@@ -48,10 +48,10 @@ def test_pt2_takes_raw_images_and_random_ones_are_said(tmp_path: Path) -> None:
     assert done.metrics == {}
     images = torch.randint(0, 256, (5, 2, 5, 5), dtype=torch.uint8)
     normalised = fedhm.Preprocessing((0.3, 0.5), (0.2, 0.1)).normalise(images.permute(0, 2, 3, 1).contiguous())
-    torch.testing.assert_close(torch_format.load(done.path)(images), network(normalised).detach())
-    extra = {torch_format.FACTS: ""}
+    torch.testing.assert_close(FORMATS["torch"].load(done.path)(images), network(normalised).detach())
+    extra = {FACTS_FILE: ""}
     torch.export.load(done.path, extra_files=extra)
-    assert json.loads(json.loads(extra[torch_format.FACTS])["classes"]) == ["a", "b", "c"]
+    assert json.loads(json.loads(extra[FACTS_FILE])["classes"]) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("make", [to_hybrid, partial(to_hadamard, generator=torch.Generator().manual_seed(0))])
@@ -61,14 +61,14 @@ def test_convolutions_of_signals_in_any_form(make: Callable[..., nn.Module], tmp
     network = make(nn.Sequential(*layers, nn.Flatten(), nn.Linear(12 * 8, 3)), {"0": 2, "2": 3}).eval()
     done = fedhm.export(network, (2, 20), to="torch", out=tmp_path)
     x = torch.randn(4, 2, 20)
-    torch.testing.assert_close(torch_format.load(done.path)(x), network(x).detach())
+    torch.testing.assert_close(FORMATS["torch"].load(done.path)(x), network(x).detach())
 
 
 def test_regression_has_its_own_metrics_and_no_classes(tmp_path: Path) -> None:
     network = nn.Linear(6, 1)
     done = fedhm.export(network, (6,), out=tmp_path, samples=(X, X.sum(1)), objective="regression")
     assert "r2" in done.metrics
-    assert "classes" not in onnx_format.open_session(done.path).get_modelmeta().custom_metadata_map
+    assert "classes" not in open_session(done.path).get_modelmeta().custom_metadata_map
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_eight_bits_are_measured(tmp_path: Path) -> None:
     assert done.path.name == "model.int8.onnx"
     assert 0 < done.difference < 0.2
     assert 0.8 < done.metrics["accuracy"] <= 1
-    facts = onnx_format.open_session(done.path).get_modelmeta().custom_metadata_map
+    facts = open_session(done.path).get_modelmeta().custom_metadata_map
     assert (facts["precision"], json.loads(facts["classes"])) == ("int8", ["a", "b", "c"])
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_its_runtime_cannot_run_is_not_written(monkeypatch: pytest.M
     def broken(path: Path, threads: int = 0) -> object:  # noqa: ARG001
         raise RuntimeError("error 0x10\nsomewhere")
 
-    monkeypatch.setattr(torch_format, "load", broken)
+    monkeypatch.setattr(FORMATS["torch"], "load", broken)
     with pytest.raises(fedhm.FedhmError, match="torch cannot run the model of model: error 0x10 somewhere; nothing"):
         fedhm.export(small(), (6,), to="torch", out=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -162,8 +162,8 @@ def test_a_file_that_its_runtime_reads_otherwise_is_not_written(
 
 
 def test_a_tier_that_is_a_budget_has_a_file_that_every_system_takes(tmp_path: Path) -> None:
-    done = write.write(Subject(small(), "memory:5MB,bytes:1/8", X, random=True), "torch", tmp_path)
+    done = write.write(ExportSource(small(), "memory:5MB,bytes:1/8", X, random=True), "torch", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [done.path.name] == ["memory-5MB,bytes-1-8.pt2"]
-    extra = {torch_format.FACTS: ""}
+    extra = {FACTS_FILE: ""}
     torch.export.load(done.path, extra_files=extra)
-    assert json.loads(extra[torch_format.FACTS])["tier"] == "memory:5MB,bytes:1/8"
+    assert json.loads(extra[FACTS_FILE])["tier"] == "memory:5MB,bytes:1/8"

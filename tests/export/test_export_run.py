@@ -17,7 +17,7 @@ import fedhm
 import forked
 from fedhm.cli import main
 from fedhm.data.images import read_digits
-from fedhm.export.formats import onnx_format
+from fedhm.export.formats import FORMATS, open_session
 from fedhm.runs.records import read_records
 
 TINY = ["train.rounds=1", "train.epochs=1", "model.width=0.25", "federation.clients=4"]
@@ -43,9 +43,9 @@ def test_raw_images_go_in_and_the_runs_scores_come_out(finished: Path, exported:
     source = read_digits()
     images = source.test.inputs[:50]
     normalised = fedhm.Preprocessing(source.mean, source.std).normalise(images.permute(0, 2, 3, 1).contiguous())
-    found = onnx_format.load(exported / "1-8.onnx")(images)
+    found = FORMATS["onnx"].load(exported / "1-8.onnx")(images)
     torch.testing.assert_close(found, network(normalised).detach(), rtol=1e-4, atol=1e-5)
-    facts = onnx_format.open_session(exported / "1-8.onnx").get_modelmeta().custom_metadata_map
+    facts = open_session(exported / "1-8.onnx").get_modelmeta().custom_metadata_map
     assert json.loads(facts["classes"]) == [str(number) for number in range(10)]
     assert facts["training"] == "fedhm, 1 rounds, seed 0"
     (record,) = read_records(finished / "records.jsonl")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fedhm
 from fedhm.export.program import as_program, fold_batchnorm
-from fedhm.export.subject import Subject
+from fedhm.export.source import ExportSource
 from fedhm.lowrank.hybrid import to_hadamard
 
 
@@ -81,7 +81,7 @@ def test_folding_is_exact(make: Callable[[], nn.Module], shape: tuple[int, ...],
 
 
 def test_the_second_factor_takes_the_normalisation_and_the_bias() -> None:
-    program = as_program(Subject(with_statistics(factorized()), "1/8", torch.randn(2, 3, 8, 8), random=True))
+    program = as_program(ExportSource(with_statistics(factorized()), "1/8", torch.randn(2, 3, 8, 8), random=True))
     convolutions = [node for node in program.graph.nodes if node.target is torch.ops.aten.conv2d.default]
     assert [len(node.args) > 2 and node.args[2] is not None for node in convolutions] == [False, True]
 
@@ -90,6 +90,6 @@ def test_hadamard_weights_are_composed_once() -> None:
     dense = nn.Sequential(nn.Conv2d(4, 8, 3, 2, 1), nn.Flatten(), nn.Linear(8 * 9, 6))
     network = to_hadamard(dense, {"0": 2, "2": 2}, torch.Generator().manual_seed(0)).eval()
     x = torch.randn(3, 4, 6, 6)
-    program = as_program(Subject(network, "1/8", x, random=True))
+    program = as_program(ExportSource(network, "1/8", x, random=True))
     assert not [node for node in program.graph.nodes if node.target in (torch.ops.aten.mul.Tensor,)]
     torch.testing.assert_close(program.module()(x), network(x).detach())

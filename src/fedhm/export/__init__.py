@@ -1,1 +1,1 @@
-"""Models that ship: a tier's network as a file that a device's runtime reads, checked by that runtime."""
+"""Export of trained models: a tier's network as a file for a device, checked with the runtime of that device."""

@@ -1,4 +1,4 @@
-"""`fedhm.export`: the tier of a run, or a network of your own, as a file for a device."""
+"""`fedhm.export`: a tier of a run, or your own network, as a file for a device."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ from fedhm.config.registry import make
 from fedhm.data.convert import to_samples
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
-from fedhm.export.subject import COMPARED, Subject, sources_from_run
+from fedhm.export.source import COMPARED, ExportSource, sources_from_run
 from fedhm.export.write import Exported, write
 from fedhm.networks.inputs import require_tensor
 
-MADE_UP = 8  # random inputs
+RANDOM_INPUTS = 8
 
 
 def export(
@@ -34,7 +34,7 @@ def export(
     classes: Sequence[str] = (),
     objective: Objective | str = "classification",
 ) -> Exported:
-    """Write a network for a device's runtime, and return what that runtime makes of it.
+    """Write a network for a device's runtime, check the file with that runtime, and return the results.
 
     model         the folder of a finished run, with `tier`; or a network, with `sample_shape` such as (3, 32, 32)
     to            "onnx", "torch" (a .pt2 file) or "executorch" (a .pte file)
@@ -47,17 +47,17 @@ def export(
     if isinstance(model, nn.Module):
         if tier is not None:
             raise FedhmError("tier= is for the folder of a run; a network is exported as it is")
-        subject = _own(model, sample_shape, samples, mean, std, classes, objective)
-        return write(subject, to, Path(out or "export"), int8=int8)
+        source = _source_from_network(model, sample_shape, samples, mean, std, classes, objective)
+        return write(source, to, Path(out or "export"), int8=int8)
     if sample_shape is not None or samples is not None or mean or std:
         raise FedhmError("sample_shape, samples, mean and std are for a network: a run's folder says them")
     if tier is None:
         raise FedhmError("name the tier of the run that is to be exported, such as tier='1/8'")
-    (subject,) = sources_from_run(Path(model), [tier], classes)
-    return write(subject, to, Path(out or Path(model) / "export"), int8=int8)
+    (source,) = sources_from_run(Path(model), [tier], classes)
+    return write(source, to, Path(out or Path(model) / "export"), int8=int8)
 
 
-def _own(
+def _source_from_network(
     model: nn.Module,
     shape: Sequence[int] | None,
     given: Any,
@@ -65,7 +65,7 @@ def _own(
     std: Sequence[float],
     classes: Sequence[str],
     objective: Objective | str,
-) -> Subject:
+) -> ExportSource:
     if shape is None:
         raise FedhmError("say the shape of one input, without the batch axis: sample_shape=(3, 32, 32)")
     if len(mean) != len(std) or (mean and len(mean) != shape[0]):
@@ -80,23 +80,23 @@ def _own(
     if (inputs.dtype == torch.uint8) != bool(mean):
         raise FedhmError("uint8 images need mean and std, by which the network was trained, and other inputs have none")
     preprocessing = Preprocessing(tuple(mean), tuple(std)) if mean else None
-    subject = Subject(
+    source = ExportSource(
         model, "model", inputs[:COMPARED], test is None, preprocessing, tuple(classes), learned, test,
         None if test is None else inputs[:COMPARED],
     )  # fmt: skip
     try:
-        outputs = subject.outputs(subject.inputs[:1])
+        outputs = source.outputs(source.inputs[:1])
     except Exception as error:  # whatever a foreign model raises
         raise FedhmError(f"the model does not accept one input of shape {tuple(shape)}: {error}") from error
     if not isinstance(outputs, Tensor):
         raise FedhmError(f"the model must give a tensor, not a {type(outputs).__name__}")
     if classes and outputs.shape[-1] != len(classes):
         raise FedhmError(f"the model has {outputs.shape[-1]} outputs, but there are {len(classes)} names for them")
-    return subject
+    return source
 
 
 def _random(model: nn.Module, shape: Sequence[int], *, images: bool) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     if images:
-        return torch.randint(0, 256, (MADE_UP, *shape), dtype=torch.uint8, generator=generator)
-    return torch.randn(MADE_UP, *shape, dtype=dtype_of(model), generator=generator)
+        return torch.randint(0, 256, (RANDOM_INPUTS, *shape), dtype=torch.uint8, generator=generator)
+    return torch.randn(RANDOM_INPUTS, *shape, dtype=dtype_of(model), generator=generator)

@@ -1,4 +1,4 @@
-"""How fast exported files are, and how much memory they take, measured here with their runtimes."""
+"""Cards of exported files: size, accuracy, latency and memory, measured here with the runtimes of the files."""
 
 import json
 import platform
@@ -18,7 +18,7 @@ from torch import Tensor
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.export.formats import find_format
-from fedhm.export.subject import Subject
+from fedhm.export.source import ExportSource
 from fedhm.export.write import Exported
 from fedhm.machine.files import file_name, write_atomically
 from fedhm.measure.cost import Cost, measure
@@ -27,38 +27,38 @@ from fedhm.report.plot import COLOURS, Line, Plot, Symbol, save_png
 from fedhm.report.sheets import Sheet, markdown_table
 
 SYMBOLS: tuple[Symbol, ...] = ("circle", "square", "diamond", "x", "circle-open")
-SECONDS = 1.0  # for each file
-FEWEST, MOST = 15, 200  # times that each is run
-WARM = 3
+SECONDS = 1.0  # of measuring for each file
+MIN_CALLS, MAX_CALLS = 15, 200  # of each file
+WARM_UP = 3  # calls that do not count
 
 
 @dataclass(frozen=True)
-class Timed:
-    seconds: float  # the median, of one sample on one thread
-    memory: int | None  # the most bytes that loading and running it adds to the runtime's own; None: unknown here
+class Speed:
+    seconds: float  # median for one sample on one thread
+    memory: int | None  # peak bytes that loading and running add to the runtime's own; None: unknown on this system
 
 
-def timed(files: Sequence[Exported], sample: Tensor) -> list[Timed]:
-    """Measure files in turn, so that whatever else the machine does hits all of them alike.
+def measure_speed(files: Sequence[Exported], sample: Tensor) -> list[Speed]:
+    """Measure the files in turn, so that other load on the machine affects all of them alike.
 
-    Time is the processor's: on one thread that is what a call takes where nobody else wants the processor.
+    Time is processor time. On one thread, a call takes as long if nothing else wants the processor.
     """
     loaded = [find_format(file.format).load(file.path, threads=1) for file in files]
     spent: list[list[float]] = [[] for _ in files]
     began = time.perf_counter()
-    while len(spent[0]) < FEWEST + WARM or (
-        time.perf_counter() - began < SECONDS * len(files) and len(spent[0]) < MOST
+    while len(spent[0]) < MIN_CALLS + WARM_UP or (
+        time.perf_counter() - began < SECONDS * len(files) and len(spent[0]) < MAX_CALLS
     ):
         for outputs, seconds in zip(loaded, spent, strict=True):
             start = time.process_time()
             outputs(sample)
             seconds.append(time.process_time() - start)
-    medians = [statistics.median(seconds[WARM:]) for seconds in spent]
-    return [Timed(median, peak_memory(file, sample)) for median, file in zip(medians, files, strict=True)]
+    medians = [statistics.median(seconds[WARM_UP:]) for seconds in spent]
+    return [Speed(median, peak_memory(file, sample)) for median, file in zip(medians, files, strict=True)]
 
 
 def peak_memory(file: Exported, sample: Tensor) -> int | None:
-    """Return what a process of its own needs more, at most, when it loads and runs the file."""
+    """Return the peak of the memory that loading and running the file adds, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder) / "sample.safetensors"
         save_file({"sample": sample.contiguous()}, inputs)
@@ -66,23 +66,21 @@ def peak_memory(file: Exported, sample: Tensor) -> int | None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:]
-        raise FedhmError(f"a process that was to run {file.path} failed: {' '.join(said)}")
+        raise FedhmError(f"the process that measures {file.path} failed: {' '.join(said)}")
     peak: int | None = json.loads(done.stdout.splitlines()[-1])
     return peak
 
 
-# A card for each tier: what its files weigh, how good and how fast they are, and where they come from.
-
-HEADINGS = ("tier", "file", "size", "parameters", "MACs/sample")
-MEASURED = ("latency", "memory")
+FIRST_COLUMNS = ("tier", "file", "size", "parameters", "MACs/sample")
+LAST_COLUMNS = ("latency", "memory")
 
 
 @dataclass(frozen=True)
 class Row:
-    subject: Subject
+    source: ExportSource
     file: Exported
     cost: Cost
-    found: Timed
+    speed: Speed
 
     @property
     def size(self) -> int:
@@ -95,44 +93,44 @@ class Row:
     def cells(self, metric: Metric) -> list[str]:
         value = self.file.metrics.get(metric.name)
         return [
-            self.subject.name,
+            self.source.name,
             self.kind,
             format_bytes(self.size),
             f"{self.cost.parameters:,}",
             format_macs(self.cost.macs),
             "–" if value is None else metric.shown(value),
-            f"{1e3 * self.found.seconds:.3f} ms",
-            format_bytes(self.found.memory),
+            f"{1e3 * self.speed.seconds:.3f} ms",
+            format_bytes(self.speed.memory),
         ]
 
 
 def write_cards(
-    subjects: Sequence[Subject], exported: Mapping[str, Sequence[Exported]], out: Path
+    sources: Sequence[ExportSource], exported: Mapping[str, Sequence[Exported]], out: Path
 ) -> tuple[Sheet, list[Path]]:
-    """Measure all files, in turn; write a card for each tier, and the table and one plot for all of them."""
-    objective = subjects[0].objective
+    """Measure all files in turn. Write a card for each tier, and a table and a plot of all files."""
+    objective = sources[0].objective
     if objective is None:
         raise FedhmError("a card is for the tiers of a run")
-    pairs = [(subject, file) for subject in subjects for file in exported[subject.name]]
-    found = timed([file for _, file in pairs], subjects[0].inputs[:1])
-    costs = {subject.name: _cost(subject) for subject in subjects}
-    rows = [Row(subject, file, costs[subject.name], each) for (subject, file), each in zip(pairs, found, strict=True)]
+    pairs = [(source, file) for source in sources for file in exported[source.name]]
+    speeds = measure_speed([file for _, file in pairs], sources[0].inputs[:1])
+    costs = {source.name: _cost(source) for source in sources}
+    rows = [Row(source, file, costs[source.name], each) for (source, file), each in zip(pairs, speeds, strict=True)]
     written: list[Path] = []
-    for subject in subjects:
-        own = [row for row in rows if row.subject is subject]
-        path = out / f"card-{file_name(subject.name)}.md"
-        write_atomically(path, _card(subject, own, objective.headline))
+    for source in sources:
+        own = [row for row in rows if row.source is source]
+        path = out / f"card-{file_name(source.name)}.md"
+        write_atomically(path, _card(source, own, objective.headline))
         written.append(path)
-    table, of_all = out / "cards.md", sheet(rows, objective.headline)
-    write_atomically(table, markdown_table(of_all))
+    table, all_files = out / "cards.md", card_sheet(rows, objective.headline)
+    write_atomically(table, markdown_table(all_files))
     plots = card_plots(rows, objective.headline)
-    return of_all, [*written, table, save_png(plots, out / "cards.png", side_by_side=True)]
+    return all_files, [*written, table, save_png(plots, out / "cards.png", side_by_side=True)]
 
 
 def card_plots(rows: Sequence[Row], metric: Metric) -> list[Plot]:
     """Return the metric by latency and by size on disk: a symbol for each kind of file, with the tier beside it."""
     axes: dict[str, tuple[str, Callable[[Row], float]]] = {
-        "latency": ("latency of one sample, one thread (ms)", lambda row: 1e3 * row.found.seconds),
+        "latency": ("latency of one sample, one thread (ms)", lambda row: 1e3 * row.speed.seconds),
         "size": ("size on disk (kB)", lambda row: row.size / 1e3),
     }
     kinds = list(dict.fromkeys(row.kind for row in rows))
@@ -142,7 +140,7 @@ def card_plots(rows: Sequence[Row], metric: Metric) -> list[Plot]:
         for kind, colour, symbol in zip(kinds, COLOURS, cycle(SYMBOLS), strict=False):
             own = [row for row in rows if row.kind == kind and metric.name in row.file.metrics]
             values = [metric.scaled(row.file.metrics[metric.name]) for row in own]
-            tiers = [row.subject.name for row in own]
+            tiers = [row.source.name for row in own]
             x = [position(row) for row in own]
             lines.append(Line(kind, x, values, colour, kind="points", texts=tiers, symbol=symbol))
         summary = f"{metric.axis('test')} of each exported file by its {by}."
@@ -150,32 +148,32 @@ def card_plots(rows: Sequence[Row], metric: Metric) -> list[Plot]:
     return plots
 
 
-def sheet(rows: Sequence[Row], metric: Metric) -> Sheet:
+def card_sheet(rows: Sequence[Row], metric: Metric) -> Sheet:
     """Return a table with a row for each file."""
-    by_tier = {row.subject.name: [r.cells(metric) for r in rows if r.subject is row.subject] for row in rows}
+    by_tier = {row.source.name: [r.cells(metric) for r in rows if r.source is row.source] for row in rows}
     note = (
         "Latency is the median of one sample on one thread, in processor time, files in turn; memory the most that "
         f"loading and running a file adds to its runtime; both on {_machine()}."
     )
-    return Sheet([*HEADINGS, metric.name, *MEASURED], list(by_tier.values()), left=2, note=note)
+    return Sheet([*FIRST_COLUMNS, metric.name, *LAST_COLUMNS], list(by_tier.values()), left=2, note=note)
 
 
-def _card(subject: Subject, rows: Sequence[Row], metric: Metric) -> str:
-    shape = "×".join(str(size) for size in subject.inputs.shape[1:])
-    takes = f"raw images, uint8 (N, C, H, W) of {shape}" if subject.preprocessing else f"(N, {shape}) numbers"
-    lines = [f"# Tier {subject.name}", "", f"- takes: {takes}"]
-    if subject.classes:
-        lines.append(f"- gives: a score for each of {len(subject.classes)} classes: {', '.join(subject.classes)}")
-    lines += [f"- {name}: {value}" for name, value in subject.origin.items()]
+def _card(source: ExportSource, rows: Sequence[Row], metric: Metric) -> str:
+    shape = "×".join(str(size) for size in source.inputs.shape[1:])
+    takes = f"raw images, uint8 (N, C, H, W) of {shape}" if source.preprocessing else f"(N, {shape}) numbers"
+    lines = [f"# Tier {source.name}", "", f"- takes: {takes}"]
+    if source.classes:
+        lines.append(f"- gives: a score for each of {len(source.classes)} classes: {', '.join(source.classes)}")
+    lines += [f"- {name}: {value}" for name, value in source.origin.items()]
     for row in rows:
-        samples = "random inputs" if row.file.random else f"{len(subject.inputs)} samples"
+        samples = "random inputs" if row.file.random else f"{len(source.inputs)} samples"
         lines.append(f"- {row.file.path.name}: within {row.file.difference:.1e} of the network's outputs on {samples}")
-    return "\n".join([*lines, "", markdown_table(sheet(rows, metric))])
+    return "\n".join([*lines, "", markdown_table(card_sheet(rows, metric))])
 
 
-def _cost(subject: Subject) -> Cost:
-    dtype = None if subject.preprocessing is not None else subject.inputs.dtype
-    return measure(subject.network, tuple(subject.inputs.shape[1:]), dtype)
+def _cost(source: ExportSource) -> Cost:
+    dtype = None if source.preprocessing is not None else source.inputs.dtype
+    return measure(source.network, tuple(source.inputs.shape[1:]), dtype)
 
 
 def _machine() -> str:

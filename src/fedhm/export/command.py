@@ -1,4 +1,4 @@
-"""`fedhm export`: the tiers of a finished run as files, and what each is worth."""
+"""`fedhm export`: the tiers of a finished run as files, and cards with their accuracy, speed and memory."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from rich.console import Console
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.export.formats import find_format
-from fedhm.export.subject import sources_from_run
+from fedhm.export.source import sources_from_run
 from fedhm.export.write import Exported, write
 from fedhm.machine.files import check_folder
 from fedhm.report.format import format_bytes
@@ -26,17 +26,17 @@ def export(options: argparse.Namespace, console: Console) -> None:
     if options.out:
         check_folder(out)
     exported: dict[str, list[Exported]] = {}
-    subjects = sources_from_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
-    for subject in subjects:
+    sources = sources_from_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
+    for source in sources:
         for to, int8 in wanted:
-            done = write(subject, to, out, int8=int8)
-            exported.setdefault(subject.name, []).append(done)
-            assert subject.objective is not None
-            console.print(sentence(done, subject.objective.headline), highlight=False, markup=False, soft_wrap=True)
+            done = write(source, to, out, int8=int8)
+            exported.setdefault(source.name, []).append(done)
+            assert source.objective is not None
+            console.print(sentence(done, source.objective.headline), highlight=False, markup=False, soft_wrap=True)
     if options.card:
         from fedhm.export.cards import write_cards
 
-        table, written = write_cards(subjects, exported, out)
+        table, written = write_cards(sources, exported, out)
         for part in table.split(console.width):
             console.print(rich_table(part))
         console.print(table.note, highlight=False, markup=False)
@@ -45,7 +45,7 @@ def export(options: argparse.Namespace, console: Console) -> None:
 
 
 def sentence(done: Exported, metric: Metric) -> str:
-    """Return what a user is told of a file."""
+    """Return the line that is printed for a file."""
     size = format_bytes(done.path.stat().st_size)
     known = f", {metric.name} {metric.shown(done.metrics[metric.name])}" if metric.name in done.metrics else ""
     on = "random inputs" if done.random else "the run's samples"

@@ -1,4 +1,4 @@
-"""A process that loads and runs one exported file, and prints how much more memory it held at most than before.
+"""A process that loads and runs one exported file, and prints the peak of the memory that this added, in bytes.
 
 python -m fedhm.export.peak FORMAT FILE SAMPLE.safetensors
 """
@@ -14,22 +14,22 @@ from safetensors.torch import load_file
 from fedhm.export.formats import find_format
 
 STATUS = Path("/proc/self/status")
-TIMES = 5
+CALLS = 5
 
 
 def main() -> None:
     to, path, inputs = sys.argv[1:]
     sample, made = load_file(inputs)["sample"], find_format(to)
-    for module in made.MODULES[-1:]:
+    for module in made.modules[-1:]:
         __import__(module)
     gc.collect()
     if not STATUS.exists():
         print(json.dumps(None))
         return
-    Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far, which was that of the imports
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, which was that of the imports
     before = _bytes("VmRSS")
     outputs = made.load(Path(path), threads=1)
-    for _ in range(TIMES):
+    for _ in range(CALLS):
         outputs(sample)
     print(json.dumps(max(0, _bytes("VmHWM") - before)))
 

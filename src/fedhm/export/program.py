@@ -1,4 +1,4 @@
-"""From a network to the program that is written: raw inputs, folded BatchNorm, any number of samples at once."""
+"""From a network to the program that is written: it takes raw inputs and any number of samples, BatchNorm is folded."""
 
 import operator
 from typing import Any
@@ -10,38 +10,40 @@ from torch.fx import GraphModule, Node
 from torch.nn.utils.fusion import fuse_conv_bn_weights, fuse_linear_bn_weights
 
 from fedhm.errors import FedhmError
-from fedhm.export.subject import RawImages, Subject
+from fedhm.export.source import ExportSource, RawImages
 from fedhm.lowrank.hadamard import Hadamard, HadamardConv1d, HadamardConvolution, HadamardTransposed
 from fedhm.machine.printable import printable
 from fedhm.networks.structure import copy_network
 
 
-def as_program(subject: Subject, most: int | None = None) -> ExportedProgram:
-    """Return the subject's network as a graph of operations; `most` samples at once, or any number of them."""
-    network = _composed(copy_network(subject.network))
-    if subject.preprocessing is not None:
-        network = RawImages(network, subject.preprocessing)
+def as_program(source: ExportSource, max_batch: int | None = None) -> ExportedProgram:
+    """Return the network as a graph of operations, for any number of samples or for at most `max_batch` at once."""
+    network = _without_hadamard(copy_network(source.network))
+    if source.preprocessing is not None:
+        network = RawImages(network, source.preprocessing)
     network.eval().requires_grad_(False)
-    sample = subject.inputs[:1].repeat(2, *(1,) * (subject.inputs.ndim - 1))  # of a single one, torch would fix the 1
+    sample = source.inputs[:1].repeat(
+        2, *(1,) * (source.inputs.ndim - 1)
+    )  # with one sample, torch would fix the batch size to 1
     try:
-        whole = torch.export.export(network, (sample,), dynamic_shapes=(_batch(most),))
+        whole = torch.export.export(network, (sample,), dynamic_shapes=(_batch(max_batch),))
         graph = whole.module(check_guards=False)
         fold_batchnorm(graph)
-        return torch.export.export(graph, (sample,), dynamic_shapes=(_batch(most),))
+        return torch.export.export(graph, (sample,), dynamic_shapes=(_batch(max_batch),))
     except Exception as error:  # whatever torch, or a foreign model, raises
         reason = printable(str(error).strip().partition("\n")[0]) or type(error).__name__
         raise FedhmError(
-            f"the model of {subject.name} cannot be exported, since torch.export cannot follow its forward, for any "
+            f"the model of {source.name} cannot be exported, since torch.export cannot follow its forward, for any "
             f"number of samples and without decisions by their values: {reason}"
         ) from error
 
 
-def _batch(most: int | None) -> Any:
-    return {0: Dim.DYNAMIC if most is None else Dim("batch", min=1, max=most)}
+def _batch(max_batch: int | None) -> Any:
+    return {0: Dim.DYNAMIC if max_batch is None else Dim("batch", min=1, max=max_batch)}
 
 
-def _composed(network: nn.Module) -> nn.Module:
-    """Return the network with the weights that Hadamard factors stand for: these would be multiplied at each call."""
+def _without_hadamard(network: nn.Module) -> nn.Module:
+    """Replace Hadamard factors by the weights that they compose. Otherwise each call would multiply them again."""
     for parent in list(network.modules()):
         for name, layer in parent.named_children():
             if isinstance(layer, Hadamard):
@@ -63,10 +65,10 @@ def _dense(layer: Hadamard) -> nn.Module:
     return dense
 
 
-# BatchNorm folded into the layer before it, where that is exact: y = γ (W x + b − μ) / σ + β is one layer.
+# BatchNorm is folded into the layer before it: y = γ (W x + b − μ) / σ + β is one layer, and exactly the same.
 #
-# It is looked for in the graph of operations, so it does not matter how a model calls its layers, and a factorized
-# convolution is two convolutions, of which the second one takes the normalisation.
+# The search runs on the graph of operations, so it does not matter how a model calls its layers. A factorized
+# convolution is two convolutions, and the normalisation goes into the second.
 
 aten = torch.ops.aten
 CONVOLUTIONS = {getattr(aten, f"conv{n}d").default for n in (1, 2, 3)} | {
@@ -77,7 +79,7 @@ TRAINING = 5
 
 
 def fold_batchnorm(graph: GraphModule) -> int:
-    """Fold what can be folded, in place, and return how many layers that were."""
+    """Fold every BatchNorm that can be folded, in place, and return their number."""
     folded = 0
     for normalisation in list(graph.graph.nodes):
         if normalisation.target is aten.batch_norm.default and _is_foldable(normalisation):
@@ -92,7 +94,7 @@ def fold_batchnorm(graph: GraphModule) -> int:
 def _is_foldable(normalisation: Node) -> bool:
     layer, *tensors = normalisation.args[:5]
     if normalisation.args[TRAINING] or not isinstance(layer, Node) or len(layer.users) != 1:
-        return False  # its output is also used as it is
+        return False  # another operation uses the layer's output without normalisation
     if tensors[2] is None or any(tensor is not None and not _is_constant(tensor) for tensor in tensors):
         return False
     if layer.target not in CONVOLUTIONS and not (layer.target is aten.linear.default and _is_matrix(layer)):
@@ -105,7 +107,7 @@ def _is_constant(argument: Any) -> bool:
 
 
 def _is_matrix(layer: Node) -> bool:
-    """Tell whether a Linear layer's outputs are (N, C): of more axes, the second one is normalised, not the last."""
+    """Tell whether outputs are (N, C). With more axes, BatchNorm normalises the second, a Linear layer the last."""
     return len(layer.meta["val"].shape) == 2
 
 

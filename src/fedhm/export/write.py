@@ -1,4 +1,4 @@
-"""A file that counts once its own runtime gives what the network gives: written beside, checked, then renamed."""
+"""Writing an exported file: it is written in a temporary folder, checked with its runtime, then moved into place."""
 
 import json
 import os
@@ -11,93 +11,97 @@ from pathlib import Path
 import torch
 
 from fedhm.errors import FedhmError
-from fedhm.export.formats import Format, Outputs, find_format
-from fedhm.export.formats.onnx_format import quantize
+from fedhm.export.formats import Format, Outputs, find_format, quantize_onnx
 from fedhm.export.program import as_program
-from fedhm.export.subject import Subject
+from fedhm.export.source import ExportSource
 from fedhm.machine.files import file_name, make_folder
 from fedhm.machine.printable import printable
 from fedhm.networks.inputs import require_tensor
 
-TOLERANCE = 1e-4  # of the largest output: sums in another order differ by less, anything wrong by more
+TOLERANCE = 1e-4  # of the largest output: sums in another order differ by less, errors by more
 BATCH = 128
-UNFINISHED = f".writing-{os.getpid()}-"  # how folders begin in which this process writes
+UNFINISHED = f".writing-{os.getpid()}-"  # begins the names of this process's temporary folders
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file that has been written, and what was found when its runtime read it."""
+    """A file that has been written, and the results of checking it with its runtime."""
 
     path: Path
     format: str
     int8: bool
-    difference: float  # from the network's outputs, as a share of the largest of these
-    random: bool  # it was compared on random inputs, for want of others
-    metrics: dict[str, float]  # on the test samples, by the runtime; empty: there are none
+    difference: float  # from the network's outputs, relative to the largest of them
+    random: bool  # it was compared on random inputs, because there were no samples
+    metrics: dict[str, float]  # on the test samples, with the runtime; empty if there are none
 
 
-def write(subject: Subject, to: str, folder: Path, *, int8: bool = False) -> Exported:
-    """Write a subject in a format into a folder; what its runtime reads differently is not written."""
-    made = find_format(to)
+def write(source: ExportSource, to: str, folder: Path, *, int8: bool = False) -> Exported:
+    """Write a network in a format into a folder. A file that its runtime reads differently is refused."""
+    target = find_format(to)
     if int8 and to != "onnx":
         raise FedhmError(f"--int8 is for onnx: {to} has tools of its own for that")
-    if int8 and subject.calibration is None:
+    if int8 and source.calibration is None:
         raise FedhmError("8 bits need samples to find the ranges of the activations by: give some with samples=")
-    program = as_program(subject, made.MOST)
+    program = as_program(source, target.max_batch)
     make_folder(folder)
-    name = f"{file_name(subject.name)}{'.int8' if int8 else ''}{made.SUFFIX}"
+    name = f"{file_name(source.name)}{'.int8' if int8 else ''}{target.suffix}"
     with tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as beside:
         written = Path(beside) / name
         try:
-            made.write(program, written, _facts(subject, int8))
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # an operation that it has not
+            target.write(program, written, _facts(source, int8))
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            NotImplementedError,
+        ) as error:  # an operation that the format lacks
             reason = str(error).strip().partition("\n")[0]
-            raise FedhmError(f"the model of {subject.name} cannot be written as {to}: {reason}") from error
+            raise FedhmError(f"the model of {source.name} cannot be written as {to}: {reason}") from error
         try:
-            difference = _difference(subject, made, written)
+            difference = _difference(source, target, written)
         except Exception as error:  # whatever a runtime raises
             reason = printable(str(error)) or type(error).__name__
             raise FedhmError(
-                f"{made.RUNTIME} cannot run the model of {subject.name}: {reason}; nothing was written"
+                f"{target.runtime} cannot run the model of {source.name}: {reason}; nothing was written"
             ) from error
         if not difference <= TOLERANCE:
             raise FedhmError(
-                f"{made.RUNTIME} gives other outputs than the network of {subject.name}, by {difference:.2g} of the "
+                f"{target.runtime} gives other outputs than the network of {source.name}, by {difference:.2g} of the "
                 "largest: nothing was written"
             )
         if int8:
-            assert subject.calibration is not None
+            assert source.calibration is not None
             plain = written.rename(written.with_suffix(".plain"))
-            quantize(plain, written, subject.calibration)
+            quantize_onnx(plain, written, source.calibration)
             plain.unlink()
-            difference = _difference(subject, made, written)
-        metrics = measured(subject, made.load(written), made.MOST)
+            difference = _difference(source, target, written)
+        metrics = _measure(source, target.load(written), target.max_batch)
         for file in Path(beside).iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
             file.replace(folder / file.name)
-    return Exported(folder / name, to, int8, difference, subject.random, metrics)
+    return Exported(folder / name, to, int8, difference, source.random, metrics)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what this process was about to write, for one that is ended at once."""
+    """Remove the temporary folders of this process, which is about to end."""
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _facts(subject: Subject, int8: bool) -> dict[str, str]:
-    raw = "uint8 images (N, C, H, W)" if subject.preprocessing is not None else f"{subject.inputs.dtype}"
-    facts = {"fedhm": version("fedhm"), "tier": subject.name, "inputs": raw, "precision": "int8" if int8 else "fp32"}
-    if subject.classes:
-        facts["classes"] = json.dumps(subject.classes, ensure_ascii=False)
-    return facts | dict(subject.origin)
+def _facts(source: ExportSource, int8: bool) -> dict[str, str]:
+    raw = "uint8 images (N, C, H, W)" if source.preprocessing is not None else f"{source.inputs.dtype}"
+    facts = {"fedhm": version("fedhm"), "tier": source.name, "inputs": raw, "precision": "int8" if int8 else "fp32"}
+    if source.classes:
+        facts["classes"] = json.dumps(source.classes, ensure_ascii=False)
+    return facts | dict(source.origin)
 
 
-def _difference(subject: Subject, made: Format, path: Path) -> float:
-    outputs = made.load(path)
+def _difference(source: ExportSource, target: Format, path: Path) -> float:
+    outputs = target.load(path)
     largest = apart = 0.0
-    for part in (subject.inputs[:1], *subject.inputs.split(made.MOST or BATCH)):  # one, and many at once
-        expected = subject.outputs(part)
+    for part in (source.inputs[:1], *source.inputs.split(target.max_batch or BATCH)):  # one, and many at once
+        expected = source.outputs(part)
         found = outputs(part)
         if found.shape != expected.shape or not torch.isfinite(found).all():
             return float("inf")
@@ -106,13 +110,13 @@ def _difference(subject: Subject, made: Format, path: Path) -> float:
     return apart / (largest or 1.0)
 
 
-def measured(subject: Subject, outputs: Outputs, most: int | None) -> dict[str, float]:
-    """Return the metrics on the subject's test samples by what a runtime gives for them."""
-    if subject.test is None or subject.objective is None:
+def _measure(source: ExportSource, outputs: Outputs, max_batch: int | None) -> dict[str, float]:
+    """Return the metrics on the test samples, from the outputs of a runtime."""
+    if source.test is None or source.objective is None:
         return {}
     sums: dict[str, torch.Tensor] = {}
-    for indices in torch.arange(len(subject.test)).split(most or BATCH):
-        found = outputs(require_tensor(subject.test.inputs, "export")[indices])
-        for name, value in subject.objective.sums(found, subject.test.labels[indices]).items():
+    for indices in torch.arange(len(source.test)).split(max_batch or BATCH):
+        found = outputs(require_tensor(source.test.inputs, "export")[indices])
+        for name, value in source.objective.sums(found, source.test.labels[indices]).items():
             sums[name] = sums.get(name, torch.zeros(())) + value.double()
-    return dict(subject.objective.results(sums, len(subject.test)))
+    return dict(source.objective.results(sums, len(source.test)))

@@ -1,7 +1,7 @@
-"""Trackers: TensorBoard, MLflow and Weights & Biases are told how a run goes, each by its own client.
+"""Trackers that log a run to TensorBoard, MLflow or Weights & Biases.
 
-`fedhm.run(..., watchers=[fedhm.tracking.TensorBoard("boards")])`, or the section `[tracking]` of a config. A watcher
-of your own (`fedhm.Watcher`) may be anything else.
+Use `fedhm.run(..., watchers=[fedhm.tracking.TensorBoard("boards")])`, or the section `[tracking]` of a config. For
+another tool, subclass `Tracker`; for anything else, write your own `fedhm.Watcher`.
 """
 
 from fedhm.tracking.trackers import MLflow, TensorBoard, Tracker, Wandb

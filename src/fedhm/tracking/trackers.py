@@ -1,4 +1,8 @@
-"""What trackers are told of a record: names and numbers."""
+"""All trackers: the base class `Tracker`, and TensorBoard, MLflow and Weights & Biases, each with its own client.
+
+A resumed run continues in the same tracked run, and no failure of a tracker costs a round. For this, `tracking.json` in
+the run's folder names the tracked run and the number of rounds that it has.
+"""
 
 import json
 import os
@@ -26,11 +30,16 @@ from fedhm.runs.models import save_tier, tier_file
 from fedhm.server.callbacks import About
 from fedhm.server.record import Record
 
-_ODD = re.compile(r"[^\w\-. /]")  # what some tracker refuses in names
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from torch.utils.tensorboard import SummaryWriter
+
+_REFUSED = re.compile(r"[^\w\-. /]")  # characters that some tracker refuses in names
+MAX_ERROR_LENGTH = 200  # characters of a tool's error message
 
 
 def values(record: Record) -> dict[str, float]:
-    """Return every number of a record that has a name: `accuracy/1-8`, `train_loss/full`, `diagnostics/kappa_uv`."""
+    """Return the numbers of a record by name: `accuracy/1-8`, `train_loss/full`, `diagnostics/kappa_uv`."""
     found: dict[str, float] = {
         "participants": len(record.participants),
         "dropped": len(record.dropped),
@@ -38,78 +47,66 @@ def values(record: Record) -> dict[str, float]:
         "attempts": record.attempts,
     }
     for tier, metrics in record.metrics.items():
-        found |= {f"{name}/{_one_word(tier)}": value for name, value in metrics.items()}
+        found |= {f"{name}/{file_name(tier)}": value for name, value in metrics.items()}
     for tier, traffic in record.traffic.items():
         of_tier = {"train_loss": traffic.loss, "bytes_down": traffic.down, "bytes_up": traffic.up, "macs": traffic.macs}
-        found |= {f"{name}/{_one_word(tier)}": value for name, value in of_tier.items()}
+        found |= {f"{name}/{file_name(tier)}": value for name, value in of_tier.items()}
     for tier, at_clients in record.clients.items():
         for what in ("mean", "median", "worst_tenth"):
             of_clients = getattr(at_clients.overall, what)
-            found |= {f"clients_{what}_{name}/{_one_word(tier)}": value for name, value in of_clients.items()}
-    found |= {f"diagnostics/{_one_word(name)}": value for name, value in record.diagnostics.items()}
+            found |= {f"clients_{what}_{name}/{file_name(tier)}": value for name, value in of_clients.items()}
+    found |= {f"diagnostics/{file_name(name)}": value for name, value in record.diagnostics.items()}
     found |= {f"seconds/{phase}": seconds for phase, seconds in record.seconds.items()}
     if record.epsilon is not None:
         found["epsilon"] = record.epsilon
     if record.simulated is not None:
         found["simulated_seconds"] = record.simulated.seconds
-    return {_ODD.sub("_", name): float(value) for name, value in found.items()}
+    return {_REFUSED.sub("_", name): float(value) for name, value in found.items()}
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the settings by their dotted keys, without those of the tracker itself."""
+    """Return the settings by their dotted keys, without those of the trackers."""
     return {key: value for key, value in config.dotted().items() if not key.startswith("tracking.")}
 
 
-def _one_word(name: str) -> str:
-    """Return a tier's name as its files are called: a slash would make a folder of it."""
-    return file_name(name)
-
-
-# Which tracked run belongs to a run, and how many of its rounds that has: `tracking.json` in the run's folder.
-
-
 @dataclass(frozen=True)
-class Remembered:
-    run: str = ""  # how the tool identifies the tracked run; empty: there is none yet
-    rounds: int = 0
+class TrackedRun:
+    """An entry of `tracking.json`."""
+
+    run: str = ""  # the tool's identifier of the tracked run; empty: there is none yet
+    rounds: int = 0  # that the tracked run has
 
 
-def recall(folder: Path | None, key: str) -> Remembered:
-    """Return what is known of a tracker; nothing, if the run is not kept on disk."""
-    return _read(folder / TRACKING).get(key, Remembered()) if folder else Remembered()
+def _load(folder: Path | None, key: str) -> TrackedRun:
+    """Return the entry of a tracker; an empty one if the run is not kept on disk."""
+    return _read(folder / TRACKING).get(key, TrackedRun()) if folder else TrackedRun()
 
 
-def remember(folder: Path | None, key: str, what: Remembered) -> None:
+def _save(folder: Path | None, key: str, tracked: TrackedRun) -> None:
     if folder:
-        known = _read(folder / TRACKING) | {key: what}
+        known = _read(folder / TRACKING) | {key: tracked}
         write_atomically(folder / TRACKING, json.dumps({k: asdict(each) for k, each in known.items()}, indent=2))
 
 
-def _read(path: Path) -> dict[str, Remembered]:
+def _read(path: Path) -> dict[str, TrackedRun]:
     if not path.exists():
         return {}
     try:
-        return TypeAdapter(dict[str, Remembered]).validate_json(path.read_bytes())
+        return TypeAdapter(dict[str, TrackedRun]).validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise FedhmError(f"cannot read {path}: {error}; without it, trackers begin new tracked runs") from None
 
 
-# What all trackers have in common: a resumed run goes on in the same tracked run, and no failure costs a round.
-
-MAX_ERROR_LENGTH = 200  # characters of what a tool says
-
-
 class Tracker(ABC):
-    """A watcher that tells a tool how a run goes.
+    """A watcher that logs a run to a tool. Subclasses have `open`, `log`, `keep` and `end`.
 
-    Which tracked run it is, and how many rounds that has, is remembered in the run's folder. What the tool misses is
-    told later: in the next round, or when the run is resumed.
+    If the tool fails, the run goes on. Missing rounds are logged later: in the next round, or when the run is resumed.
     """
 
-    called: ClassVar[str]  # in sentences
-    extra: ClassVar[str]  # of this package, which installs it
-    module: ClassVar[str]  # of the tool, which must be there
-    takes_back: ClassVar[bool] = False  # it can forget rounds that were taken back
+    called: ClassVar[str]  # the tool's name in sentences
+    extra: ClassVar[str]  # of fedhm that installs the tool
+    module: ClassVar[str]  # of the tool, which must be installed
+    takes_back: ClassVar[bool] = False  # the tool can forget rounds that were rewound
 
     def __init__(self, place: str, *, models: bool = True) -> None:
         if find_spec(self.module) is None:
@@ -123,25 +120,27 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, about: About, name: str, run: str, first: int) -> str:
-        """Begin a tracked run, or go on in `run` with round `first`; return what identifies it."""
+        """Begin a tracked run, or continue `run` with round `first`. Return its identifier."""
 
     @abstractmethod
     def log(self, found: Mapping[str, float], round_number: int) -> None:
-        """Tell the numbers of a round."""
+        """Log the numbers of a round."""
 
     @abstractmethod
     def keep(self, files: Sequence[Path]) -> None:
-        """Keep the models of the tiers as artefacts, where the tool has such."""
+        """Keep the models of the tiers as artefacts, if the tool has artefacts."""
 
     @abstractmethod
     def end(self, complete: bool) -> None:
-        """End what was begun, in this process at least; the tracked run may be complete."""
+        """Close the tracked run in this process. It may continue later unless it is complete."""
 
     def begun(self, about: About) -> None:
         self._folder, done = about.folder, len(about.records)
-        known = recall(about.folder, self._key)
+        known = _load(about.folder, self._key)
         if known.rounds > done and not self.takes_back:
-            known = Remembered()  # some of its rounds were taken back, which it cannot forget: another tracked run
+            known = (
+                TrackedRun()
+            )  # some of its rounds were rewound, which the tool cannot forget: begin another tracked run
         held = min(known.rounds, done)
         name = about.folder.resolve().name if about.folder else about.config.method.name
         try:
@@ -149,24 +148,24 @@ class Tracker(ABC):
         except FedhmError:
             raise
         except Exception as error:  # whatever the tool raises
-            raise FedhmError(f"{self.called} cannot be used: {_why(error)}") from error
+            raise FedhmError(f"{self.called} cannot be used: {_reason(error)}") from error
         self._open, self._complete = True, False
-        remember(self._folder, self._key, Remembered(self._run, held))
+        _save(self._folder, self._key, TrackedRun(self._run, held))
         self._missing = list(about.records[held:])
-        self._tell()
+        self._log_missing()
 
     def started(self, done: int, rounds: int) -> None:  # noqa: B027
-        """Do nothing: `begun` has told more."""
+        """Do nothing: `begun` had all of this."""
 
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None:  # noqa: B027
-        """Do nothing: trackers are told of rounds."""
+        """Do nothing: trackers log whole rounds."""
 
     def round_done(self, record: Record) -> None:
         self._missing.append(record)
-        self._tell()
+        self._log_missing()
 
     def ended(self, networks: Mapping[str, nn.Module]) -> None:
-        self._tell()
+        self._log_missing()
         try:
             if self._models and not self._fails:
                 with TemporaryDirectory(prefix="fedhm-") as scratch:
@@ -186,44 +185,38 @@ class Tracker(ABC):
         except Exception as error:  # whatever the tool raises: the run is over
             self._warn(error, "not all of the run may be there")
 
-    def _tell(self) -> None:
-        """Tell all rounds that it does not have yet."""
+    def _log_missing(self) -> None:
+        """Log all rounds that the tracked run does not have yet."""
         try:
             while self._missing:
                 record = self._missing[0]
                 self.log(values(record), record.round)
                 self._missing.pop(0)
-                remember(self._folder, self._key, Remembered(self._run, record.round))
+                _save(self._folder, self._key, TrackedRun(self._run, record.round))
             self._fails = False
         except Exception as error:  # whatever the tool raises: no round is lost by it
             if not self._fails:
-                self._warn(error, "the run goes on, and it is told later what it misses")
+                self._warn(error, "the run goes on, and missing rounds are logged later")
             self._fails = True
 
     def _warn(self, error: Exception, outcome: str) -> None:
-        warn(f"{self.called} fails ({_why(error)}); {outcome}", FedhmWarning, stacklevel=3)
+        warn(f"{self.called} fails ({_reason(error)}); {outcome}", FedhmWarning, stacklevel=3)
 
 
-def _why(error: Exception) -> str:
-    """Return what a tool has raised, in one line: some of them give whole paragraphs."""
+def _reason(error: Exception) -> str:
+    """Return a tool's error in one line. Some tools raise whole paragraphs."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return os_error_sentence(error)
     return printable(str(error) or repr(error), MAX_ERROR_LENGTH)
 
 
-# TensorBoard: event files in a folder, written by torch's own client.
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-
 class TensorBoard(Tracker):
-    """Write event files into a folder of the run's own below `folder`."""
+    """Write event files with torch's own client, each run in a folder of its own below `folder`."""
 
     called: ClassVar = "TensorBoard"
     extra: ClassVar = "tensorboard"
     module: ClassVar = "tensorboard"
-    takes_back: ClassVar = True  # by a mark on which rounds no longer count
+    takes_back: ClassVar = True  # `purge_step` voids the events of later rounds
 
     def __init__(self, folder: str | Path, *, models: bool = True) -> None:
         self._boards = Path(folder).absolute()
@@ -255,19 +248,14 @@ class TensorBoard(Tracker):
         self._writer.close()
 
 
-# MLflow: a server, a database or a folder, by `MlflowClient`.
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-
 MAX_REQUEST_ITEMS = 100  # parameters, or metrics, of one request
 MAX_PARAMETER_LENGTH = 500  # characters of a parameter
-# its own defaults try for minutes, in which a run would stand still; who sets them has others
+# MLflow's own defaults retry for minutes, while the run waits. Values that users set stay.
 RETRY_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 
 
 class MLflow(Tracker):
-    """Tell the MLflow at `uri`, which may be a folder, in an experiment of this name."""
+    """Log to the MLflow at `uri`, a server, a database or a folder, in an experiment of this name."""
 
     called: ClassVar = "MLflow"
     extra: ClassVar = "mlflow"
@@ -281,7 +269,7 @@ class MLflow(Tracker):
         self._experiment = experiment
         self._client: MlflowClient
         self._id = ""
-        self._doubtful = 0  # the round that it may have got when the run was killed
+        self._doubtful = 0  # a round that MLflow may have got in part when the run was killed
 
     def open(self, about: About, name: str, run: str, first: int) -> str:
         for key, value in RETRY_DEFAULTS.items():
@@ -310,7 +298,7 @@ class MLflow(Tracker):
         names = list(found)
         if round_number == self._doubtful:
             names = [name for name in names if not self._has(name, round_number)]
-        self._doubtful = round_number  # until all of it is there
+        self._doubtful = round_number  # until all of its numbers are there
         now = int(time.time() * 1000)
         metrics = [Metric(name, found[name], now, round_number) for name in names]
         for start in range(0, len(metrics), MAX_REQUEST_ITEMS):
@@ -327,11 +315,8 @@ class MLflow(Tracker):
         self._client.set_terminated(self._id, "FINISHED" if complete else "KILLED")
 
 
-# Weights & Biases, online or offline, by wandb's own client.
-
-
 class Wandb(Tracker):
-    """Tell a project; offline, what is told lies in the run's folder until `wandb sync` sends it."""
+    """Log to a project of Weights & Biases. Offline, logs stay in the run's folder until `wandb sync` sends them."""
 
     called: ClassVar = "Weights & Biases"
     extra: ClassVar = "wandb"
@@ -351,7 +336,7 @@ class Wandb(Tracker):
             name=name,
             id=run or None,
             resume="allow",
-            reinit="create_new",  # one that was interrupted in this process is not to be mistaken for this one
+            reinit="create_new",  # a run that was interrupted in this process is another one
             mode=self._mode,
             dir=str(about.folder.absolute()) if about.folder else None,
             config=settings(about.config),
@@ -374,11 +359,8 @@ class Wandb(Tracker):
         self._wandb_run.finish(exit_code=0 if complete else 1)
 
 
-# The trackers that a config names.
-
-
 def trackers(config: TrackingConfig | None) -> list[Tracker]:
-    """Make the trackers, none of which begins before its run does; one that is not installed is refused."""
+    """Make the trackers that a config names. They begin with their run; a tool that is not installed is refused."""
     if config is None:
         return []
     found: list[Tracker] = []

@@ -1,4 +1,4 @@
-"""What is exported: a network, the raw inputs that it is to take, and samples to compare and measure it on."""
+"""The source of an export: a network, examples of its raw inputs, and samples to measure it on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,21 +22,21 @@ from fedhm.runs.models import load_tier, tier_file
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExportSource:
     network: nn.Module
-    name: str  # of its files: a tier
-    inputs: Tensor  # raw ones to compare on: uint8 images (N, C, H, W), or what the network takes
-    random: bool  # those inputs are made up
+    name: str  # of its files: the tier
+    inputs: Tensor  # raw inputs to compare on: uint8 images (N, C, H, W), or tensors as the network takes them
+    random: bool  # the inputs are random numbers
     preprocessing: Preprocessing | None = None  # None: the network takes raw inputs
     classes: tuple[str, ...] = ()
     objective: Objective | None = None
     test: Samples | None = None  # to measure the metrics on
-    calibration: Tensor | None = None  # raw inputs that were trained on: static int8 needs some
-    origin: Mapping[str, str] = field(default_factory=dict)  # what data and settings it comes from
+    calibration: Tensor | None = None  # raw training inputs: static int8 needs them
+    origin: Mapping[str, str] = field(default_factory=dict)  # model, data and training, for the file's metadata
 
     @torch.no_grad()
     def outputs(self, inputs: Tensor) -> Tensor:
-        """Return what the network itself gives for raw inputs, by the way that it was trained and evaluated."""
+        """Return the network's own outputs for raw inputs, normalised as in training."""
         if self.preprocessing is not None:
             inputs = self.preprocessing.normalise(inputs.permute(0, 2, 3, 1).contiguous())
         outputs: Tensor = self.network.eval()(inputs)
@@ -44,7 +44,7 @@ class Subject:
 
 
 class RawImages(nn.Module):
-    """A network with its normalisation before it: takes uint8 images (N, C, H, W)."""
+    """A network that normalises its inputs itself: it takes uint8 images (N, C, H, W)."""
 
     mean: Tensor
     std: Tensor
@@ -60,14 +60,14 @@ class RawImages(nn.Module):
         return outputs
 
 
-# The tiers of a finished run as subjects of an export, with the run's own data to compare and measure them on.
+# The tiers of a finished run, with the run's own data.
 
-COMPARED = 256  # samples
+COMPARED = 256  # samples on which outputs are compared
 CALIBRATION = 512  # training samples, from all clients alike
 
 
-def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[str] = ()) -> list[Subject]:
-    """Read the models of a run's tiers, all of them if none is named."""
+def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[str] = ()) -> list[ExportSource]:
+    """Read the models of a run's tiers. Without names, all tiers."""
     run = _finished(path)
     for tier in tiers:
         if tier not in run.tiers:
@@ -79,7 +79,7 @@ def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[st
     if classes and len(classes) != federation.classes:
         raise FedhmError(f"there are {federation.classes} classes, but {len(classes)} names for them")
     return [
-        Subject(
+        ExportSource(
             load_tier(tier_file(path / "models", tier), model),
             tier,
             require_tensor(test.inputs, "export")[:COMPARED],
