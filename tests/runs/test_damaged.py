@@ -89,9 +89,9 @@ def test_what_is_read_of_a_damaged_record_can_be_reported_on(stride: int, tmp_pa
         (
             '"metrics": {"full": {"accuracy"',
             '"metrics": {"full": {"accurbcy"',
-            "does not tell the accuracy of every model",
+            "does not have the accuracy of every model",
         ),
-        ('"median": {"accuracy"', '"median": {"accurbcy"', "does not tell the accuracy of every model"),
+        ('"median": {"accuracy"', '"median": {"accurbcy"', "does not have the accuracy of every model"),
         ('"clients": {"full"', '"clients": {"fuml"', "round 3 of .* have other tiers: full"),
         ('"round": 3', '"round": 6', "line 3 of .* is the record of round 6, not of 3"),
         ('"client": 2, "tier": "1/4", "kind"', '"cliant": 2, "tier": "1/4", "kind"', "dropped.0: .*it names no client"),
@@ -117,7 +117,7 @@ def test_a_damaged_record_is_one_sentence_where_a_run_goes_by_it(tmp_path: Path)
     fedhm.run(model, [(x, y)], (x, y), settings, out=tmp_path)
     file = tmp_path / "records.jsonl"
     file.write_text(file.read_text().replace('"accuracy"', '"accurbcy"', 1))
-    with pytest.raises(FedhmError, match=r"round 1 of .* does not tell the accuracy of every model"):
+    with pytest.raises(FedhmError, match=r"round 1 of .* does not have the accuracy of every model"):
         fedhm.run(model, [(x, y)], (x, y), settings, out=tmp_path)
 
 

@@ -1,1 +1,1 @@
-"""What runs leave on disk."""
+"""The files of runs: settings, records, checkpoints, models."""

@@ -1,4 +1,4 @@
-"""The server's state after each round, on disk: one safetensors file, written whole or not at all."""
+"""Checkpoints: the server's state after a round, in one safetensors file that is written whole or not at all."""
 
 import hashlib
 import json
@@ -16,18 +16,18 @@ FORMAT = "fedhm-checkpoint-2"
 
 
 class ForeignCheckpointError(FedhmError):
-    """A checkpoint that is whole, but of another run or another version."""
+    """An intact checkpoint of another run or another version."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     round: int
-    state: Any  # a method's own
+    state: Any  # the method's
     moments: Moments = field(default_factory=Moments)  # of the server's optimizer
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str, keep: int | Literal["all"] = 2) -> None:
-    """Write a checkpoint, and keep the newest so many; `run` identifies the run: settings, data and initial model."""
+    """Write a checkpoint and remove all but the newest `keep`; `run` is the fingerprint of the run."""
     tensors, outline = flatten(checkpoint)
     header = {"format": FORMAT, "round": checkpoint.round, "run": run, "outline": outline}
     write_tensors(_path(folder, checkpoint.round), tensors, {**header, "sha256": _digest(tensors, header)})
@@ -36,7 +36,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str, keep: int | 
 
 
 def newest_checkpoint(folder: Path, run: str, state_type: type[Any]) -> Checkpoint | None:
-    """Read the last checkpoint in a folder, if there is one; `state_type` is the method's."""
+    """Read the last checkpoint in a folder, if there is one; `state_type` is the class of the method's state."""
     existing = existing_checkpoints(folder)
     return _read(existing[-1], run, state_type) if existing else None
 
@@ -54,7 +54,7 @@ def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
 
 
 def check_checkpoint(path: Path, run: str | None) -> tuple[Tensors, dict[str, Any]]:
-    """Return what a checkpoint holds, or refuse it: it is damaged, or not this run's, where that is known."""
+    """Return the tensors and the header of a checkpoint; refuse a damaged one, and one of another run if known."""
     try:
         tensors, header = read_tensors(path)
     except OSError as error:
@@ -66,7 +66,7 @@ def check_checkpoint(path: Path, run: str | None) -> tuple[Tensors, dict[str, An
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a checkpoint of this library")
     if header.pop("sha256", None) != _digest(tensors, header):
-        raise FedhmError(f"the checkpoint {path} is damaged (its checksum is another); {_way_out(path)}")
+        raise FedhmError(f"the checkpoint {path} is damaged (its checksum differs); {_way_out(path)}")
     if run is not None and header.get("run") != run:
         raise ForeignCheckpointError(
             f"the checkpoint {path} belongs to another run, with other settings, data or initial model"
@@ -90,7 +90,7 @@ def existing_checkpoints(folder: Path) -> list[Path]:
 
 
 def round_of(path: Path) -> int:
-    """Return the round of a checkpoint, by its name; 0 for what only looks like one."""
+    """Return the round in a checkpoint's name; 0 for other files."""
     number = path.stem.removeprefix("round-")
     return int(number) if number.isdecimal() else 0
 

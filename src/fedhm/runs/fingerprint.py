@@ -1,4 +1,4 @@
-"""What identifies a run: its settings, its data and the model that it starts from."""
+"""The identity of a run: a digest of its settings, its data and its initial model."""
 
 import hashlib
 from dataclasses import dataclass
@@ -27,13 +27,13 @@ def fingerprint(config: Config, weights: Tensors, federation: Federation) -> str
 
 @dataclass(frozen=True)
 class DataFacts:
-    """A federation's data in brief: what a comparison of runs needs to know of it."""
+    """A summary of a federation's data, for comparisons of runs."""
 
     classes: int
     input_shape: tuple[int, ...]
     clients: int
     samples: int  # of all clients
-    digest: str  # of every client's samples if they are here, the test set, public samples and the preprocessing
+    digest: str  # of all samples that are here, and of the preprocessing
 
 
 def data_facts(federation: Federation) -> DataFacts:

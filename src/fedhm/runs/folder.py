@@ -136,11 +136,13 @@ def _move_rounds_aside(path: Path, last: int, records: Sequence[Record]) -> None
     write_records(path / "records.jsonl", records[:last])
 
 
-TRACKING = "tracking.json"  # which tracked runs it has: `tracking/tracker.py` writes it
-LOCK = ".lock"  # stays in the folder, and means nothing unless a process holds it
+TRACKING = "tracking.json"  # ids of the run in trackers: `tracking/tracker.py` writes it
+LOCK = ".lock"  # stays in the folder; it means nothing unless a process holds it
 
 
 class RunFolder:
+    """The folder of a run, open in this process. A lock keeps others from writing there."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.settings: RunSettings
@@ -153,6 +155,7 @@ class RunFolder:
 
     @staticmethod
     def check_free(path: Path) -> None:
+        """Refuse a path that holds a run or other files, or that cannot be a folder."""
         check_utf8_name(path)
         check_folder(path)
         if (path / "config.toml").exists():
@@ -207,7 +210,7 @@ class RunFolder:
     def restore(
         self, run: str, state_type: type[Any], tiers: Collection[str]
     ) -> tuple[Checkpoint | None, list[Record]]:
-        """Return the last checkpoint and the records up to it. Remove those of rounds without a finished checkpoint."""
+        """Return the last checkpoint and the records up to it. Records without a finished checkpoint are removed."""
         try:
             checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
         except ForeignCheckpointError as error:
@@ -224,7 +227,7 @@ class RunFolder:
             check_no_round_repeats(self.path, done)
         if [record.round for record in records[:done]] != list(range(1, done + 1)):
             raise FedhmError(f"{file} does not hold the {done} rounds that the checkpoint has seen")
-        if len(records) > done + 1:  # somebody has removed checkpoints; one record more is that of a killed round
+        if len(records) > done + 1:  # a killed round leaves one record more; with several, checkpoints were removed
             self._check_repeatable()
             _move_rounds_aside(self.path, done, records)
         write_records(file, records[:done])
@@ -233,10 +236,10 @@ class RunFolder:
         return checkpoint, records[:done]
 
     def _results(self, records: Sequence[Record]) -> str:
-        """Return which results are there that one killed in its first round cannot have, to begin a sentence."""
-        if len(records) > 1:  # of the first round, a run that was killed may have left the record alone
+        """Return the start of a sentence about results that a run killed in its first round cannot have; or nothing."""
+        if len(records) > 1:  # a run killed in its first round may leave one record
             return f"{self.path}/records.jsonl names {len(records)} rounds"
-        # the models of the first round as the best one are written before its record
+        # best models of the first round are written before its record
         models = any(best_round_of(path) != 1 for path in self.models.glob("*"))
         report = (self.path / "report.md").exists()
         return f"{self.path} holds the {'models' if models else 'report'} of a run" if models or report else ""
@@ -260,10 +263,10 @@ class RunFolder:
         _move_rounds_aside(self.path, last, read_records(self.path / "records.jsonl"))
 
     def _check_repeatable(self) -> None:
-        if self.config.privacy.active:  # what came of a round could be told apart from what comes of it a second time
+        if self.config.privacy.active:  # two results of the same round would reveal more than ε says
             raise FedhmError(
-                f"{self.path} holds a private run, of which no round can be taken back: its ε counts each of them "
-                "once; start another run"
+                f"{self.path} holds a private run, which cannot be rewound: its ε counts each round once; start "
+                "another run"
             )
 
     def secret(self, *, resumed: bool) -> bytes:
@@ -271,14 +274,14 @@ class RunFolder:
         return read_secret(self.path, resumed)
 
     def commit(self, record: Record, checkpoint: Checkpoint, run: str, keep: int | Literal["all"]) -> None:
-        """Write a round's record and checkpoint. The checkpoint comes last: it is what makes the round count."""
+        """Write a round's record, then its checkpoint. The round counts once its checkpoint is written."""
         append_record(self.path / "records.jsonl", record)
         save_checkpoint(self.path / "checkpoints", checkpoint, run, keep)
         if self.config.privacy.active:
             write_round_count(self.path, checkpoint.round)
 
     def remove_if_no_round_done(self) -> None:
-        """Remove a run that failed in its first round: it leaves nothing to resume, and would stand in the way."""
+        """Remove a new run that failed in its first round: there is nothing to resume, and the folder is free again."""
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
             for name in (
                 "config.toml",
@@ -293,7 +296,7 @@ class RunFolder:
             ):
                 (self.path / name).unlink(missing_ok=True)
             if [entry.name for entry in self.path.iterdir()] == [LOCK]:
-                with suppress(OSError):  # Windows removes no open file, and a folder that holds the lock alone is free
+                with suppress(OSError):  # Windows does not remove open files; a folder with only the lock is free
                     (self.path / LOCK).unlink()
                     self.path.rmdir()
 
@@ -301,7 +304,7 @@ class RunFolder:
         write_atomically(self.path / "tiers.json", json.dumps({t: vars(cost) for t, cost in costs.items()}, indent=2))
 
     def save_plans(self, plans: Mapping[str, Mapping[str, int]]) -> None:
-        """Write the ranks of tiers that are budgets, as they are now; records have those of earlier rounds."""
+        """Write the current ranks of tiers that are budgets; records have the ranks of earlier rounds."""
         write_atomically(self.path / "plans.json", json.dumps({t: dict(plan) for t, plan in plans.items()}, indent=2))
 
     def save_data_facts(self, facts: DataFacts) -> None:
@@ -313,18 +316,18 @@ class RunFolder:
 
 
 def how_to_resume(path: Path) -> str:
-    """Return the end of a sentence that says why a run stopped."""
+    """Return the end of a sentence about a stopped run: the command that resumes it."""
     return f"; {quoted_command('fedhm', 'resume', path)} resumes from the last complete round"
 
 
 def rounds_done(path: Path) -> int:
-    """Count the records that a run has written, also while another process writes them."""
+    """Return the number of records, also while another process writes them."""
     file = path / "records.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 def is_complete(path: Path, config: Config) -> bool:
-    """Say whether all rounds are done that are to be, and every tier's model and the report are on disk."""
+    """Tell whether all rounds are done, and every tier's model and the report are on disk."""
     done = rounds_done(path) >= config.train.rounds or (config.stop.active and _stopped(path))
     if not done or not (path / "report.md").exists():
         return False
@@ -341,7 +344,7 @@ def read_config(path: Path) -> ResolvedConfig:
 
 
 def read_costs(path: Path) -> dict[str, Cost]:
-    """Read the cost of every tier, as a run wrote them at its start."""
+    """Read the cost of every tier, which a run writes at its start."""
     file = path / "tiers.json"
     try:
         costs = TypeAdapter(dict[str, Cost]).validate_json(file.read_bytes())
@@ -353,7 +356,7 @@ def read_costs(path: Path) -> dict[str, Cost]:
 
 
 def read_data_facts(path: Path) -> DataFacts:
-    """Read the facts of a run's data, as the run wrote them at its start."""
+    """Read the facts of a run's data, which it writes at its start."""
     file = path / "data.json"
     try:
         return TypeAdapter(DataFacts).validate_json(file.read_bytes())

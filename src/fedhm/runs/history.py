@@ -1,4 +1,4 @@
-"""A finished or unfinished run, as read back from its folder."""
+"""A finished or unfinished run, read back from its folder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class Run:
     records: list[Record]
     costs: dict[str, Cost]
     data: DataFacts
-    best: int = 0  # the round whose models are kept as the best; 0: none
+    best: int = 0  # the round of the best models on disk; 0: none
     layers: dict[str, dict[str, Layer]] = field(default_factory=dict)  # by tier and name, once models are written
 
     @property
@@ -36,14 +36,14 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Tell whether all rounds are done that are to be."""
+        """Tell whether the run is over: all rounds are done, or it stopped early."""
         return len(self.records) >= self.config.train.rounds or bool(self.records and self.records[-1].stopped)
 
     @property
     def evaluated_at_clients(self) -> bool:
-        """Tell whether the server had no test set, so that metrics are those of the clients' test samples together."""
+        """Tell whether the server had no test set: metrics are then those of the clients' pooled test samples."""
         pooled = {tier: found.overall.pooled for tier, found in self.evaluated[-1].clients.items()}
-        return str(pooled) == str(self.evaluated[-1].metrics)  # NaN is no other than NaN here
+        return str(pooled) == str(self.evaluated[-1].metrics)  # as text, NaN equals NaN
 
     def bytes_per_client(self, tier: str) -> float | None:
         """Return the measured bytes of training, both ways, per round and participant of a tier; None if none."""
@@ -54,7 +54,7 @@ class Run:
         return self._per_client(tier, lambda traffic: traffic.macs)
 
     def _per_client(self, tier: str, what: Callable[[Traffic], int]) -> float | None:
-        # Of a round that took several attempts, the record names only the last one's participants.
+        # a round with several attempts names only the participants of the last one
         records = [record for record in self.records if record.attempts == 1] or self.records
         spent = sum(what(record.traffic[tier]) for record in records if tier in record.traffic)
         clients = sum(p.tier == tier for record in records for p in record.participants)
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def turns(self) -> float:
-        """Return in how many rounds a client took part, in the mean over all clients."""
+        """Return the number of rounds that a client took part in, averaged over all clients."""
         return sum(len(record.participants) for record in self.records) / self.config.federation.clients
 
     def seconds_so_far(self) -> list[float]:
@@ -72,12 +72,13 @@ class Run:
 
     def statistics_bytes(self) -> float:
         """Return the measured bytes of BatchNorm statistics, both ways, per participant of an evaluated round."""
-        gathered = sum(record.statistics.down + record.statistics.up for record in self.records)
-        return gathered / max(1, sum(len(record.participants) for record in self.evaluated))  # perhaps nobody took part
+        total = sum(record.statistics.down + record.statistics.up for record in self.records)
+        participants = sum(len(record.participants) for record in self.evaluated)
+        return total / max(1, participants)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read each folder once; a run is named by its last part, or by its whole path where two are called alike."""
+    """Read each folder once; a run is named by its folder, or by its whole path if two folders have the same name."""
     paths = list({path.resolve(): path for path in paths}.values())
     runs = [_read(path) for path in paths]
     names = [run.name for run in runs]

@@ -1,4 +1,4 @@
-"""Whose number is whose: the key that each client's number belongs to, kept in the run's folder."""
+"""The key of each client number, kept in the run's folder, so that no client can take another's number."""
 
 import json
 from pathlib import Path
@@ -11,24 +11,24 @@ from fedhm.machine.files import write_atomically
 from fedhm.runs.records import error_summary
 
 IDENTITIES_FILE = "nodes.json"
-# no checksum: whoever runs the federation may take a line out, for a client that got another key
+# no checksum: an operator may remove the line of a client that got a new key
 _Table = TypeAdapter(dict[Annotated[int, Field(ge=0)], Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")]])
 
 
 class Identities:
-    """The numbers of clients and the keys that they belong to, by fingerprint. Both belong together for the whole run.
+    """The numbers of clients and the fingerprints of their keys, for the whole run.
 
-    The first to claim a number has it. A key has one number only: else one client could collect those of all that are
-    late.
+    The first client to claim a number gets it. A key has one number only: otherwise one client could collect the
+    numbers of all that are late.
     """
 
     def __init__(self, keys: dict[int, str] | None = None) -> None:
         self._keys = keys or {}
-        self._folder: Path | None = None  # none yet, while clients are waited for
+        self._folder: Path | None = None  # None while the server waits for clients
 
     @classmethod
     def read(cls, folder: Path) -> "Identities":
-        """Read those of a run that is resumed; a federation without keys has none."""
+        """Read the identities of a run that is resumed; a federation without keys has none."""
         file = folder / IDENTITIES_FILE
         try:
             keys = _Table.validate_json(file.read_bytes()) if file.exists() else {}
@@ -44,12 +44,12 @@ class Identities:
         return read
 
     def keep_in(self, folder: Path) -> None:
-        """Write what is known so far into the folder of a run that begins, and from now on all that is added."""
+        """Write the identities to the folder of a new run, now and whenever one is added."""
         self._folder = folder
         self._write()
 
     def claim(self, client: int, key: str) -> str:
-        """Give a client's number to a key, unless it has it already; return why not, if one of them is taken."""
+        """Assign a number to a key; return an error sentence if the number or the key is taken."""
         owner = self._keys.get(client, key)
         if owner != key:
             return f"it calls itself client {client}, which is the one with the key {owner}; its own is {key}"

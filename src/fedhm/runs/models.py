@@ -1,4 +1,9 @@
-"""A tier's model as a file: safetensors, whose header has all that tells its network from the full one."""
+"""Models on disk: one safetensors file a tier, with a header that describes how its network differs from the full one.
+
+models/ holds the models after the last round. models/best-round-N holds those after the best round. These are written
+before the round counts, and those of other rounds are removed afterwards: so a killed run always has the models of the
+round that is best by its records.
+"""
 
 import math
 import re
@@ -23,19 +28,19 @@ from fedhm.widths.plan import resize, sizes_of
 from fedhm.widths.wrappers import Ensemble
 
 FORMAT = "fedhm-tier-1"
-_NOT_LEARNT = ("running_mean", "running_var")
+_STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a tier's network has of a layer."""
+    """A layer of a tier's network."""
 
     parameters: int = 0
-    rank: int | None = None  # None: it is dense
+    rank: int | None = None  # None: dense
 
 
 def tier_file(folder: Path, tier: str) -> Path:
-    """Return where the model of a tier lies in a folder of models."""
+    """Return the file of a tier's model in a folder of models."""
     return folder / f"{file_name(tier)}.safetensors"
 
 
@@ -84,15 +89,15 @@ def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Modul
     plan = RankPlan(header["ranks"], header["form"])
     network = to_hadamard(to_hybrid(narrow, plan, spectral=False), header["hadamard"])
     members = header.get("members")
-    if members is not None and (type(members) is not int or not 1 <= members <= tensors):  # each has some of them
+    if members is not None and (type(members) is not int or not 1 <= members <= tensors):  # every member has tensors
         raise ValueError(f"{members} members of {tensors} tensors")
     return Ensemble(copy_network(network) for _ in range(members)) if members else network
 
 
 def read_layers(path: Path) -> dict[str, Layer]:
-    """Read the layers of a tier's network off its file, without the weights; there are none where it cannot be read.
+    """Read the layers of a tier's network from its file, without the weights; empty if it cannot be read.
 
-    It is for reports only, which a damaged model shall not keep from being written.
+    Only reports use it, and a damaged model should not prevent a report.
     """
     try:
         shapes, header = read_shapes(path)
@@ -102,17 +107,12 @@ def read_layers(path: Path) -> dict[str, Layer]:
     layers: dict[str, Layer] = {}
     for name, shape in shapes.items():
         layer, _, last = name.partition(".parametrizations.")[0].rpartition(".")
-        if last not in _NOT_LEARNT:
+        if last not in _STATISTICS:
             rank = ranks.get(re.sub(r"^members\.\d+\.", "", layer))  # of an ensemble, all members have the same
             known = layers.get(layer, Layer()).parameters
             layers[layer] = Layer(known + math.prod(shape), rank if type(rank) is int else None)
     return layers
 
-
-# Every tier's model after a run's best round, in models/best-round-N beside those after its last one.
-#
-# They are written before the round counts, so that they are whole once it does. Those of other rounds are removed
-# after that: whenever a run is killed, the models of the round that is best by its records are there.
 
 _NAME = re.compile(r"best-round-(\d+)")
 
@@ -123,20 +123,20 @@ def save_best_models(models: Path, round_number: int, networks: Mapping[str, nn.
 
 
 def remove_other_best_models(models: Path, round_number: int) -> None:
-    """Remove the models of rounds that were best once, now that a better one counts; of round 0, there is none yet."""
-    for number in _kept(models) if round_number else ():
+    """Remove the models of former best rounds; `round_number` is the best round, or 0 if there is none."""
+    for number in _best_rounds(models) if round_number else ():
         if number != round_number:
             shutil.rmtree(_folder(models, number))
 
 
 def best_round_on_disk(models: Path, rounds: int) -> int:
-    """Return the round whose models are kept as the best, of a run that has done so many; 0 if there is none."""
-    return max((number for number in _kept(models) if number <= rounds), default=0)
+    """Return the round of the best models on disk, of a run that has done `rounds` rounds; 0 if there are none."""
+    return max((number for number in _best_rounds(models) if number <= rounds), default=0)
 
 
 def load_best_models(models: Path, round_number: int, networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Put the kept models of a round into networks of their tiers; return none, where they were moved elsewhere."""
-    if round_number not in _kept(models):
+    """Load the best models of a round into networks of their tiers; empty if the files are not there."""
+    if round_number not in _best_rounds(models):
         return {}
     loaded: dict[str, nn.Module] = {}
     for tier, network in networks.items():
@@ -152,7 +152,7 @@ def load_best_models(models: Path, round_number: int, networks: Mapping[str, nn.
 
 
 def best_round_of(path: Path) -> int:
-    """Return the round whose models lie in a folder, by its name; 0 for all else."""
+    """Return the round in the name of a folder of best models; 0 for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else 0
 
@@ -161,5 +161,5 @@ def _folder(models: Path, round_number: int) -> Path:
     return models / f"best-round-{round_number}"
 
 
-def _kept(models: Path) -> list[int]:
+def _best_rounds(models: Path) -> list[int]:
     return [number for path in models.glob("best-round-*") if (number := best_round_of(path))]

@@ -1,7 +1,12 @@
-"""The secret of a private run: its noise and its sampling follow from it, so a resumed run repeats them exactly.
+"""The secret of a private run, and the number of its rounds.
 
-A run's seed stands in its config, and whoever knows where noise comes from can take it away again. So this comes from
-the operating system when the run starts, and lies in a file of its own that only its owner can read.
+The secret seeds the run's noise and its sampling, so that a resumed run repeats them exactly. The seed in the config
+would not do: noise from a known seed can be subtracted again. So the secret comes from the operating system, and only
+the owner can read its file.
+
+ε counts each round once, so no round may run twice. A record without a checkpoint may come from a killed run, whose
+round may be repeated, or from a removed checkpoint. The number of rounds is written after the checkpoint and tells
+these two apart.
 """
 
 import os
@@ -12,11 +17,12 @@ from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 
 SECRET_FILE = "privacy.secret"
+ROUNDS_FILE = "privacy.rounds"
 LENGTH = 32  # bytes
 
 
 def new_secret() -> bytes:
-    """Return a secret that nobody else has."""
+    """Return a new random secret."""
     return secrets.token_bytes(LENGTH)
 
 
@@ -37,7 +43,7 @@ def read_secret(folder: Path, resumed: bool) -> bytes:
 
 
 def _write(path: Path, secret: bytes) -> None:
-    """Write the file whole or not at all, as others are, but readable by its owner only from the first byte on."""
+    """Write the file whole or not at all. From the first byte, only its owner can read it."""
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -47,28 +53,19 @@ def _write(path: Path, secret: bytes) -> None:
     beside.replace(path)
 
 
-# How many rounds of a private run have counted: ε counts each of them once, so none may come about a second time.
-#
-# A record without its checkpoint is what a run leaves that was killed, and also what is left where somebody removed
-# the newest checkpoint. Only in the first case may the round be repeated; this file, written after the checkpoint,
-# tells.
-
-ROUNDS_FILE = "privacy.rounds"
-
-
 def write_round_count(folder: Path, rounds: int) -> None:
     write_atomically(folder / ROUNDS_FILE, f"{rounds}\n")
 
 
 def check_no_round_repeats(folder: Path, done: int) -> None:
-    """Refuse to resume a private run after round `done` if later ones have counted."""
+    """Refuse to resume a private run after round `done` if later rounds have counted."""
     path = folder / ROUNDS_FILE
     try:
-        released = int(path.read_text()) if path.exists() else 0  # not there until the first round counts
+        released = int(path.read_text()) if path.exists() else 0  # written with the first round
     except (OSError, ValueError):
         raise FedhmError(f"{path} is damaged: it must hold the number of rounds that a private run has done") from None
     if released > done:
         raise FedhmError(
-            f"{folder} holds a private run, of which no round can be taken back: its ε counts each of them once. It "
-            f"has done {released}, and the checkpoint of the last is not there: put it back, or start another run"
+            f"{folder} holds a private run, which cannot be rewound: its ε counts each round once. It has done "
+            f"{released} rounds, and the checkpoint of the last is missing: put it back, or start another run"
         )

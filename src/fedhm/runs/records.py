@@ -19,24 +19,24 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records of a run, up to the first line that was not finished."""
+    """Read the records of a run; an unfinished last line does not count."""
     records: list[Record] = []
     if not path.exists():
         return records
-    *finished, _ = path.read_bytes().split(b"\n")  # of the last one, the run was killed while it wrote it
+    *finished, _ = path.read_bytes().split(b"\n")  # a run may be killed while it writes the last line
     for number, line in enumerate(finished, start=1):
         try:
             records.append(Record.from_json(line))
         except ValueError as error:
             raise FedhmError(f"line {number} of {path} is not a round's record: {error_summary(error)}") from None
-        expected = records[0].round + number - 1  # rounds that were taken back do not begin with 1
+        expected = records[0].round + number - 1  # records that were moved aside do not begin with round 1
         if records[-1].round != expected:
             raise FedhmError(f"line {number} of {path} is the record of round {records[-1].round}, not of {expected}")
     return records
 
 
 def check_records(file: Path, records: Sequence[Record], headline: str, tiers: Collection[str]) -> None:
-    """Refuse records that are not a run's from its first round on, or lack metrics that all else goes by."""
+    """Refuse records that do not begin with round 1, have other tiers, or lack the headline metric."""
     if records and records[0].round != 1:
         raise FedhmError(f"line 1 of {file} is the record of round {records[0].round}, not of the first")
     for record in records:
@@ -44,11 +44,11 @@ def check_records(file: Path, records: Sequence[Record], headline: str, tiers: C
             if found and (odd := found.keys() ^ set(tiers)):
                 raise FedhmError(f"round {record.round} of {file} and the run have other tiers: {min(odd)}")
         if any(headline not in metrics for metrics in record.all_metrics()):
-            raise FedhmError(f"round {record.round} of {file} does not tell the {headline} of every model")
+            raise FedhmError(f"round {record.round} of {file} does not have the {headline} of every model")
 
 
 def error_summary(error: Exception) -> str:
-    """Return what is wrong with a file, in one line."""
+    """Return an error in one line."""
     if isinstance(error, ValidationError):
         problem = error.errors()[0]
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")

@@ -1,4 +1,4 @@
-"""What a run comes to, for who started it."""
+"""The result of a run, for the caller of `fedhm.run`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +14,16 @@ from fedhm.server.record import ClientMetrics, Record
 
 @dataclass(frozen=True)
 class Result:
+    """The records, models and costs of a finished run."""
+
     records: list[Record]
     networks: dict[str, nn.Module]  # the final model of every tier
     costs: dict[str, Cost]
-    best_round: int = 0  # the best one of a run that could end early ([stop]), and every tier's model after it
-    best: dict[str, nn.Module] = field(default_factory=dict)
+    best_round: int = 0  # of a run that may stop early ([stop]); 0: none
+    best: dict[str, nn.Module] = field(default_factory=dict)  # every tier's model after the best round
 
     def save_adapter(self, tier: str, folder: str | Path) -> None:
-        """Save a tier's adapter, of a method that trains such, for `PeftModel.from_pretrained(base, folder)`."""
+        """Save a tier's adapter, if the method trains adapters, for `PeftModel.from_pretrained(base, folder)`."""
         if tier not in self.networks:
             raise FedhmError(f"there is no tier '{tier}', known are {', '.join(self.networks)}")
         save_adapter(self.networks[tier], Path(folder))
@@ -33,5 +35,5 @@ class Result:
 
     @property
     def clients(self) -> dict[str, ClientMetrics]:
-        """Return how every tier's final model does at the clients; empty where they have no test samples."""
+        """Return the metrics of every tier's final model at the clients; empty if they have no test samples."""
         return self.records[-1].clients

@@ -178,23 +178,23 @@ def test_without_its_secret_a_run_is_not_resumed(tmp_path: Path) -> None:
 
 
 @no_figures
-def test_no_round_of_a_private_run_is_taken_back(tmp_path: Path) -> None:
+def test_a_private_run_is_not_rewound(tmp_path: Path) -> None:
     changes = ["privacy.clip=1", "privacy.noise=1", "train.rounds=3", "train.masked_loss=false", "train.epochs=1"]
     changes += ["method.aggregate=updates", "evaluation.static_from=never", "federation.clients=4", "model.width=0.1"]
     config = fedhm.load_config("digits", changes).resolved()
     with fedhm.runs.folder.RunFolder.create(tmp_path / "run", config) as folder:
         fedhm.prepare(config).run(folder)
-    with pytest.raises(FedhmError, match="a private run, of which no round can be taken back"):
+    with pytest.raises(FedhmError, match="a private run, which cannot be rewound"):
         fedhm.resume(tmp_path / "run", from_round=2)
     before = (tmp_path / "run" / "records.jsonl").read_bytes()
     for checkpoint in sorted((tmp_path / "run" / "checkpoints").iterdir())[1:]:
         checkpoint.unlink()
-    with pytest.raises(FedhmError, match="It has done 3, and the checkpoint of the last is not there: put it back"):
+    with pytest.raises(FedhmError, match="done 3 rounds, and the checkpoint of the last is missing: put it back"):
         fedhm.resume(tmp_path / "run")
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
     file = tmp_path / "run" / "records.jsonl"
     file.write_text(file.read_text() + file.read_text().splitlines()[-1].replace('"round": 3', '"round": 4') + "\n")
-    with pytest.raises(FedhmError, match="a private run, of which no round can be taken back"):
+    with pytest.raises(FedhmError, match="a private run, which cannot be rewound"):
         fedhm.resume(tmp_path / "run")
 
 
