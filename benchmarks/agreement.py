@@ -18,7 +18,7 @@ from fedhm.assembly import assemble, read_federation
 from fedhm.config.loading import load_config
 from fedhm.machine.files import write_atomically
 from fedhm.models.build import build_model
-from fedhm.server.filters.history import Standing
+from fedhm.server.filters.history import AgreementHistory
 from fedhm.server.record import Record
 from remembered import Remembering
 
@@ -31,7 +31,7 @@ PARTITIONS = {
 
 def margins(records: list[Record]) -> list[float]:
     found: list[float] = []
-    standing = Standing()
+    standing = AgreementHistory()
     for record in records:
         found += [standing.margin(client, seen) for client, seen in record.agreement.items()]
         standing.add(record.agreement)

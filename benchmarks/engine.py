@@ -62,7 +62,7 @@ def pair(of: Experiment, model: nn.Module, data: Federation, tier: str) -> dict[
         for reply in of.engine.run(tasks):
             assert isinstance(reply, Update), reply
 
-    network = channels_last(load(method.network(tier), method.weights(state, tier))).train()
+    network = channels_last(load(method.network(method.spec(tier)), method.weights(state, tier))).train()
     optimizer = torch.optim.SGD(network.parameters(), train.lr, train.momentum, weight_decay=train.weight_decay)
     feeds = [Feed(samples, data.preprocessing) for samples in data.clients]
     batches = [each for feed in feeds for each in feed.shuffled(train.batch, torch.Generator())]

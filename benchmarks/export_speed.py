@@ -35,7 +35,7 @@ def main() -> None:
         cases = {}
         for tier in tiers:
             torch.manual_seed(0)
-            network = design.method.network(tier)
+            network = design.method.network(design.method.spec(tier))
             for parameter in network.parameters():
                 if parameter.ndim > 1:
                     nn.init.kaiming_normal_(parameter)

@@ -16,6 +16,7 @@ follows, but for one audit in twenty. It must not be more than the ε that recor
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from fedhm.config.loading import parse
 from fedhm.data.federation import from_arrays
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import Tensors
-from fedhm.server.filters.optimizer import Moments
-from fedhm.server.filters.privacy import Mechanism
+from fedhm.server.filters.privacy import Privacy, epsilon_after
 from fedhm.server.record import Record
 from fedhm.work.messages import Reply, Task, Update
 from measure import arguments, save_json, show
@@ -44,10 +44,10 @@ METHODS: dict[str, dict[str, Any]] = {
 Pair = tuple[Tensor, Tensor]  # without the canary, and with it
 
 
-class Unbounded(Mechanism):
-    """A mechanism that forgets to bound what clients send."""
+class Unbounded(Privacy):
+    """A filter that forgets to bound the clients' changes."""
 
-    def _cut(self, update: Update, task: Task) -> Tensors:  # noqa: ARG002
+    def _bounded(self, update: Update, task: Task) -> Tensors:  # noqa: ARG002
         return update.tensors
 
 
@@ -84,24 +84,25 @@ def small_experiment(method: str, noise: float, participation: float, broken: st
     }
     answers = Answers()
     experiment = assemble(model, from_arrays(data[:-1], data[-1]), parse(table, "the audit"), answers)
-    private = experiment.privacy
+    private = experiment.filters.privacy
     assert private is not None
     if broken == "noise":
-        private.config = private.config.model_copy(update={"noise": 0.0})
+        silent = private._config.privacy.model_copy(update={"noise": 0.0})
+        private._config = private._config.model_copy(update={"privacy": silent})
     if broken == "clip":
         settings = parse(table, "the audit").resolved()
-        experiment.privacy = Unbounded(settings, experiment.method, CLIENTS, frozenset(), private.secret)
+        unbounded = Unbounded(settings, experiment.method, CLIENTS, frozenset(), private.secret)
+        experiment.filters = replace(experiment.filters, privacy=unbounded)
     return experiment, answers
 
 
 def trial(experiment: Experiment, rounds: int, secret: bytes) -> Tensor:
     """Return how far the model moves in so many rounds, all numbers in a row."""
-    assert experiment.privacy is not None
-    experiment.privacy.secret.value = secret
+    assert experiment.filters.privacy is not None
+    experiment.filters.privacy.secret.value = secret
     state = start = experiment.method.start(experiment.initial)
-    moments = Moments()
     for number in range(1, rounds + 1):
-        state, moments = experiment._next_state(state, moments, Record(number))
+        state = experiment.train_round(state, Record(number))
     return torch.cat([(state.weights[name] - start.weights[name]).double().flatten() for name in sorted(state.weights)])
 
 
@@ -152,8 +153,8 @@ def _highest(hits: int, count: int) -> float:
 def stated(method: str, noise: float, participation: float, rounds: int) -> float:
     """Return the ε that records of such a run state."""
     experiment, _ = small_experiment(method, noise, participation, broken="")
-    assert experiment.privacy is not None
-    return experiment.privacy.epsilon([Record(number) for number in range(1, rounds + 1)]) or math.inf
+    assert experiment.filters.privacy is not None
+    return epsilon_after([Record(number) for number in range(1, rounds + 1)], experiment.config) or math.inf
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class Remembering:
         self._engine.close()
 
     def _key(self, task: Task) -> bytes:
-        said = (task.kind, task.round, task.client, task.tier, task.network, dict(task.options))
+        said = (task.kind, task.round, task.client, task.tier, task.network, task.options)
         digest = hashlib.blake2b(repr((said, self._samples_of(task.client))).encode())
         for name, tensor in task.tensors.items():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -75,6 +75,11 @@ class Run:
         return [reply for reply in self.engine.run(tasks) if isinstance(reply, Update)]
 
 
+def ranks_of(method: FedHM) -> list[dict[str, int]]:
+    """Return the ranks of every tier."""
+    return [plan.ranks for plan in method.planner.first.values()]
+
+
 def ours(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> FedHMState:
     merged = method.merge(state, updates, 1)
     for tier in method.tiers[1:]:
@@ -92,7 +97,7 @@ def plain_mean(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> T
     recovered: list[Tensors] = []
     for update in updates:
         model = {name: t for name, t in update.tensors.items() if name in state.weights}
-        for layer in method.plans[update.network]:
+        for layer in method.planner.first[update.network.tier].ranks:
             left, right = to_matrix_factors(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
             model[f"{layer}.weight"] = roll(left @ right, state.weights[f"{layer}.weight"].shape)
         recovered.append(model)
@@ -101,7 +106,7 @@ def plain_mean(method: FedHM, state: FedHMState, updates: Sequence[Update]) -> T
 
 def plain_factors(method: FedHM, weights: Tensors, tier: str) -> Tensors:
     factors: Tensors = {}
-    for layer, rank in method.plans[tier].items():
+    for layer, rank in method.planner.first[tier].ranks.items():
         weight = weights[f"{layer}.weight"]
         U, S, Vt = torch.linalg.svd(unroll(weight), full_matrices=False)
         root = S[:rank].sqrt()
@@ -113,23 +118,21 @@ def plain_factors(method: FedHM, weights: Tensors, tier: str) -> Tensors:
 
 def factorized_warm(method: FedHM, before: FedHMState, weights: Tensors) -> None:
     def decomposed(layer: str) -> None:
-        decompose(
-            unroll(weights[f"{layer}.weight"]), largest_ranks(method.plans.values())[layer], before.factors[layer]
-        )
+        decompose(unroll(weights[f"{layer}.weight"]), largest_ranks(ranks_of(method))[layer], before.factors[layer])
 
-    parallel_map(decomposed, list(largest_ranks(method.plans.values())))
+    parallel_map(decomposed, list(largest_ranks(ranks_of(method))))
 
 
 def truncation_ratios(method: FedHM, state: FedHMState) -> dict[str, float]:
     """Return, by tier, the largest ratio of a layer's truncation error to the smallest possible one."""
     worst = dict.fromkeys(method.tiers[1:], 0.0)
-    for layer in largest_ranks(method.plans.values()):
+    for layer in largest_ranks(ranks_of(method)):
         matrix = unroll(state.weights[f"{layer}.weight"]).double()
         spectrum = torch.linalg.svdvals(matrix)
         factors = state.factors[layer]
         for tier in worst:
-            if layer in method.plans[tier]:
-                left, right = factors.prefix(method.plans[tier][layer])
+            if layer in method.planner.first[tier].ranks:
+                left, right = factors.prefix(method.planner.first[tier].ranks[layer])
                 error = (matrix - left.double() @ right.double()).norm()
                 worst[tier] = max(worst[tier], float(error / spectrum[left.shape[1] :].norm()))
     return worst
@@ -231,7 +234,7 @@ def report(
         both = median(times["fedhm"]), median(times["averaging models"])
         show("one server round", [f"{options.aggregate}, s", "models, s", "times as long"], [(*both, longer)])
     show("truncation error / optimum, worst layer and round", list(worst), [[f"{x:.5f}" for x in worst.values()]])
-    layers = len(largest_ranks(run.method.plans.values())) * len(errors)
+    layers = len(largest_ranks(ranks_of(run.method))) * len(errors)
     print(f"decomposed the exact way: {exact:.0f} of {layers} (layers too small to gain by a warm start are always)")
     show(
         "peak memory of merging, MiB",

@@ -45,7 +45,7 @@ class Median(fedhm.Method[fedhm.ModelState]):
         self, state: fedhm.ModelState, participants: Sequence[fedhm.Participant], round_number: int
     ) -> Iterator[fedhm.Task]:
         for p in participants:
-            yield fedhm.Task("train", round_number, p.client, p.tier, "full", state.weights)
+            yield fedhm.Task("train", round_number, p.client, p.tier, self.spec("full"), state.weights)
 
     def merge(self, state: fedhm.ModelState, updates: Iterable[fedhm.Update], round_number: int) -> fedhm.ModelState:
         sent = [update.tensors for update in updates]
@@ -53,7 +53,7 @@ class Median(fedhm.Method[fedhm.ModelState]):
         step = {name: state.weights[name].lerp(median, self.settings.strength) for name, median in medians.items()}
         return fedhm.ModelState({**state.weights, **step})
 
-    def network(self, name: str) -> nn.Module:
+    def network(self, spec: fedhm.NetworkSpec) -> nn.Module:
         return copy.deepcopy(self.model)
 
     def weights(self, state: fedhm.ModelState, tier: str) -> Tensors:

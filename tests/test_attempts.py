@@ -15,7 +15,7 @@ from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.result import Result
-from fedhm.server.filters.optimizer import Moments
+from fedhm.server.collect import collect
 from fedhm.server.record import Record
 from fedhm.server.sampling import drawings, participants
 from fedhm.server.state import flatten
@@ -93,12 +93,13 @@ def test_a_failed_attempt_leaves_the_state_as_it_was(federation: Federation, met
     failing = {p.client for p in first[2:]}
     experiment.engine = engine = Faulty(experiment, lambda task, _: task.client in failing)
     record = Record(1)
-    merged, _ = experiment._next_state(experiment.method.start(experiment.initial), Moments(), record)
+    merged = experiment.train_round(experiment.method.start(experiment.initial), record)
     assert [clients(tasks) for tasks in engine.runs] == [[p.client for p in chosen] for chosen in (first, second)]
     assert (record.attempts, record.participants) == (2, second)
     assert {entry["client"] for entry in record.dropped} == failing
     state = plain.method.start(plain.initial)
-    updates = plain.intake.updates(plain.engine.run, plain.method.tasks(state, second, 1), Record(1))
+    tasks = plain.filters.admission.tasks(list(plain.method.tasks(state, second, 1)), Record(1))
+    updates = collect(plain.engine.run, tasks, [plain.filters.admission], Record(1))
     expected = plain.method.merge(state, updates, 1)
     ours, theirs = flatten(merged)[0], flatten(expected)[0]
     assert ours.keys() == theirs.keys()
@@ -157,19 +158,20 @@ def test_a_minimum_that_no_round_can_reach_is_refused_at_once(federation: Federa
 def test_all_tiers_statistics_are_one_exchange(federation: Federation) -> None:
     _, runs = run(federation, lambda *_: False, train={"rounds": 1})
     assert [{task.kind for task in tasks} for tasks in runs] == [{"train", "nested"}, {"statistics"}]
-    assert [task.network for task in runs[1]] == [tier for tier in LEVELS for _ in range(4)]
+    assert [task.network.tier for task in runs[1]] == [tier for tier in LEVELS for _ in range(4)]
 
 
 def test_statistics_that_nobody_gave_are_asked_of_others(federation: Federation) -> None:
-    result, runs = run(federation, lambda task, run: run == 1 and task.network in ("1/2", "1/8"), train={"rounds": 1})
-    assert [task.network for task in runs[2]] == ["1/2"] * 4 + ["1/8"] * 4
+    missing = ("1/2", "1/8")
+    result, runs = run(federation, lambda task, run: run == 1 and task.network.tier in missing, train={"rounds": 1})
+    assert [task.network.tier for task in runs[2]] == ["1/2"] * 4 + ["1/8"] * 4
     assert not set(clients(runs[2])) & set(clients(runs[1]))
     (record,) = result.records
     assert (record.attempts, len(record.dropped), record.statistics.clients) == (1, 8, 24)
     assert all(score.loss < 100 for score in result.metrics.values())
     sentence = r"^no client's BatchNorm statistics of tier 1/4 could be used in round 1: of client \d, fault 3$"
     with pytest.raises(FedhmError, match=sentence):
-        run(federation, lambda task, _: task.kind == "statistics" and task.network == "1/4", train={"rounds": 1})
+        run(federation, lambda task, _: task.kind == "statistics" and task.network.tier == "1/4", train={"rounds": 1})
 
 
 def test_one_client_suffices_for_a_tiers_statistics(federation: Federation) -> None:
@@ -180,9 +182,9 @@ def test_one_client_suffices_for_a_tiers_statistics(federation: Federation) -> N
 
 def test_statistics_of_too_few_clients_are_asked_of_others(federation: Federation) -> None:
     at_least = {"federation": {"min_updates": 4}, "train": {"rounds": 1}}
-    _, runs = run(federation, lambda task, run: run == 1 and (task.client, task.network) == (4, "1/2"), **at_least)
+    _, runs = run(federation, lambda task, run: run == 1 and (task.client, task.network.tier) == (4, "1/2"), **at_least)
     assert 4 in clients(runs[0])
-    assert [task.network for task in runs[2]] == ["1/2"] * 4
+    assert [task.network.tier for task in runs[2]] == ["1/2"] * 4
     assert len(runs) == 3
     sentence = r"^too few clients' BatchNorm statistics of tier full could be used in round 1: of client 4, fault 1$"
     with pytest.raises(FedhmError, match=sentence):

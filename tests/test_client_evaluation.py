@@ -11,10 +11,11 @@ from fedhm.assembly import assemble
 from fedhm.data.federation import ClientTests, Federation, from_arrays, hold_out_client_tests
 from fedhm.data.samples import Feed, concatenate
 from fedhm.errors import FedhmError
+from fedhm.networks.spec import NetworkSpec
 from fedhm.runs.result import Result
 from fedhm.server.sampling import evaluators
 from fedhm.work.evaluate import evaluate
-from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.messages import Failure, Reply, Task, TaskOptions, Update
 from test_experiment import Meddling, same
 
 
@@ -128,7 +129,7 @@ def test_a_bad_answer_costs_only_itself(tested: Federation) -> None:
 
 class Gone(Meddling):
     def meddle(self, reply: Reply) -> Reply:
-        evaluated = isinstance(reply, Update) and reply.kind == "evaluate" and reply.network == "1/4"
+        evaluated = isinstance(reply, Update) and reply.kind == "evaluate" and reply.network.tier == "1/4"
         return Failure(reply.client, "nobody there", reply.position) if evaluated else reply
 
 
@@ -151,6 +152,8 @@ def test_a_share_of_the_clients_evaluates_others_in_each_round() -> None:
 def test_a_client_without_test_samples_says_so(federation: Federation) -> None:
     experiment = assemble(small_model(), federation, small_config())
     weights = experiment.method.weights(experiment.method.start(experiment.initial), "full")
-    (reply,) = experiment.engine.run([Task("evaluate", 1, 0, "full", "full", weights, options={"batch": 8.0})])
+    (reply,) = experiment.engine.run(
+        [Task("evaluate", 1, 0, "full", NetworkSpec("full"), weights, options=TaskOptions(batch=8))]
+    )
     assert isinstance(reply, Failure)
     assert reply.reason == "it has no test samples"

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fedhm.measure.cost import Cost, measure, training_memory
     from fedhm.measure.fit import Fit, fit
     from fedhm.methods.method import Method, ModelState, State
+    from fedhm.networks.spec import NetworkSpec
     from fedhm.run import prepare, resume, run
     from fedhm.runs.models import load_tier
     from fedhm.runs.result import Result
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "About", "Config", "Cost", "Experiment", "Exported", "Federation", "FedhmError", "Fit", "LowRankConv1d",
-    "LowRankConv2d", "LowRankLinear", "Method", "MethodConfig", "Metric", "Metrics", "ModelState", "Objective",
+    "LowRankConv2d", "LowRankLinear", "Method", "MethodConfig", "Metric", "Metrics", "ModelState", "NetworkSpec",
+    "Objective",
     "Participant", "Preprocessing", "RankPlan", "Record", "Result", "RunWatcher", "Samples", "State", "Task", "Update",
     "Watcher", "assemble", "export", "fit",
     "load_config", "load_tier", "measure", "models", "plan_ranks", "prepare", "resume", "run", "to_full", "to_hybrid",
@@ -76,6 +78,7 @@ _HOMES = {
     "measure.cost": "Cost measure training_memory",
     "measure.fit": "Fit fit",
     "methods.method": "Method ModelState State",
+    "networks.spec": "NetworkSpec",
     "run": "prepare resume run",
     "runs.result": "Result",
     "runs.models": "load_tier",

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -26,17 +25,16 @@ from fedhm.methods.means import mean_of
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.methods.tier_work import plan_fleet
 from fedhm.models.build import build_model
-from fedhm.networks.exchange import exchanged_tensors, untrained_names
+from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.inputs import Inputs, probe_model
 from fedhm.networks.reuse import NetworkPool, check_compiler
-from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.seeds import Secret
-from fedhm.server.callbacks import Stopping, Watcher
-from fedhm.server.collect import Intake
+from fedhm.server.callbacks import EarlyStopping, Watcher
+from fedhm.server.evaluation import Evaluation
+from fedhm.server.facts import TaskFacts
 from fedhm.server.filters.defence import check_attackers
-from fedhm.server.filters.fleet import Fleet, with_plan
-from fedhm.server.filters.optimizer import ServerOptimizer
-from fedhm.server.filters.privacy import Mechanism, check_privacy
+from fedhm.server.filters.fleet import with_plan
+from fedhm.server.round import round_filters
 from fedhm.server.sampling import check_assignment, check_minimum, check_partition
 from fedhm.tracking.trackers import trackers
 from fedhm.work.client import Client, LocalNoise
@@ -92,7 +90,7 @@ def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs, frozen:
             f"the model's forward changes '{min(written)}' itself, and cannot be a base that stays as it is"
         )
     for tier in method.tiers if written else ():
-        network = method.network(tier)
+        network = method.network(method.spec(tier))
         factorized = {f"{layer}.weight" for layer in (*plan_of(network), *plan_of(network, Hadamard))}
         if lost := sorted(written & factorized):
             raise FedhmError(
@@ -143,13 +141,10 @@ def assemble(
     check_minimum(settings.federation, federation.size)
     check_attackers(settings.server, settings.federation.per_round(federation.size))
     check_partition(settings, method.levels)
-    intake = Intake(method.network, federation, settings, sample, watchers)
-    settings = with_plan(settings, lambda: plan_fleet(settings, model, method, sample[0], intake))
-    not_weights = untrained_names(model).union(*(intake.facts(tier).untrained for tier in method.tiers))
-    optimizer = ServerOptimizer(settings.server, settings.method.name, method.state_type.averaged, not_weights)
-    costs = {tier: intake.facts(tier).cost for tier in method.tiers}
+    facts = TaskFacts(method.network, federation, settings, sample)
+    settings = with_plan(settings, lambda: plan_fleet(settings, model, method, sample[0], facts))
     initial = exchanged_tensors(model)
-    if not settings.method.adapters:  # of a frozen base nothing is trained, and another copy may fill the memory
+    if not settings.method.adapters:  # a frozen base is not trained, and a copy of it may fill the memory
         initial = {name: tensor.clone() for name, tensor in initial.items()}
     test = None if federation.test is None else Feed(federation.test, preprocessing, device)
     holders = federation.client_tests.holders([federation.samples_of(client) for client in range(federation.size)])
@@ -159,29 +154,20 @@ def assemble(
             "(data.client_test = 0.2 in a config, client_test=0.2 in Python)"
         )
     secret = Secret()
+    filters = round_filters(settings, model, method, federation, facts, secret, clients_test=bool(holders))
     networks = NetworkPool(method.network, device, settings.engine.compile)
     return Experiment(
-        settings, method, initial, federation.size, test, intake, optimizer,
-        engine or _own_engine(settings, federation, networks, public, secret),
-        costs, partial(fingerprint, settings, initial, given), data_facts(given),
-        [*watchers, *trackers(settings.tracking)],
-        bool(federation.remote), holders,
-        Stopping(settings.stop, settings.objective.headline, method.tiers, at_clients=test is None),
-        _privacy(settings, federation, method, intake, bool(holders), secret),
-        Fleet(settings, intake) if settings.federation.devices else None,
-    )  # fmt: skip
-
-
-def _privacy(
-    config: ResolvedConfig, federation: Federation, method: AnyMethod, intake: Intake, tests: bool, secret: Secret
-) -> Mechanism | None:
-    if not config.privacy.active:
-        return None
-    running = frozenset[str]().union(*(intake.facts(tier).running for tier in method.tiers))
-    frozen = config.train.frozen_statistics
-    check_privacy(config, federation, normalised=bool(running) and not frozen, tests=tests)
-    fixed = (running if frozen else frozenset()).union(*(intake.facts(tier).fixed for tier in method.tiers))
-    return Mechanism(config, method, federation.size, fixed, secret)
+        config=settings,
+        method=method,
+        initial=initial,
+        federation=given,
+        facts=facts,
+        filters=filters,
+        evaluation=Evaluation(settings, method, facts, filters.admission, federation.size, test, holders),
+        early_stopping=EarlyStopping(settings.stop, settings.objective.headline, method.tiers, at_clients=test is None),
+        engine=engine or _own_engine(settings, federation, networks, public, secret),
+        watchers=[*watchers, *trackers(settings.tracking)],
+    )
 
 
 def _own_engine(

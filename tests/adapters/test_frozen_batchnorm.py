@@ -48,7 +48,11 @@ def test_statistics_of_a_frozen_base_stay_and_nothing_of_them_is_sent(name: str)
     }
     clients, test = [samples(12, seed) for seed in range(3)], samples(12, 9)
     method = fedhm.assemble(normed(), from_arrays(clients, test), parse(settings, "test")).method
-    sent = {tensor.rpartition(".")[0] for tier in method.tiers for tensor in exchanged_tensors(method.network(tier))}
+    sent = {
+        tensor.rpartition(".")[0]
+        for tier in method.tiers
+        for tensor in exchanged_tensors(method.network(method.spec(tier)))
+    }
     assert sent == {"first", "last"}
     run = fedhm.run(normed(), clients, test, settings)
     for network in run.networks.values():

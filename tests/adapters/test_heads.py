@@ -51,9 +51,9 @@ def test_every_layer_of_a_head_travels_and_is_merged(
 ) -> None:
     method, state, weights = started(name, model(), **own)
     tier = method.tiers[0]
-    check_travelling(frozenset(exchanged_tensors(method.network(tier))), method.weights(state, tier), tier)
+    check_travelling(frozenset(exchanged_tensors(method.network(method.spec(tier)))), method.weights(state, tier), tier)
     after = method.weights(method.merge(state, answers(method, state, 3), 1), tier)
-    network = load(method.network(tier), after)
+    network = load(method.network(method.spec(tier)), after)
     held = exchanged_tensors(network)
     for layer in head:
         assert not torch.equal(after[f"{layer}.weight"], weights[f"{layer}.weight"])
@@ -90,4 +90,4 @@ def test_a_state_that_lacks_what_clients_train_is_refused() -> None:
     weights = method.weights(state, "full")
     del weights["classifier.dense.weight"]
     with pytest.raises(fedhm.FedhmError, match=r"'classifier\.dense\.weight', of which the server has no value"):
-        check_travelling(frozenset(exchanged_tensors(method.network("full"))), weights, "full")
+        check_travelling(frozenset(exchanged_tensors(method.network(method.spec("full")))), weights, "full")

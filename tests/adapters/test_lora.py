@@ -44,7 +44,7 @@ def test_every_rank_learns_and_its_adapter_is_loaded_by_peft(result: fedhm.Resul
 def test_adapters_and_the_head_travel_and_the_base_is_one_in_a_process() -> None:
     model = tiny_bert()
     method, state, _ = started("lora", model, ranks=RANKS)
-    networks = [method.network(tier) for tier in method.tiers]
+    networks = [method.network(method.spec(tier)) for tier in method.tiers]
     held = [dict(network.named_parameters()) for network in [*networks, copy_network(networks[0])]]
     name = "base_model.model.bert.embeddings.word_embeddings.weight"
     assert len({parameters[name].data_ptr() for parameters in held}) == 1
@@ -96,7 +96,7 @@ def test_a_step_changes_directions_by_the_same_at_every_rank() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_head_may_learn_faster_than_the_adapters(optimizer: str) -> None:
-    network = started("lora", ranks=RANKS)[0].network("full")
+    network = started("lora", ranks=RANKS)[0].network(started("lora", ranks=RANKS)[0].spec("full"))
     trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     for parameter in trained.values():

@@ -107,7 +107,7 @@ def test_flora_adds_the_stacked_adapters_to_the_base() -> None:
     stacked_a = torch.cat([u.tensors[f"{layer}.u"] for u in updates])
     assert torch.equal(found.added[f"{layer}.u"], stacked_a)
     torch.testing.assert_close(found.added[f"{layer}.v"], stacked_b)
-    network = load(method.network("1/4"), method.weights(found, "1/4"))
+    network = load(method.network(method.spec("1/4")), method.weights(found, "1/4"))
     folded = dict(network.named_parameters())[f"base_model.model.{layer}.base_layer.weight"]
     torch.testing.assert_close(folded.data, weights[f"{layer}.weight"] + stacked_b @ stacked_a)
     with pytest.raises(fedhm.FedhmError, match="in the base itself"):
@@ -161,7 +161,9 @@ def test_ffa_lora_averages_b_alone_and_all_have_one_a() -> None:
     updates = answers(method, state, 3)
     found = method.merge(state, updates, 1)
     layer = next(iter(method.base.shapes))
-    networks = [load(method.network("r2"), u.tensors) for u in updates] + [load(method.network("r2"), found.weights)]
+    networks = [load(method.network(method.spec("r2")), u.tensors) for u in updates] + [
+        load(method.network(method.spec("r2")), found.weights)
+    ]
     products = [n.get_submodule(f"base_model.model.{layer}").get_delta_weight("default") for n in networks]
     torch.testing.assert_close(products[3], (products[0] + products[1] + products[2]) / 3)  # no cross terms
     trained = [name for name, p in networks[0].named_parameters() if p.requires_grad]
@@ -189,7 +191,7 @@ def test_fedsa_shares_a_and_clients_keep_the_rest(share_head: bool) -> None:
 def merged_by(name: str, own: dict[str, Any], change: Any = lambda updates: updates) -> Tensor:
     method, state, _ = started(name, **own)
     merged = method.merge(state, change(answers(method, state, 1)), 1)
-    return output(load(method.network(method.tiers[0]), method.weights(merged, method.tiers[0])))
+    return output(load(method.network(method.spec(method.tiers[0])), method.weights(merged, method.tiers[0])))
 
 
 @pytest.mark.parametrize("aggregate", ["models", "updates", "bands", "partitions"])
@@ -220,9 +222,12 @@ def test_folding_with_one_client_is_plain_lora(name: str) -> None:
     (update,) = answers(method, state, 1)
     merged = method.merge(state, [update], 1)
     plain, before, _ = started("homolora", rank=3)
-    expected = output(load(plain.network("r3"), update.tensors))
+    expected = output(load(plain.network(plain.spec("r3")), update.tensors))
     torch.testing.assert_close(
-        output(load(method.network("full"), method.weights(merged, "full"))), expected, rtol=1e-4, atol=1e-5
+        output(load(method.network(method.spec("full")), method.weights(merged, "full"))),
+        expected,
+        rtol=1e-4,
+        atol=1e-5,
     )
     (task,) = method.tasks(merged, [Participant(0, "full")], 2)
     trained = load(method.network(task.network), task.tensors)  # the adapter begins at zero on top of the whole
@@ -236,5 +241,5 @@ def test_a_round_does_not_depend_on_where_an_update_comes_from(name: str) -> Non
     method, state, _ = started(name, ranks=RANKS)
     updates: list[Update] = answers(method, state, 5)
     one, other = (method.merge(state, given, 1) for given in (updates, updates[::-1]))
-    both = [output(load(method.network("full"), method.weights(each, "full"))) for each in (one, other)]
+    both = [output(load(method.network(method.spec("full")), method.weights(each, "full"))) for each in (one, other)]
     torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)

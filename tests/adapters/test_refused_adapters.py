@@ -57,7 +57,9 @@ def test_a_model_that_changes_its_own_weights_is_no_base() -> None:
 def test_an_adapter_is_not_written_onto_a_file(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("mine")
     with pytest.raises(fedhm.FedhmError, match="there: it is a file, where a folder is needed"):
-        save_adapter(started("lora", ranks=[2])[0].network("full"), tmp_path / "there")
+        save_adapter(
+            started("lora", ranks=[2])[0].network(started("lora", ranks=[2])[0].spec("full")), tmp_path / "there"
+        )
 
 
 @pytest.mark.parametrize("name", ["lora", "hetlora", "flora", "homolora", "ffalora", "fedsa"])
@@ -117,7 +119,7 @@ def test_a_node_with_another_base_is_refused() -> None:
     from fedhm.flower.wire import RunInfo, introduction_request
 
     config = parse(settings(), "test").resolved()
-    base = base_digest(started("lora", ranks=RANKS)[0].network("full"))
+    base = base_digest(started("lora", ranks=RANKS)[0].network(started("lora", ranks=RANKS)[0].spec("full")))
     info = RunInfo(config, 3, Preprocessing(), base_digest=base)
     form = tuple((name, (1, 7), torch.int64) for name in ("input_ids", "attention_mask"))
     assert RunInfo.decode(introduction_request(info)).base_digest == base

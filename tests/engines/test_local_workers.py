@@ -27,11 +27,12 @@ from fedhm.data.federation import Federation
 from fedhm.engines.local import LocalEngine, workers_for
 from fedhm.engines.workers import WINDOW
 from fedhm.errors import FedhmError
+from fedhm.networks.spec import NetworkSpec
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.result import Result
 from fedhm.server.collect import in_task_order
 from fedhm.server.record import Record
-from fedhm.work.messages import Failure, Participant, Reply, Task, Update
+from fedhm.work.messages import Failure, Participant, Reply, Task, TaskOptions, Update
 
 
 @pytest.fixture(autouse=True)
@@ -220,8 +221,10 @@ class Echo:
             torch.rand(200, 200) @ torch.rand(200, 200)
         loss = float("nan") if position % 2 else float("inf")
         kept = {"pid": torch.tensor(os.getpid()), **task.kept}
-        return Update(task.kind, task.round, task.client, task.tier, task.network, {"x": x + position},
-                      int(task.options["samples"]), None if position % 3 else (1, 2), loss, position, kept)  # fmt: skip
+        samples, labels = int(task.options.extra["samples"]), None if position % 3 else (1, 2)
+        found = {"x": x + position}
+        what = (task.kind, task.round, task.client, task.tier, task.network)
+        return Update(*what, found, samples, labels, loss, position, kept)
 
 
 def echo_tasks(count: int, taken: list[int] | None = None) -> Iterator[Task]:
@@ -230,7 +233,9 @@ def echo_tasks(count: int, taken: list[int] | None = None) -> Iterator[Task]:
         if taken is not None:
             taken.append(number)
         kept = {"empty": torch.empty(0, 2), "half": torch.tensor(number, dtype=torch.float16)}
-        yield Task("train", 1, 0, "full", "full", dict(shared), kept, {"samples": number})
+        yield Task(
+            "train", 1, 0, "full", NetworkSpec("full"), dict(shared), kept, TaskOptions(extra={"samples": number})
+        )
 
 
 def echoes(workers: int, slow: int = -1) -> LocalEngine:

@@ -136,13 +136,13 @@ class Remembering(fedhm.Method[Memory]):
         self, state: Memory, participants: Sequence[fedhm.Participant], round_number: int
     ) -> Iterator[fedhm.Task]:
         for p in participants:
-            yield fedhm.Task("train", round_number, p.client, p.tier, "full", state.weights)
+            yield fedhm.Task("train", round_number, p.client, p.tier, self.spec("full"), state.weights)
 
     def merge(self, state: Memory, updates: Iterable[fedhm.Update], round_number: int) -> Memory:
         last = list(updates)[-1]
         return Memory(last.tensors, (*state.seen, round_number))
 
-    def network(self, name: str) -> nn.Module:  # noqa: ARG002
+    def network(self, spec: fedhm.NetworkSpec) -> nn.Module:  # noqa: ARG002
         return copy.deepcopy(self.model)
 
     def weights(self, state: Memory, tier: str) -> Tensors:  # noqa: ARG002

@@ -17,6 +17,7 @@ from fedhm.flower import client_app
 from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import Node, NodeRegistry
 from fedhm.flower.wire import RunInfo, introduction_request
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Failure, Task, Update
 from flower_loopback import GarbledError, Loopback, LoopbackNode
 
@@ -80,7 +81,7 @@ def registry(grid: Loopback, said: list[str]) -> NodeRegistry:
 
 def task(client: int, **changes: str) -> Task:
     tensors = {name: tensor.detach() for name, tensor in build_model().named_parameters()}
-    return replace(Task("train", 1, client, "full", "full", tensors), **changes)  # type: ignore[arg-type]
+    return replace(Task("train", 1, client, "full", NetworkSpec("full"), tensors), **changes)  # type: ignore[arg-type]
 
 
 def engine(grid: Loopback, said: list[str], deadline: float = 0.0) -> FlowerEngine:

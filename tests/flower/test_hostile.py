@@ -21,6 +21,7 @@ from fedhm.flower.clients import UserModel
 from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import NodeRegistry
 from fedhm.flower.wire import JSON_RECORD, RunInfo, decode_replies, decode_tasks, encode_replies, introduction_request
+from fedhm.networks.spec import NetworkSpec
 from fedhm.runs.result import Result
 from fedhm.work.messages import Failure, Reply, Task, Update
 from flower_loopback import GarbledError, Loopback, LoopbackNode
@@ -237,8 +238,8 @@ def test_nothing_damaged_is_merged_and_nothing_crashes() -> None:
 def test_each_damage_changes_the_reply(name: str) -> None:
     """A damage without an effect would prove nothing."""
     tensors = {"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}
-    task = Task("train", 3, 1, "full", "full", tensors)
-    sent = Update("train", 3, 1, "full", "full", tensors, 8, (0, 1), 0.5)
+    task = Task("train", 3, 1, "full", NetworkSpec("full"), tensors)
+    sent = Update("train", 3, 1, "full", NetworkSpec("full"), tensors, 8, (0, 1), 0.5)
     content = encode_replies([sent], fp16=False)
     (honest,) = decode_replies(content, [task], fp16=False)
     (damaged,) = decode_replies(DAMAGES[name](content), [task], fp16=False)

@@ -19,8 +19,9 @@ from fedhm.flower.clients import UserModel
 from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import Node, NodeRegistry
 from fedhm.flower.wire import RunInfo, introduction_request
+from fedhm.networks.spec import NetworkSpec
 from fedhm.runs.records import read_records
-from fedhm.work.messages import Failure, Task, Update
+from fedhm.work.messages import Failure, Task, TaskOptions, Update
 from flower_loopback import Loopback, LoopbackNode
 
 SETTINGS = {
@@ -97,7 +98,10 @@ def test_a_reply_with_another_number_of_test_samples_than_introduced_is_refused(
     engine = FlowerEngine(grid, registry, info, 0.0, fp16=False)
     grid.nodes[2].app = client_app(build_model, own, test=lambda _: samples(7, 5))
     weights = {n: t for n, t in build_model().state_dict().items() if t.is_floating_point()}
-    tasks = [Task("evaluate", 1, client, "full", "full", weights, options={"batch": 8.0}) for client in (0, 1)]
+    tasks = [
+        Task("evaluate", 1, client, "full", NetworkSpec("full"), weights, options=TaskOptions(batch=8))
+        for client in (0, 1)
+    ]
     honest, other = sorted(engine.run(tasks), key=lambda reply: reply.position)
     assert isinstance(honest, Update)
     assert honest.samples == 6

@@ -17,7 +17,8 @@ from fedhm.flower import client_app
 from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import NodeRegistry
 from fedhm.flower.wire import JSON_RECORD, RunInfo, encode_replies, introduction_request
-from fedhm.server.filters.admission import objection
+from fedhm.networks.spec import NetworkSpec
+from fedhm.server.filters.admission import reason_to_refuse
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import Expected
 from flower_loopback import Loopback, LoopbackNode
@@ -26,8 +27,8 @@ Loopback()  # says who this process is, which a message has to know
 CONFIG = parse({"federation": {"clients": 2}, "method": {"name": "fedavg"}, "train": {"batch": 4}}, "test").resolved()
 INFO = RunInfo(CONFIG, 2, Preprocessing())
 TENSORS = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
-HONEST = encode_replies([Update("train", 1, 1, "full", "full", TENSORS, 8, (0, 1), 0.5)], fp16=False)
-TASK = Task("train", 1, 1, "full", "full", TENSORS)
+HONEST = encode_replies([Update("train", 1, 1, "full", NetworkSpec("full"), TENSORS, 8, (0, 1), 0.5)], fp16=False)
+TASK = Task("train", 1, 1, "full", NetworkSpec("full"), TENSORS)
 VALUES: dict[str, Any] = json.loads(str(HONEST.config_records[JSON_RECORD]["replies"]))[0]
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -126,7 +127,7 @@ NAMED = {
 @pytest.mark.parametrize("name", NAMED)
 def test_contents_that_once_ended_the_whole_run(name: str) -> None:
     reply = answer_to(TASK, NAMED[name])
-    assert isinstance(reply, Failure) or objection(reply, TASK, Expected(TENSORS, 8, 2, labelled=True))
+    assert isinstance(reply, Failure) or reason_to_refuse(reply, TASK, Expected(TENSORS, 8, 2, labelled=True))
 
 
 @pytest.mark.slow
@@ -136,14 +137,14 @@ def test_any_reply_is_a_failure_or_reaches_admission(content: Any) -> None:
     reply = answer_to(TASK, content)
     # the client holds more labels than there are, so that not even what nothing was done to may be merged
     judged = Expected(TENSORS, 8, 1, labelled=True)
-    assert (reply.client == 1 and reply.reason) if isinstance(reply, Failure) else objection(reply, TASK, judged)
+    assert (reply.client == 1 and reply.reason) if isinstance(reply, Failure) else reason_to_refuse(reply, TASK, judged)
     assert type(reply.up) is int
 
 
 def test_the_honest_reply_is_accepted() -> None:
     reply = answer_to(TASK, HONEST)
     assert isinstance(reply, Update)
-    assert objection(reply, TASK, Expected(TENSORS, 8, 2, labelled=True)) is None
+    assert reason_to_refuse(reply, TASK, Expected(TENSORS, 8, 2, labelled=True)) is None
 
 
 @pytest.mark.parametrize("dtype", ["U3", "datetime64[s]", "V8", "longdouble"])

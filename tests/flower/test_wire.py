@@ -13,7 +13,8 @@ from fedhm.config.loading import parse
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.flower.wire import RunInfo, TaskEncoder, bytes_by_task, decode_replies, decode_tasks, encode_replies
-from fedhm.work.messages import Failure, Task, Update
+from fedhm.networks.spec import NetworkSpec
+from fedhm.work.messages import Failure, Task, TaskOptions, Update
 
 INFO = RunInfo(parse({"seed": 1}, "test").resolved(), 10, Preprocessing((0.5,), (0.25,), 2, True))
 
@@ -29,7 +30,16 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def task(client: int = 3) -> Task:
-    return Task("train", 2, client, "1/2", "1/2", tensors(), {"kept.weight": torch.ones(2, 2)}, {"digest_lr": 0.1})
+    return Task(
+        "train",
+        2,
+        client,
+        "1/2",
+        NetworkSpec("1/2"),
+        tensors(),
+        {"kept.weight": torch.ones(2, 2)},
+        TaskOptions(digest_lr=0.1),
+    )
 
 
 def update(of: Task) -> Update:
@@ -38,7 +48,7 @@ def update(of: Task) -> Update:
 
 
 def test_tasks_arrive_as_they_were_sent() -> None:
-    sent = [task(), replace(task(), kind="statistics", kept={}, options={})]
+    sent = [task(), replace(task(), kind="statistics", kept={}, options=TaskOptions())]
     content = TaskEncoder(INFO, fp16=False).encode(sent)
     assert RunInfo.decode(content) == INFO
     for before, after in zip(sent, decode_tasks(content), strict=True):

@@ -75,7 +75,7 @@ def test_sizes_are_the_papers(
     found: list[tuple[float, int]] = []
     for entry in entries([method], references[preset]):  # a family has one for each size
         built = parse({"method": entry.method}, "test").method.build(model, setup)
-        found += [(parameters(built.network(tier)), list(built.levels).count(tier)) for tier in built.tiers]
+        found += [(parameters(built.network(built.spec(tier))), list(built.levels).count(tier)) for tier in built.tiers]
     expected = TABLE[preset][method]
     assert [share for _, share in found] == [share for _, share in expected]
     for (size, _), (paper, _) in zip(found, expected, strict=True):

@@ -23,7 +23,7 @@ from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.runs.result import Result
 from fedhm.seeds import torch_generator
 from fedhm.server.record import Record
-from fedhm.work.messages import Participant, Reply, Task, Update
+from fedhm.work.messages import Participant, Reply, Task, TaskOptions, Update
 
 FEDDF: dict[str, object] = {"name": "feddf", "tiers": [1, 0.5, 0.25], "steps": 10, "batch": 16}
 FEDMD: dict[str, object] = {"name": "fedmd", "tiers": [1, 0.5, 0.25]}
@@ -80,7 +80,7 @@ def test_feddf_averages_in_tiers_then_follows_the_mean_of_all_clients(weighting:
     a, b, c = (update.tensors for update in updates)
     merged = method.merge(state, iter(updates), 6).models
 
-    teacher = sum(logits(method.network(u.tier), u.tensors) for u in updates) / 3
+    teacher = sum(logits(method.network(method.spec(u.tier)), u.tensors) for u in updates) / 3
     share = 0.5 if weighting == "uniform" else 10 / 22
     averages = {
         "full": {n: share * a[n] + (1 - share) * c[n] for n in a},
@@ -88,7 +88,7 @@ def test_feddf_averages_in_tiers_then_follows_the_mean_of_all_clients(weighting:
         "w0.25": method.weights(state, "w0.25"),
     }
     for tier, average in averages.items():
-        student = load(method.network(tier), average).train()
+        student = load(method.network(method.spec(tier)), average).train()
         generator = torch_generator(3, "distil", 6, tier)
         orders = [torch.randperm(PUBLIC, generator=generator).split(16) for _ in range(2)]
         names = [name for name, _ in student.named_parameters()]
@@ -152,7 +152,7 @@ def test_fedmd_agrees_on_the_mean_of_the_rounds_scores() -> None:
     people = [Participant(1, "w0.5"), Participant(3, "full"), Participant(4, "w0.5")]
     tasks = list(method.tasks(state, people, 1))
     assert all(t.kind == "distil" and t.tensors == {} for t in tasks)
-    assert tasks[0].options == {"digest_epochs": 3, "digest_lr": 0.2}
+    assert tasks[0].options == TaskOptions(digest_epochs=3, digest_lr=0.2)
     state = method.merge(state, (told(t, float(t.client)) for t in tasks), 1)
     tasks = list(method.tasks(state, [*people[:2], Participant(0, "full")], 2))
     for t in tasks:
@@ -259,7 +259,7 @@ def test_without_public_data_they_refuse_at_once(federation: Federation, method:
 def test_a_config_file_names_public_data(method: dict[str, object]) -> None:
     changes = [f"method.name={method['name']}", "data.public=held-out", "train.rounds=1", "model.width=0.25"]
     experiment = fedhm.prepare(fedhm.load_config("digits", changes))
-    assert experiment.intake._public == 1000
+    assert experiment.facts._public_samples == 1000
     assert set(experiment.run().metrics) == {"full", "w0.62", "w0.5", "w0.35"}
 
 

@@ -18,6 +18,7 @@ from fedhm.measure.cost import measure
 from fedhm.methods.feddlr import Factored, FedDLR, FedDLRConfig
 from fedhm.methods.method import Setup, State
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load, size_in_bytes
+from fedhm.networks.spec import NetworkSpec
 from fedhm.runs.result import Result
 from fedhm.work.messages import Participant, Update
 
@@ -43,7 +44,7 @@ def test_what_travels_is_the_truncated_decomposition() -> None:
     assert {name: t.shape for name, t in task.tensors.items()} == {
         n: t.shape for n, t in exchanged_tensors(hybrid).items()
     }
-    network = load(method.network("1/4"), task.tensors)
+    network = load(method.network(method.spec("1/4")), task.tensors)
     assert dict(method.form.plan) == {"3": 4, "7": 6}
     for layer, rank in method.form.plan.items():
         recovered = unroll(network.get_submodule(layer).weight)
@@ -59,16 +60,18 @@ def test_the_server_recovers_averages_and_factorizes_again(weighting: str) -> No
     trained: list[Tensors] = []
     updates: list[Update] = []
     for client, samples in enumerate((3, 1, 4)):
-        full = load(method.network("1/4"), state.packed)
+        full = load(method.network(method.spec("1/4")), state.packed)
         with torch.no_grad():
             for parameter in full.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
         trained.append({name: t.clone() for name, t in full.state_dict().items()})
-        updates.append(Update("train", 1, client, "1/4", "1/4", exchanged_tensors(full), samples, None, 0.1))
+        updates.append(
+            Update("train", 1, client, "1/4", NetworkSpec("1/4"), exchanged_tensors(full), samples, None, 0.1)
+        )
     merged = method.merge(state, iter(updates), 1)
     shares = torch.tensor([1.0, 1.0, 1.0] if weighting == "uniform" else [3.0, 1.0, 4.0], dtype=torch.float64)
     shares /= shares.sum()
-    network = load(method.network("1/4"), merged.packed)
+    network = load(method.network(method.spec("1/4")), merged.packed)
     for layer, rank in method.form.plan.items():
         mean = sum(a * truncated(t[f"{layer}.weight"], rank) for a, t in zip(shares, trained, strict=True))
         U, spectrum, Vt = torch.linalg.svd(mean)
@@ -169,7 +172,7 @@ def test_a_layer_that_is_used_twice_travels_once() -> None:
     method = FedDLR(model, FedDLRConfig(tier=0.25))
     state = start(method, model)
     assert {name for name in state.packed if name.startswith(("1.", "3."))} == {"1.u", "1.v", "1.bias"}
-    network = load(method.network("1/4"), state.packed)
+    network = load(method.network(method.spec("1/4")), state.packed)
     assert network[1] is network[3]
     assert exchanged_tensors(network).keys() == state.packed.keys()
 
@@ -178,4 +181,4 @@ def test_what_it_cannot_do_is_said() -> None:
     with pytest.raises(FedhmError, match="nothing to factorize for tier 1/4"):
         FedDLR(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), FedDLRConfig())
     with pytest.raises(FedhmError, match="one network, '1/4', not 'full'"):
-        FedDLR(small_model(), FedDLRConfig()).network("full")
+        FedDLR(small_model(), FedDLRConfig()).network(FedDLR(small_model(), FedDLRConfig()).spec("full"))

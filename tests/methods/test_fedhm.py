@@ -63,12 +63,12 @@ def test_each_tier_is_sent_the_truncated_decomposition(form: Form) -> None:
     method = FedHM(model, paper({"keep": 1, "form": form}))
     state = start(method, model)
     for tier in TIERS:
-        network = load(method.network(tier), method.weights(state, tier))
-        for layer, rank in method.plans[tier].items():
+        network = load(method.network(method.spec(tier)), method.weights(state, tier))
+        for layer, rank in method.planner.first[tier].ranks.items():
             weight = unroll(state.weights[f"{layer}.weight"], form)
             error = (unroll(to_full(network)[f"{layer}.weight"], form) - weight).norm().item()
             assert error == pytest.approx(float(torch.linalg.svdvals(weight)[rank:].norm()), rel=1e-4)
-    assert [len(method.plans[tier]) for tier in TIERS] == [0, 2, 2, 2]
+    assert [len(method.planner.first[tier].ranks) for tier in TIERS] == [0, 2, 2, 2]
 
 
 @both_forms
@@ -223,13 +223,13 @@ def test_after_the_warm_up_every_tier_trains_its_own_network(tiers: tuple[float,
     for round_number in (1, 2, 3, 4):
         tasks = list(method.tasks(state, participants, round_number))
         assert [task.tier for task in tasks] == list(method.tiers)
-        assert [task.network for task in tasks] == (
+        assert [str(task.network) for task in tasks] == (
             ["full"] * len(tiers) if round_number <= 2 else [task.tier for task in tasks]
         )
         for task in tasks:
             network = load(method.network(task.network), task.tensors)
             assert exchanged_tensors(network).keys() == task.tensors.keys()
-            assert (plan_of(network) == {}) == (task.network == "full")
+            assert (plan_of(network) == {}) == (task.network.tier == "full")
         state = method.merge(state, (answer(task) for task in tasks), round_number)
     assert set(method.tiers) == {tier_name(ratio) for ratio in tiers}
 
@@ -241,7 +241,7 @@ def test_a_run_without_a_full_tier_warms_up_on_the_full_network(federation: Fede
     assert set(result.networks) == set(result.costs) == {"1/4", "1/8"}
     for tier, cost in result.costs.items():
         sent = [record.traffic[tier].down / record.traffic[tier].clients for record in result.records]
-        assert sent == [experiment.intake.facts("full").cost.bytes, cost.bytes]
+        assert sent == [experiment.facts.network(experiment.method.spec("full")).cost.bytes, cost.bytes]
 
 
 @pytest.mark.slow
@@ -300,8 +300,8 @@ def test_diagnostics_tell_what_lies_beyond_each_tier(form: Form) -> None:
     found = {name: value for name, value in merged.diagnostics.items() if name.startswith("energy_beyond/")}
     assert list(found) == [f"energy_beyond/{tier}" for tier in TIERS[1:]]
     for tier in TIERS[1:]:
-        truncated = to_full(load(method.network(tier), method.weights(merged, tier)))
-        names = [f"{layer}.weight" for layer in method.plans[tier]]
+        truncated = to_full(load(method.network(method.spec(tier)), method.weights(merged, tier)))
+        names = [f"{layer}.weight" for layer in method.planner.first[tier].ranks]
         lost = sum((merged.weights[name] - truncated[name]).square().sum() for name in names)
         whole = sum(merged.weights[name].square().sum() for name in names)
         assert found[f"energy_beyond/{tier}"] == pytest.approx((lost / whole).item(), rel=1e-9)
@@ -342,7 +342,9 @@ def test_fedavg_of_a_small_tier_averages_its_factors() -> None:
     model = small_model()
     method = FedAvg(model, FedAvgConfig(tier=0.25))
     state = start(method, model)
-    hybrid_error = (to_full(load(method.network("1/4"), state.weights))["7.weight"] - model[7].weight).norm()
+    hybrid_error = (
+        to_full(load(method.network(method.spec("1/4")), state.weights))["7.weight"] - model[7].weight
+    ).norm()
     spectrum = torch.linalg.svdvals(model[7].weight.detach())
     assert hybrid_error.item() == pytest.approx(float(spectrum[6:].norm()), rel=1e-4)
     updates = [answer(task) for task in round_of(method, state, ["1/4"] * 2)]

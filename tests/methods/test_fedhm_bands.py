@@ -18,6 +18,7 @@ from fedhm.methods.fedavg import FedAvg, FedAvgConfig
 from fedhm.methods.fedhm import FedHM, FedHMConfig, FedHMState
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
 
 TIERS = ("full", "1/2", "1/4", "1/8")
@@ -47,10 +48,10 @@ def answer(task: Task, seed: int = 0) -> Update:
     return Update("train", task.round, task.client, task.tier, task.network, moved, 10, None, 0.1)
 
 
-def recovered(method: FedHM, tier: str, tensors: Tensors) -> Tensors:
+def recovered(method: FedHM, spec: NetworkSpec, tensors: Tensors) -> Tensors:
     from fedhm.lowrank.hybrid import to_full
 
-    return to_full(load(method.network(tier), tensors))
+    return to_full(load(method.network(spec), tensors))
 
 
 def plain_bands(method: FedHM, state: FedHMState, tasks: Sequence[Task], updates: Sequence[Update]) -> Tensors:
@@ -63,7 +64,7 @@ def plain_bands(method: FedHM, state: FedHMState, tasks: Sequence[Task], updates
             recovered(method, t.network, u.tensors)[name] - recovered(method, t.network, t.tensors)[name]
             for t, u in zip(tasks, updates, strict=True)
         ]
-        ranks = [method.plans[t.network].get(layer) for t in tasks]
+        ranks = [method.planner.first[t.network.tier].ranks.get(layer) for t in tasks]
         if not any(ranks):
             merged[name] = old + sum(changes) / len(changes)
             continue
@@ -96,7 +97,7 @@ def test_bands_against_the_formula(form: Form, speed: float) -> None:
     updates = [answer(task) for task in tasks]
     merged = method.merge(state, iter(updates), 1)
     for name, expected in plain_bands(method, state, tasks, updates).items():
-        layered = any(name == f"{layer}.weight" for plan in method.plans.values() for layer in plan)
+        layered = any(name == f"{layer}.weight" for plan in state.plans.values() for layer in plan.ranks)
         found = unroll(merged.weights[name], form) if layered else merged.weights[name]
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
@@ -132,7 +133,7 @@ def test_a_band_does_not_depend_on_how_many_updates_smaller_tiers_sent(others: i
     idle = [Update("train", 1, t.client, t.tier, t.network, t.tensors, 10, None, 0.0) for t in tasks[1:]]
     update = answer(tasks[0])
     merged = method.merge(state, [update, *idle], 1)
-    for layer, rank in method.plans["1/8"].items():
+    for layer, rank in method.planner.first["1/8"].ranks.items():
         name = f"{layer}.weight"
         change = unroll(update.tensors[name] - state.weights[name])
         L, _, R = torch.linalg.svd(unroll(state.weights[name]), full_matrices=False)
@@ -145,12 +146,12 @@ def test_a_band_does_not_depend_on_how_many_updates_smaller_tiers_sent(others: i
 def test_from_the_smallest_rank_all_tiers_begin_as_one_function_and_can_go_apart() -> None:
     method = method_of(torch.float32, start="smallest")
     state = begun(method)
-    weights = {tier: recovered(method, tier, method.weights(state, tier)) for tier in TIERS}
+    weights = {tier: recovered(method, method.spec(tier), method.weights(state, tier)) for tier in TIERS}
     for tier in TIERS[:-1]:
         for name, tensor in weights[tier].items():
             torch.testing.assert_close(tensor, weights["1/8"][name], rtol=1e-4, atol=1e-6)
-    for layer, rank in method.plans["1/2"].items():
-        small = method.plans["1/8"][layer]
+    for layer, rank in method.planner.first["1/2"].ranks.items():
+        small = method.planner.first["1/8"].ranks[layer]
         left, right = state.factors[layer].prefix(rank)
         assert torch.linalg.matrix_rank(left) == rank  # a direction whose factors were both 0 would never move
         assert not right[small:].any()
@@ -188,13 +189,13 @@ def test_what_a_full_client_trains_inside_is_the_smaller_tier_itself() -> None:
     state = begun(method)
     x = torch.rand(5, 1, 6, 6, dtype=torch.float64)
     for tier, task in zip(TIERS[:-1], tasks_of(method, state, TIERS[:-1]), strict=True):
-        assert (task.kind, task.network) == ("nested", f"nested {tier}")
+        assert (task.kind, str(task.network)) == ("nested", f"nested {tier}")
         network = load(method.network(task.network), Nested().loaded(task))
         bases = {n.removeprefix(BASIS): t for n, t in task.tensors.items() if n.startswith(BASIS)}
         assert bool(bases) == (tier == "full")
         inside, before = nested_tiers(network), [buffer.clone() for buffer in network.buffers()]
         for number, smaller in enumerate(TIERS[TIERS.index(tier) + 1 :]):
-            alone = load(method.network(smaller), method.weights(state, smaller)).train()
+            alone = load(method.network(method.spec(smaller)), method.weights(state, smaller)).train()
             found = inside.forward(number, network.train(), bases, x)
             torch.testing.assert_close(found, alone(x), rtol=1e-8, atol=1e-8)
             found.sum().backward()

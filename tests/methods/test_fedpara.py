@@ -15,6 +15,7 @@ from fedhm.lowrank.hybrid import to_full
 from fedhm.methods.fedpara import FedPara, FedParaConfig
 from fedhm.methods.method import Setup, State
 from fedhm.networks.exchange import exchanged_tensors, load
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Update
 
 
@@ -28,7 +29,7 @@ def test_everybody_gets_the_factors_and_the_dense_layers() -> None:
     state = start(method, model)
     assert dict(method.plan) == {"3": 3, "7": 5}
     sent = [task.tensors for task in method.tasks(state, [Participant(0, method.tier), Participant(1, method.tier)], 1)]
-    assert sent[0].keys() == sent[1].keys() == exchanged_tensors(method.network(method.tier)).keys()
+    assert sent[0].keys() == sent[1].keys() == exchanged_tensors(method.network(method.spec(method.tier))).keys()
     assert "3.weight" not in sent[0]
     assert torch.equal(sent[0]["0.weight"], model[0].weight)
     assert torch.equal(sent[0]["7.bias"], model[7].bias)
@@ -57,7 +58,7 @@ def test_merging_is_the_plain_mean_of_the_factors(weighting: str) -> None:
     moved = [{name: t + 0.1 * torch.randn_like(t) for name, t in state.weights.items()} for _ in range(3)]
     shares = torch.tensor([1.0, 1.0, 1.0] if weighting == "uniform" else [5.0, 1.0, 2.0])
     updates = [
-        Update("train", 1, client, method.tier, method.tier, tensors, samples, None, 0.1)
+        Update("train", 1, client, method.tier, NetworkSpec(method.tier), tensors, samples, None, 0.1)
         for client, (tensors, samples) in enumerate(zip(moved, (5, 1, 2), strict=True))
     ]
     merged = method.merge(state, iter(updates), 1).weights
@@ -65,7 +66,7 @@ def test_merging_is_the_plain_mean_of_the_factors(weighting: str) -> None:
         expected = sum(share * tensors[name] for share, tensors in zip(shares / shares.sum(), moved, strict=True))
         torch.testing.assert_close(tensor, expected)
     # rows of labels that nobody holds keep their value, as with every method
-    partial = Update("train", 1, 0, method.tier, method.tier, moved[0], 1, (0, 1), 0.1)
+    partial = Update("train", 1, 0, method.tier, NetworkSpec(method.tier), moved[0], 1, (0, 1), 0.1)
     rows = method.merge(state, iter([partial]), 1).weights["9.weight"]
     assert torch.equal(rows, torch.cat([moved[0]["9.weight"][:2], state.weights["9.weight"][2:]]))
 
@@ -105,4 +106,4 @@ def test_a_model_with_nothing_to_compose_is_an_error() -> None:
     with pytest.raises(FedhmError, match=r"nothing to compose(.|\n)*the classifier"):
         FedPara(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), FedParaConfig())
     with pytest.raises(FedhmError, match=r"one network, 'fedpara-0\.1', not 'full'"):
-        FedPara(small_model(), FedParaConfig()).network("full")
+        FedPara(small_model(), FedParaConfig()).network(FedPara(small_model(), FedParaConfig()).spec("full"))

@@ -5,6 +5,7 @@ import torch
 
 from fedhm.lowrank.svd import roll
 from fedhm.methods.means import WeightedMean, trained_rows
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Update
 
 
@@ -38,12 +39,12 @@ def test_rows_are_averaged_over_those_who_trained_them() -> None:
 
 
 def held_rows(labels: tuple[int, ...] | None, rows: int, classifier: str | None = "fc") -> torch.Tensor | None:
-    update = Update("train", 1, 0, "full", "full", {"fc.weight": torch.zeros(rows, 2)}, 1, labels, 0.0)
+    update = Update("train", 1, 0, "full", NetworkSpec("full"), {"fc.weight": torch.zeros(rows, 2)}, 1, labels, 0.0)
     return trained_rows(update, classifier)
 
 
 def test_a_model_that_is_its_own_classifier() -> None:
-    update = Update("train", 1, 0, "full", "full", {"weight": torch.zeros(3, 2)}, 1, (0, 2), 0.0)
+    update = Update("train", 1, 0, "full", NetworkSpec("full"), {"weight": torch.zeros(3, 2)}, 1, (0, 2), 0.0)
     rows = trained_rows(update, "")
     assert rows is not None
     assert rows.tolist() == [1, 0, 1]

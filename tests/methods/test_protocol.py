@@ -17,6 +17,7 @@ from fedhm.data.federation import Federation
 from fedhm.methods.means import WeightedMean
 from fedhm.methods.method import Method, ModelState
 from fedhm.networks.exchange import Tensors, exchanged_tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -42,7 +43,7 @@ class Slices(Method[ModelState]):
 
     def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
-            yield Task("train", round_number, p.client, p.tier, p.tier, self.weights(state, p.tier))
+            yield Task("train", round_number, p.client, p.tier, NetworkSpec(p.tier), self.weights(state, p.tier))
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         sums = {name: torch.zeros_like(t) for name, t in state.weights.items()}
@@ -54,8 +55,8 @@ class Slices(Method[ModelState]):
                 counts[name][where] += 1
         return ModelState({n: torch.where(counts[n] > 0, sums[n] / counts[n], old) for n, old in state.weights.items()})
 
-    def network(self, name: str) -> nn.Module:
-        return slim(self.widths[name])
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        return slim(self.widths[spec.tier])
 
     def weights(self, state: ModelState, tier: str) -> Tensors:
         shapes = self._shapes[tier].items()
@@ -87,17 +88,17 @@ class Mix(Method[ModelState]):
             for number in range(int(p.tier)):
                 base = (p.client + number) % 3
                 own = {n.removeprefix(f"{base}/"): t for n, t in state.weights.items() if n.startswith(f"{base}/")}
-                yield Task("train", round_number, p.client, p.tier, f"base {base}", own)
+                yield Task("train", round_number, p.client, p.tier, NetworkSpec("base", number=base), own)
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         mean = WeightedMean(state.weights)
         for update in updates:
             for name, tensor in update.tensors.items():
-                mean.add(f"{update.network.removeprefix('base ')}/{name}", tensor, 1.0)
+                mean.add(f"{update.network.number}/{name}", tensor, 1.0)
         return ModelState(mean.result())
 
-    def network(self, name: str) -> nn.Module:
-        return slim(3) if name.startswith("base") else Ensemble(int(name))
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        return slim(3) if spec.tier == "base" else Ensemble(int(spec.tier))
 
     def weights(self, state: ModelState, tier: str) -> Tensors:
         named = ((n.partition("/"), t) for n, t in state.weights.items())

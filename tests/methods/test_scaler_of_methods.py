@@ -11,6 +11,7 @@ from fedhm.methods.method import Setup
 from fedhm.methods.splitmix import SplitMix, SplitMixConfig
 from fedhm.models import resnet18
 from fedhm.networks.exchange import exchanged_tensors, load
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant
 
 SETUP = Setup("9", torch.zeros(1, 1, 6, 6), seed=3)
@@ -29,8 +30,8 @@ def test_a_tier_is_handed_out_at_the_scale_at_which_it_trains(rule: type, config
     state = method.start(exchanged_tensors(small_model()))
     (task,) = method.tasks(state, [Participant(0, "w0.5")], 1)
     trained = load(method.network(task.network), task.tensors).train(mode)
-    handed_out = load(method.network("w0.5"), method.weights(state, "w0.5")).train(mode)
-    raw = load(method.network("w0.5"), task.tensors).train(mode)  # as if there were no scaler
+    handed_out = load(method.network(method.spec("w0.5")), method.weights(state, "w0.5")).train(mode)
+    raw = load(method.network(method.spec("w0.5")), task.tensors).train(mode)  # as if there were no scaler
     x = torch.randn(5, 1, 6, 6)
     torch.testing.assert_close(prefix(trained, HIDDEN)(x), 2 * prefix(raw, HIDDEN)(x))
     torch.testing.assert_close(handed_out(x), trained(x))
@@ -42,10 +43,10 @@ def test_splitmix_ensembles_networks_at_the_scale_at_which_they_train(scaler: bo
     method = SplitMix(small_model(), SplitMixConfig(base=0.25, tiers=(2, 1), scaler=scaler), SETUP)
     state = method.start(exchanged_tensors(small_model()))
     x = torch.randn(5, 1, 6, 6)
-    singles = [load(method.network(f"base {n}"), base).eval() for n, base in enumerate(state.bases)]
-    mixed = load(method.network("2x0.25"), method.weights(state, "2x0.25")).eval()
+    singles = [load(method.network(NetworkSpec("w0.25", variant="base")), base).eval() for base in state.bases]
+    mixed = load(method.network(method.spec("2x0.25")), method.weights(state, "2x0.25")).eval()
     torch.testing.assert_close(mixed(x), (singles[0](x) + singles[1](x)) / 2)
-    raw = load(method.slices.network("w0.25"), state.bases[0]).eval()
+    raw = load(method.slices.network(NetworkSpec("w0.25")), state.bases[0]).eval()
     torch.testing.assert_close(prefix(singles[0], HIDDEN)(x), prefix(raw, HIDDEN)(x) * (4 if scaler else 1))
 
 
@@ -56,12 +57,12 @@ def test_the_largest_tier_of_heterofl_is_the_whole_model() -> None:
     method = HeteroFL(model, HeteroFLConfig(tiers=(0.5, 0.25)), Setup("4", torch.zeros(1, 50)))
     state = method.start(exchanged_tensors(model))
     largest, smallest = method.tasks(state, [Participant(0, "w0.5"), Participant(1, "w0.25")], 1)
-    assert (largest.network, smallest.network) == ("w0.5", "scaled w0.25")
+    assert (str(largest.network), str(smallest.network)) == ("w0.5", "scaled w0.25")
     fresh = nn.Linear(200, 200).weight.std().item()
     assert largest.tensors["2.weight"].std().item() == pytest.approx(fresh, rel=0.02)
     x = torch.randn(3, 50)
     scaled = load(method.network(smallest.network), smallest.tensors)
-    raw = load(method.network("w0.25"), smallest.tensors)
+    raw = load(method.network(method.spec("w0.25")), smallest.tensors)
     torch.testing.assert_close(prefix(scaled, 1)(x), 2 * prefix(raw, 1)(x))
 
 
@@ -72,4 +73,4 @@ def test_behind_a_normalisation_there_is_no_scaler(rule: type, config: object) -
     model = resnet18(4, width=0.125)
     method = rule(model, config, Setup("fc", torch.zeros(1, 3, 8, 8)))
     tasks = list(method.tasks(method.start(exchanged_tensors(model)), [Participant(0, t) for t in method.tiers], 1))
-    assert [task.network for task in tasks] == [task.tier for task in tasks]
+    assert [str(task.network) for task in tasks] == [task.tier for task in tasks]

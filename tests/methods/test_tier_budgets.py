@@ -16,6 +16,7 @@ from fedhm.measure.cost import training_memory
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.result import Result
+from fedhm.work.messages import TaskOptions
 
 TIERS = ["full", "bytes:8kB", {"parameters": "1/8"}]
 NAMES = ("full", "bytes:8kB", "parameters:1/8")
@@ -149,13 +150,12 @@ def test_the_best_models_are_loaded_by_the_plan_of_their_round(federation: Feder
         assert all(torch.equal(loaded[name], tensor) for name, tensor in exchanged_tensors(network).items())
 
 
-def test_a_nodes_method_knows_networks_by_their_names_alone(federation: Federation) -> None:
+def test_a_nodes_method_knows_networks_by_their_specs_alone(federation: Federation) -> None:
     here = experiment_of(federation, planned()).method
     state = here.start(exchanged_tensors(small_model()))
     elsewhere = assemble(small_model(7), federation, planned()).method  # of other weights
     for tier in NAMES:
-        name = here.network_name(state, tier)
-        shapes = {n: t.shape for n, t in exchanged_tensors(elsewhere.network(name)).items()}
+        shapes = {n: t.shape for n, t in exchanged_tensors(elsewhere.network(here.spec(tier, state))).items()}
         assert shapes == {n: t.shape for n, t in here.weights(state, tier).items()}
 
 
@@ -168,7 +168,7 @@ def test_a_budget_of_memory_says_how_to_train(federation: Federation) -> None:
     )
     with pytest.warns(UserWarning, match="micro-batches of .*BatchNorm"):
         experiment = assemble(model, federation, config)
-    planned_tier = experiment.method.start(exchanged_tensors(model)).planned[experiment.method.tiers[1]]
-    assert planned_tier.options == {"micro_batch": float(planned_tier.micro_batch), "checkpointing": 0.0}
+    planned_tier = experiment.method.start(exchanged_tensors(model)).plans[experiment.method.tiers[1]]
+    assert planned_tier.options == TaskOptions(micro_batch=planned_tier.micro_batch, checkpointing=False)
     assert planned_tier.micro_batch
     assert experiment.run().records[-1].metrics

@@ -23,6 +23,7 @@ from fedhm.methods.method import Setup
 from fedhm.methods.slimmed import Slimmed, SlimmedConfig
 from fedhm.methods.splitmix import SplitMix, SplitMixConfig
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
+from fedhm.networks.spec import NetworkSpec
 from fedhm.runs.models import load_tier, save_tier
 from fedhm.runs.result import Result
 from fedhm.work.messages import Participant, Reply, Task, Update
@@ -53,13 +54,12 @@ class Renaming:
 
     def __init__(self, inner: Engine, old: str, new: str) -> None:
         self._inner, self._old, self._new = inner, old, new
-        networks = inner._clients[0].networks  # type: ignore[attr-defined]
-        build = networks._build
-        networks._build = lambda name: build(old if name == new else name)
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         sent = list(tasks)
-        renamed = [replace(t, network=self._new) if t.network == self._old else t for t in sent]
+        renamed = [
+            replace(t, network=replace(t.network, label=self._new)) if str(t.network) == self._old else t for t in sent
+        ]
         for reply in self._inner.run(renamed):
             yield replace(reply, network=sent[reply.position].network) if isinstance(reply, Update) else reply
 
@@ -163,13 +163,13 @@ def test_ordered_dropout_trains_the_leading_channels_of_every_width_up_to_its_ow
     model = small_model()
     method = FjORD(model, FjORDConfig(tiers=(1.0, 0.5, 0.25)), SETUP)
     tasks = method.tasks(method.start(exchanged_tensors(model)), [Participant(0, "w0.5")], 1)
-    network = load(method.network("ordered w0.5"), next(tasks).tensors).train()
+    network = load(method.network(NetworkSpec("w0.5", variant="ordered")), next(tasks).tensors).train()
     narrow = method.slices
     x = torch.randn(8, 1, 6, 6)
     own = {n.removeprefix("network."): t for n, t in exchanged_tensors(network).items()}
     expected = {}
     for tier in ("w0.5", "w0.25"):
-        smaller = narrow.network(tier).train()
+        smaller = narrow.network(NetworkSpec(tier)).train()
         shapes = {n: t.shape for n, t in exchanged_tensors(smaller).items()}
         load(smaller, {n: own[n][tuple(slice(s) for s in shape)] for n, shape in shapes.items()})
         expected[tier] = smaller(x).detach()
@@ -190,8 +190,8 @@ def test_ordered_dropout_trains_the_leading_channels_of_every_width_up_to_its_ow
 
 def test_a_client_of_the_smallest_tier_trains_only_its_width() -> None:
     method = FjORD(small_model(), FjORDConfig(tiers=(1.0, 0.25)), SETUP)
-    assert len(method.network("ordered w0.25")._narrower) == 0  # type: ignore[arg-type]
-    assert len(method.network("ordered full")._narrower) == 1  # type: ignore[arg-type]
+    assert len(method.network(NetworkSpec("w0.25", variant="ordered"))._narrower) == 0  # type: ignore[arg-type]
+    assert len(method.network(NetworkSpec("full", variant="ordered"))._narrower) == 1  # type: ignore[arg-type]
 
 
 def test_splitmix_trains_all_bases_equally_often() -> None:
@@ -211,9 +211,9 @@ def test_splitmix_ensembles_logits_of_the_first_bases() -> None:
     method = SplitMix(model, SplitMixConfig(base=0.5, tiers=(3, 2, 1)), SETUP)
     state = method.start(exchanged_tensors(model))
     x = torch.randn(5, 1, 6, 6)
-    singles = [load(method.network(f"base {n}"), base).eval()(x) for n, base in enumerate(state.bases)]
+    singles = [load(method.network(NetworkSpec("w0.5", variant="base")), base).eval()(x) for base in state.bases]
     for tier, count in (("3x0.5", 3), ("2x0.5", 2), ("1x0.5", 1)):
-        mixed = load(method.network(tier), method.weights(state, tier)).eval()(x)
+        mixed = load(method.network(method.spec(tier)), method.weights(state, tier)).eval()(x)
         torch.testing.assert_close(mixed, sum(singles[:count]) / count)
     assert not torch.allclose(singles[0], singles[1])  # bases start apart
 
@@ -227,7 +227,7 @@ def test_splitmix_averages_each_base_over_those_who_trained_it() -> None:
     updates = [answer(t, {n: torch.full_like(x, float(i)) for n, x in t.tensors.items()}) for i, t in enumerate(tasks)]
     merged = method.merge(state, updates, 1).bases
     for base in range(2):
-        values = [float(i) for i, t in enumerate(tasks) if t.network == f"base {base}"]
+        values = [float(i) for i, t in enumerate(tasks) if t.network.number == base]
         torch.testing.assert_close(merged[base]["3.weight"], torch.full((8, 4, 3, 3), sum(values) / len(values)))
 
 
@@ -249,18 +249,23 @@ def test_initial_scales() -> None:
 
 def test_fjord_is_charged_for_the_widths_that_it_draws() -> None:
     method = FjORD(small_model(), FjORDConfig(tiers=(1.0, 0.5, 0.25)), SETUP)
-    macs = [measure(method.network(tier), (1, 6, 6)).macs for tier in method.tiers]
-    assert measure(method.network("ordered full"), (1, 6, 6)).macs == sum(macs) // 3
-    assert measure(method.network("ordered w0.25"), (1, 6, 6)).macs == macs[-1]
+    macs = [measure(method.network(method.spec(tier)), (1, 6, 6)).macs for tier in method.tiers]
+    assert measure(method.network(NetworkSpec("full", variant="ordered")), (1, 6, 6)).macs == sum(macs) // 3
+    assert measure(method.network(NetworkSpec("w0.25", variant="ordered")), (1, 6, 6)).macs == macs[-1]
     # the convolutions of narrower widths have code of their own in memory; no more than that is there at a time
-    ordered = {training_memory(method.network("ordered full"), (1, 6, 6), 8) for _ in range(4)}
+    ordered = {training_memory(method.network(NetworkSpec("full", variant="ordered")), (1, 6, 6), 8) for _ in range(4)}
     assert len(ordered) == 1
     expected = ordered.pop()
-    assert expected > training_memory(method.network("full"), (1, 6, 6), 8)
+    assert expected > training_memory(method.network(method.spec("full")), (1, 6, 6), 8)
     distilling = FjORD(small_model(), FjORDConfig(tiers=(1.0, 0.5, 0.25), distil=True), SETUP)
-    assert measure(distilling.network("ordered full"), (1, 6, 6)).macs == macs[0] + (macs[1] + macs[2]) // 3
-    assert measure(distilling.network("ordered w0.25"), (1, 6, 6)).macs == macs[-1]
-    taken = {training_memory(distilling.network("ordered full"), (1, 6, 6), 8) for _ in range(4)}
+    assert (
+        measure(distilling.network(NetworkSpec("full", variant="ordered")), (1, 6, 6)).macs
+        == macs[0] + (macs[1] + macs[2]) // 3
+    )
+    assert measure(distilling.network(NetworkSpec("w0.25", variant="ordered")), (1, 6, 6)).macs == macs[-1]
+    taken = {
+        training_memory(distilling.network(NetworkSpec("full", variant="ordered")), (1, 6, 6), 8) for _ in range(4)
+    }
     assert len(taken) == 1
     assert taken.pop() > expected
 

@@ -13,6 +13,7 @@ from fedhm.errors import FedhmError
 from fedhm.measure.cost import measure
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load, set_packing
 from fedhm.networks.reuse import NetworkPool
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 
@@ -55,8 +56,8 @@ def test_a_client_answers_in_the_form_in_which_it_was_asked() -> None:
     samples = Samples(torch.randn(20, 6), torch.arange(20) % 3)
     client = Client(samples, Preprocessing(), NetworkPool(lambda _: network()), TrainConfig(batch=5), seed=0)
     sent = {name: t for name, t in exchanged_tensors(network()).items() if "running" not in name}
-    update = client.run(Task("train", 1, 0, "full", "full", sent))
+    update = client.run(Task("train", 1, 0, "full", NetworkSpec("full"), sent))
     assert {name: t.dtype for name, t in update.tensors.items()} == dict.fromkeys(sent, torch.float16)
     assert not torch.equal(update.tensors["0.weight"], sent["0.weight"])
-    statistics = client.run(Task("statistics", 1, 0, "full", "full", sent))
+    statistics = client.run(Task("statistics", 1, 0, "full", NetworkSpec("full"), sent))
     assert set(statistics.tensors) == {"1/values", "1/mean", "1/variance"}

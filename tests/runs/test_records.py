@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from fedhm.networks.spec import NetworkSpec
 from fedhm.server.record import Record
 from fedhm.work.messages import Failure, Reply, Task, Update
 
-TASK = Task("train", 1, 5, "full", "full", {"a": torch.zeros(10)})
-UPDATE = Update("train", 1, 5, "full", "full", {"a": torch.zeros(10)}, 3, None, 0.5)
+TASK = Task("train", 1, 5, "full", NetworkSpec("full"), {"a": torch.zeros(10)})
+UPDATE = Update("train", 1, 5, "full", NetworkSpec("full"), {"a": torch.zeros(10)}, 3, None, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -11,32 +11,35 @@ import torch
 from torch import nn
 
 from conftest import example
-from fedhm.server.filters.admission import objection
+from fedhm.networks.spec import NetworkSpec
+from fedhm.server.filters.admission import reason_to_refuse
 from fedhm.work.messages import Task, Update
 from fedhm.work.statistics import Statistics, gather
 from fedhm.work.work import Expected
 
 OWN = {"own": torch.zeros(3)}
-TASK = Task("train", 3, 5, "1/2", "1/2", {"a": torch.ones(2, 3), "b": torch.ones(2)}, OWN)
-UPDATE = Update("train", 3, 5, "1/2", "1/2", {"a": torch.zeros(2, 3), "b": torch.zeros(2)}, 10, (0, 2), 0.5, kept=OWN)
+TASK = Task("train", 3, 5, "1/2", NetworkSpec("1/2"), {"a": torch.ones(2, 3), "b": torch.ones(2)}, OWN)
+UPDATE = Update(
+    "train", 3, 5, "1/2", NetworkSpec("1/2"), {"a": torch.zeros(2, 3), "b": torch.zeros(2)}, 10, (0, 2), 0.5, kept=OWN
+)
 KNOWN = Expected(TASK.tensors, samples=10, classes=4, labelled=True, max_change=10.0)
 
 
 def test_a_good_update_is_let_in() -> None:
-    assert objection(UPDATE, TASK, KNOWN) is None
-    assert objection(replace(UPDATE, labels=(3, 0)), TASK, KNOWN) is None
+    assert reason_to_refuse(UPDATE, TASK, KNOWN) is None
+    assert reason_to_refuse(replace(UPDATE, labels=(3, 0)), TASK, KNOWN) is None
 
 
 def test_only_who_masks_its_loss_says_which_labels_it_holds() -> None:
     silent = replace(KNOWN, labelled=False)
-    assert objection(replace(UPDATE, labels=None), TASK, silent) is None
-    assert objection(UPDATE, TASK, silent) == "it says which labels it holds"
+    assert reason_to_refuse(replace(UPDATE, labels=None), TASK, silent) is None
+    assert reason_to_refuse(UPDATE, TASK, silent) == "it says which labels it holds"
 
 
 def test_large_numbers_whose_sum_overflows_are_let_in_without_a_limit() -> None:
     large = replace(UPDATE, tensors={**UPDATE.tensors, "b": torch.full((2,), 3e38)})
-    assert objection(large, TASK, replace(KNOWN, max_change=0.0)) is None
-    assert objection(large, TASK, KNOWN) == "its change has norm 4.2e+38, over 10 × that of what was sent"
+    assert reason_to_refuse(large, TASK, replace(KNOWN, max_change=0.0)) is None
+    assert reason_to_refuse(large, TASK, KNOWN) == "its change has norm 4.2e+38, over 10 × that of what was sent"
 
 
 MASKED = replace(TASK, tensors={**TASK.tensors, "mask": torch.full((2, 2), -1e9), "scale": torch.tensor(0.1)})
@@ -45,12 +48,12 @@ HONEST = replace(UPDATE, tensors={**UPDATE.tensors, "mask": torch.full((2, 2), -
 
 def test_what_is_not_trained_neither_widens_the_bound_nor_has_to_be_finite() -> None:
     known = replace(KNOWN, tensors=MASKED.tensors, fixed={"mask", "scale"})
-    assert objection(HONEST, MASKED, known) is None
+    assert reason_to_refuse(HONEST, MASKED, known) is None
     far = replace(HONEST, tensors={**HONEST.tensors, "b": torch.tensor([30.0, 30.0])})
-    assert objection(far, MASKED, known) == "its change has norm 4.1e+01, over 10 × that of what was sent"
+    assert reason_to_refuse(far, MASKED, known) == "its change has norm 4.1e+01, over 10 × that of what was sent"
     endless = {"mask": torch.full((2, 2), float("-inf"))}
     task, update = (replace(each, tensors={**each.tensors, **endless}) for each in (MASKED, HONEST))
-    assert objection(update, task, replace(known, tensors=task.tensors)) is None
+    assert reason_to_refuse(update, task, replace(known, tensors=task.tensors)) is None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,7 @@ def test_what_is_not_trained_must_come_back_as_it_was_sent(
     changed: dict[str, torch.Tensor], halved: bool, refused: str | None
 ) -> None:
     known = replace(KNOWN, tensors=MASKED.tensors, fixed={"mask", "scale"}, halved=halved)
-    found = objection(replace(HONEST, tensors={**HONEST.tensors, **changed}), MASKED, known)
+    found = reason_to_refuse(replace(HONEST, tensors={**HONEST.tensors, **changed}), MASKED, known)
     assert found == (refused and f"'{refused}' is not trained, but did not come back as it was sent")
 
 
@@ -77,7 +80,7 @@ def test_complex_weights_are_bounded_by_both_parts() -> None:
     task = replace(TASK, tensors={"a": torch.ones(2, dtype=torch.complex64)})
     known = replace(KNOWN, tensors=task.tensors)
     for value, reason in ((1 + 9j, None), (1 + 30j, "its change has norm 4.2e+01"), (complex(0, math.inf), "infinite")):
-        found = objection(replace(UPDATE, tensors={"a": torch.full((2,), value)}), task, known)
+        found = reason_to_refuse(replace(UPDATE, tensors={"a": torch.full((2,), value)}), task, known)
         assert (found is None) if reason is None else (reason in str(found))
 
 
@@ -134,7 +137,7 @@ def test_complex_weights_are_bounded_by_both_parts() -> None:
     ],
 )
 def test_a_bad_update_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
-    found = objection(replace(UPDATE, **changes), TASK, KNOWN)
+    found = reason_to_refuse(replace(UPDATE, **changes), TASK, KNOWN)
     assert found is not None
     assert re.search(reason, found)
 
@@ -157,14 +160,14 @@ def test_a_bad_update_is_refused_with_the_reason(changes: dict[str, Any], reason
     ids=lambda tensor: str(getattr(tensor, "layout", type(tensor).__name__)),
 )
 def test_only_a_plain_dense_tensor_is_one(tensor: object) -> None:
-    found = objection(replace(UPDATE, tensors={**UPDATE.tensors, "b": tensor}), TASK, KNOWN)  # type: ignore[dict-item]
+    found = reason_to_refuse(replace(UPDATE, tensors={**UPDATE.tensors, "b": tensor}), TASK, KNOWN)  # type: ignore[dict-item]
     assert found == "'b' is not a plain dense tensor"
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_a_nested_tensor_is_not_one() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])
-    found = objection(replace(UPDATE, tensors={**UPDATE.tensors, "b": nested}), TASK, KNOWN)
+    found = reason_to_refuse(replace(UPDATE, tensors={**UPDATE.tensors, "b": nested}), TASK, KNOWN)
     assert found == "'b' is not a plain dense tensor"
 
 
@@ -177,13 +180,13 @@ def test_the_change_is_bounded_by_what_was_sent_whatever_the_type(dtype: torch.d
     for moved, admitted in ((0.9 * most, True), (1.1 * most, False)):
         update = replace(UPDATE, tensors={"a": (sent.double() + moved).to(dtype)}, kept={})
         if update.tensors["a"].isfinite().all():
-            assert (objection(update, task, replace(KNOWN, tensors=task.tensors)) is None) == admitted
+            assert (reason_to_refuse(update, task, replace(KNOWN, tensors=task.tensors)) is None) == admitted
 
 
 def test_a_change_beyond_float64_is_refused() -> None:
     task = replace(TASK, tensors={"a": torch.zeros(3).double()}, kept={})
     update = replace(UPDATE, tensors={"a": torch.full((3,), 1.7e308, dtype=torch.float64)}, kept={})
-    found = objection(update, task, replace(KNOWN, tensors=task.tensors))
+    found = reason_to_refuse(update, task, replace(KNOWN, tensors=task.tensors))
     assert found == "its change has norm inf, over 10 × that of what was sent"
 
 
@@ -205,7 +208,7 @@ def test_running_averages_have_bounds_of_their_own(name: str, value: float, reas
     task = replace(TASK, tensors=sent, kept={})
     update = replace(UPDATE, tensors={**sent, name: torch.full((2,), value)}, kept={})
     known = replace(KNOWN, tensors=sent, running={"bn.running_mean", "bn.running_var"})
-    assert objection(update, task, known) == reason
+    assert reason_to_refuse(update, task, known) == reason
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_running_averages_have_bounds_of_their_own(name: str, value: float, reas
 def test_logits_are_bounded(value: float, reason: str | None) -> None:
     task = replace(TASK, kind="distil", tensors={})
     update = replace(UPDATE, kind="distil", tensors={"logits": torch.full((7, 4), value)})
-    assert objection(update, task, replace(KNOWN, tensors={"logits": torch.zeros(7, 4)})) == reason
+    assert reason_to_refuse(update, task, replace(KNOWN, tensors={"logits": torch.zeros(7, 4)})) == reason
 
 
 @pytest.mark.parametrize(
@@ -237,9 +240,9 @@ def test_logits_are_bounded(value: float, reason: str | None) -> None:
 )
 def test_statistics_are_checked_as_well(changes: dict[str, torch.Tensor], reason: str | None) -> None:
     network = nn.Sequential(OrderedDict(bn=nn.BatchNorm2d(2)))
-    expected = Statistics().blank(network, example(torch.zeros(1, 2, 3, 3)))  # nine values of one sample
+    expected = Statistics().expected(network, example(torch.zeros(1, 2, 3, 3)))  # nine values of one sample
     good = gather(network, [torch.randn(7, 2, 3, 3), torch.randn(3, 2, 3, 3)])
     assert good["bn/values"] == 90
     task = replace(TASK, kind="statistics")
     update = replace(UPDATE, kind="statistics", tensors={**good, **changes})
-    assert objection(update, task, replace(KNOWN, tensors=expected)) == reason
+    assert reason_to_refuse(update, task, replace(KNOWN, tensors=expected)) == reason

@@ -14,7 +14,7 @@ from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.experiment import Experiment
 from fedhm.server.collect import in_task_order
-from fedhm.server.filters.admission import objection
+from fedhm.server.filters.admission import reason_to_refuse
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 
 Damage = Callable[[Update, random.Random], dict[str, Any]]
@@ -124,7 +124,7 @@ def test_none_of_thousands_is_let_in(federation: Federation, method: str) -> Non
     weights = {tier: experiment.method.weights(state, tier) for tier in experiment.method.tiers}
     tasks = [
         *experiment.method.tasks(state, everybody, 1),
-        *(Task("statistics", 2, p.client, p.tier, p.tier, weights[p.tier]) for p in everybody),
+        *(Task("statistics", 2, p.client, p.tier, experiment.method.spec(p.tier), weights[p.tier]) for p in everybody),
     ]
     replies = list(experiment.engine.run(tasks))
     rng = random.Random(0)
@@ -133,10 +133,10 @@ def test_none_of_thousands_is_let_in(federation: Federation, method: str) -> Non
         place = rng.randrange(len(tasks))
         task, honest, kind = tasks[place], replies[place], rng.randrange(len(DAMAGES))
         assert isinstance(honest, Update)
-        expected = experiment.intake._expected(task)
-        assert objection(honest, task, expected) is None
+        expected = experiment.filters.admission.expected(task)
+        assert reason_to_refuse(honest, task, expected) is None
         damaged = replace(honest, **DAMAGES[kind](honest, rng))
-        reason = objection(damaged, task, expected)
+        reason = reason_to_refuse(damaged, task, expected)
         assert reason, damaged
         assert len(reason) < 400
         refused[kind] += 1

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedhm.config.objective import Objective
+from fedhm.networks.spec import NetworkSpec
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
-from fedhm.server.filters.admission import objection
+from fedhm.server.filters.admission import reason_to_refuse
 from fedhm.server.record import ClientMetrics, Group, Record, Tally
-from fedhm.work.messages import Task, Update
+from fedhm.work.messages import Task, TaskOptions, Update
 from fedhm.work.work import Expected
 
 
@@ -86,13 +87,13 @@ def test_records_carry_them_by_name_and_give_them_back() -> None:
 
 def test_records_without_them_are_as_they_always_were() -> None:
     assert list(json.loads(Record(1).to_json())) == [
-        *("round", "participants", "scores", "traffic", "statistics", "diagnostics", "dropped", "seconds", "attempts")
+        *("round", "participants", "metrics", "traffic", "statistics", "diagnostics", "dropped", "seconds", "attempts")
     ]
 
 
-TASK = Task("evaluate", 1, 5, "full", "1/2", {}, options={"batch": 8.0})
+TASK = Task("evaluate", 1, 5, "full", NetworkSpec("1/2"), {}, options=TaskOptions(batch=8))
 RIGHT, LOSS = torch.tensor(7.0).double(), torch.tensor(12.5).double()
-UPDATE = Update("evaluate", 1, 5, "full", "1/2", {"correct": RIGHT, "loss": LOSS}, 10, None, 0.0)
+UPDATE = Update("evaluate", 1, 5, "full", NetworkSpec("1/2"), {"correct": RIGHT, "loss": LOSS}, 10, None, 0.0)
 KNOWN = Expected({"correct": RIGHT, "loss": LOSS}, samples=10, classes=4, objective=Classification())
 
 
@@ -116,7 +117,7 @@ def test_lies_are_bounded_by_the_counts(changes: dict[str, object], reason: str 
     samples = changes.pop("samples", UPDATE.samples)
     tensors = {**UPDATE.tensors, **{name: torch.tensor(v, dtype=torch.float64) for name, v in changes.items()}}
     update = replace(UPDATE, tensors=tensors, samples=samples)  # type: ignore[arg-type]
-    assert objection(update, TASK, KNOWN) == reason
+    assert reason_to_refuse(update, TASK, KNOWN) == reason
 
 
 def answers(*losses: float) -> Group:
@@ -151,4 +152,7 @@ def test_sums_of_which_no_metrics_follow_are_refused() -> None:
             raise ZeroDivisionError("nothing there")
 
     raising = replace(KNOWN, objective=Strict())
-    assert objection(UPDATE, TASK, raising) == "no metrics follow from its sums (ZeroDivisionError('nothing there'))"
+    assert (
+        reason_to_refuse(UPDATE, TASK, raising)
+        == "no metrics follow from its sums (ZeroDivisionError('nothing there'))"
+    )

@@ -10,7 +10,10 @@ from conftest import small_config
 from fedhm.data.federation import from_arrays
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import exchanged_tensors
-from fedhm.server.collect import Intake
+from fedhm.networks.spec import NetworkSpec
+from fedhm.server.collect import collect
+from fedhm.server.facts import TaskFacts
+from fedhm.server.filters.admission import Admission
 from fedhm.server.record import Record
 from fedhm.work.messages import Reply, Task, Update
 
@@ -28,14 +31,17 @@ def admitted(mask: torch.Tensor, *, fp16: bool) -> Update:
     """Send one task, have it answered with this mask, and return what is let in."""
     engine = {"name": "flower", "fp16": fp16, "threads": 1}
     config = small_config(federation={"clients": 1}, engine=engine, train={"on_bad_update": "stop"}).resolved()
-    intake = Intake(lambda _: model(), from_arrays([(X, Y)], (X, Y)), config, (X[:1], Y[:1]), [])
-    task = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged_tensors(model()).items()})
+    federation = from_arrays([(X, Y)], (X, Y))
+    facts = TaskFacts(lambda _: model(), federation, config, (X[:1], Y[:1]))
+    task = Task(
+        "train", 1, 0, "full", NetworkSpec("full"), {name: t.clone() for name, t in exchanged_tensors(model()).items()}
+    )
 
     def run(tasks: Sequence[Task]) -> Iterator[Reply]:
         tensors = {**tasks[0].tensors, "mask": mask}
-        yield Update("train", 1, 0, "full", "full", tensors, 12, (0, 1, 2), 0.5)
+        yield Update("train", 1, 0, "full", NetworkSpec("full"), tensors, 12, (0, 1, 2), 0.5)
 
-    (update,) = intake.updates(run, [task], Record(1))
+    (update,) = collect(run, [task], [Admission(config, federation, facts)], Record(1))
     return update
 
 

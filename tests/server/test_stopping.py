@@ -7,7 +7,7 @@ import pytest
 from fedhm.config.objective import Metric, Metrics
 from fedhm.config.schema import StopConfig
 from fedhm.errors import FedhmError
-from fedhm.server.callbacks import Stopping
+from fedhm.server.callbacks import EarlyStopping
 from fedhm.server.record import ClientMetrics, Group, Record
 
 ACCURACY, LOSS = Metric("accuracy", percent=True), Metric("loss", more_is_better=False)
@@ -22,8 +22,8 @@ def records(metric: Metric, *values: float | None) -> list[Record]:
     return found
 
 
-def stopping(metric: Metric = ACCURACY, **settings: object) -> Stopping:
-    return Stopping(StopConfig.model_validate({"tier": "1/4", **settings}), metric, ["full", "1/4"])
+def stopping(metric: Metric = ACCURACY, **settings: object) -> EarlyStopping:
+    return EarlyStopping(StopConfig.model_validate({"tier": "1/4", **settings}), metric, ["full", "1/4"])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_best_round_is_the_first_of_the_best(metric: Metric, values: list[fl
 
 
 def test_the_largest_tier_counts_unless_another_is_named() -> None:
-    found = Stopping(StopConfig(target=0.5), ACCURACY, ["full", "1/4"])
+    found = EarlyStopping(StopConfig(target=0.5), ACCURACY, ["full", "1/4"])
     assert found.reason(records(ACCURACY, 0.1)) == "tier full reached 50 % accuracy"
 
 
@@ -83,11 +83,11 @@ def test_the_median_over_clients_counts_where_only_they_evaluate() -> None:
         group = Group(5, 50, pooled=record.metrics["1/4"], **of)
         record.clients = {"1/4": ClientMetrics(group, {}, [])}
     config = StopConfig(tier="1/4", target=0.5)
-    at_clients = Stopping(config, ACCURACY, ["full", "1/4"], at_clients=True)
+    at_clients = EarlyStopping(config, ACCURACY, ["full", "1/4"], at_clients=True)
     assert at_clients.best(found) == 2
     assert at_clients.reason(found) == "tier 1/4 reached 50 % accuracy in the median over clients"
-    on_test_set = Stopping(config, ACCURACY, ["full", "1/4"])
-    pooled = Stopping(config.model_copy(update={"clients": "pooled"}), ACCURACY, ["full", "1/4"], at_clients=True)
+    on_test_set = EarlyStopping(config, ACCURACY, ["full", "1/4"])
+    pooled = EarlyStopping(config.model_copy(update={"clients": "pooled"}), ACCURACY, ["full", "1/4"], at_clients=True)
     for by_metrics in (on_test_set, pooled):
         assert (by_metrics.best(found), by_metrics.reason(found)) == (1, "")
 

@@ -60,6 +60,6 @@ def test_a_layer_that_never_runs_is_not_expected() -> None:
             return y
 
     network = Forgetful()
-    expected = Statistics().blank(network, example(torch.zeros(1, 3)))
+    expected = Statistics().expected(network, example(torch.zeros(1, 3)))
     sent = gather(network, [torch.randn(5, 3)])
     assert {n: (t.shape, t.dtype) for n, t in sent.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}

@@ -16,6 +16,7 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.networks.exchange import Tensors, exchanged_tensors
 from fedhm.networks.reuse import NetworkPool
+from fedhm.networks.spec import NetworkSpec
 from fedhm.objectives.classification import masked_cross_entropy
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
@@ -40,7 +41,9 @@ def client(network: nn.Module, **train: object) -> Client:
 
 
 def task(network: nn.Module, **changes: object) -> Task:
-    base = Task("train", 1, 0, "full", "full", {name: t.clone() for name, t in exchanged_tensors(network).items()})
+    base = Task(
+        "train", 1, 0, "full", NetworkSpec("full"), {name: t.clone() for name, t in exchanged_tensors(network).items()}
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

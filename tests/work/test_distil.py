@@ -14,11 +14,12 @@ from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.networks.batchnorm import normalise_by_batch
 from fedhm.networks.exchange import Tensors, exchanged_tensors
 from fedhm.networks.reuse import NetworkPool
+from fedhm.networks.spec import NetworkSpec
 from fedhm.objectives.classification import Classification
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
 from fedhm.work.distil import Distil, follow, logits
-from fedhm.work.messages import Task
+from fedhm.work.messages import Task, TaskOptions
 from fedhm.work.work import work_of
 
 DIVERGENCE = Classification().divergence
@@ -49,7 +50,9 @@ def kept() -> Tensors:
 
 
 def task(tensors: Tensors, epochs: int = 2, lr: float = 0.3) -> Task:
-    return Task("distil", 4, 6, "full", "full", tensors, kept(), {"digest_epochs": epochs, "digest_lr": lr})
+    return Task(
+        "distil", 4, 6, "full", NetworkSpec("full"), tensors, kept(), TaskOptions(digest_epochs=epochs, digest_lr=lr)
+    )
 
 
 def blocks() -> nn.Module:
@@ -75,7 +78,14 @@ def test_learning_from_scores_saves_memory_too(how: dict[str, object]) -> None:
         one = replace(client(**train), networks=NetworkPool(lambda _, build=build: build()))
         own = {name: t.clone() for name, t in exchanged_tensors(blocks()).items()}
         asked = Task(
-            "distil", 4, 6, "full", "full", {"consensus": consensus()}, own, {"digest_epochs": 2, "digest_lr": 0.3}
+            "distil",
+            4,
+            6,
+            "full",
+            NetworkSpec("full"),
+            {"consensus": consensus()},
+            own,
+            TaskOptions(digest_epochs=2, digest_lr=0.3),
         )
         ends.append(one.run(asked).kept)
         most.append(max(seen))
@@ -116,7 +126,7 @@ def test_scores_are_logits_by_batch_in_the_order_of_the_samples() -> None:
     plain = network().train()
     torch.testing.assert_close(found, torch.cat([plain(part) for part in inputs().split(8)]).detach())
     assert not found.requires_grad
-    blank = Distil().blank(model, example(inputs()[:1], COUNT))["logits"]
+    blank = Distil().expected(model, example(inputs()[:1], COUNT))["logits"]
     assert (blank.shape, blank.dtype) == (found.shape, found.dtype)
 
 
@@ -147,14 +157,14 @@ def test_a_client_then_revisits_its_own_samples() -> None:
     What is kept is all of the network after training, running averages too: scoring changes nothing.
     """
     first = client().run(task({}))
-    trained = client().run(Task("train", 4, 6, "full", "full", kept()))
+    trained = client().run(Task("train", 4, 6, "full", NetworkSpec("full"), kept()))
     assert all(torch.equal(first.kept[name], trained.tensors[name]) for name in kept())
     assert (first.loss, first.samples, first.labels) == (trained.loss, trained.samples, trained.labels)
 
     digested = client(lr=1e-30, weight_decay=0).run(task({"consensus": consensus()})).kept
     # training from batches does not depend on running averages, which digesting leaves alone
     digested = {name: kept()[name] if "running" in name else tensor for name, tensor in digested.items()}
-    revisited = client().run(Task("train", 4, 6, "full", "full", digested)).tensors
+    revisited = client().run(Task("train", 4, 6, "full", NetworkSpec("full"), digested)).tensors
     second = client().run(task({"consensus": consensus()})).kept
     for name in kept():
         torch.testing.assert_close(second[name], revisited[name])

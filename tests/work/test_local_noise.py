@@ -13,6 +13,7 @@ from fedhm.data.samples import Preprocessing, Samples
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.reuse import NetworkPool
+from fedhm.networks.spec import NetworkSpec
 from fedhm.seeds import Secret
 from fedhm.work.client import Client, LocalNoise
 from fedhm.work.messages import Failure, Task
@@ -29,7 +30,9 @@ def client(network: nn.Module, noise: float, secret: bytes = b"s" * 32, **train:
 
 
 def task(network: nn.Module, **changes: object) -> Task:
-    base = Task("train", 1, 0, "1/2", "1/2", {name: t.clone() for name, t in exchanged_tensors(network).items()})
+    base = Task(
+        "train", 1, 0, "1/2", NetworkSpec("1/2"), {name: t.clone() for name, t in exchanged_tensors(network).items()}
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

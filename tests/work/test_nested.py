@@ -49,7 +49,10 @@ def test_one_step_of_a_full_client(form: str, weight: float, which: Literal["sma
     if form == "instead":
         draw.random()
     tier = method.tiers[1 + int(draw.integers(2))] if which == "random" else method.tiers[-1]
-    assert task.tensors[f"{BASIS}2"].shape[1] == method.plans[method.tiers[1 if which == "random" else 2]]["2"]
+    assert (
+        task.tensors[f"{BASIS}2"].shape[1]
+        == method.planner.first[method.tiers[1 if which == "random" else 2]].ranks["2"]
+    )
     parameters = {n: t.clone().requires_grad_() for n, t in task.tensors.items() if not n.startswith(BASIS)}
 
     def loss(hidden: Tensor) -> Tensor:
@@ -57,7 +60,7 @@ def test_one_step_of_a_full_client(form: str, weight: float, which: Literal["sma
         x = F.relu(F.linear(x, hidden, parameters["2.bias"]))
         return F.cross_entropy(F.linear(x, parameters["4.weight"], parameters["4.bias"]), one_batch().labels)
 
-    left = task.tensors[f"{BASIS}2"][:, : method.plans[tier]["2"]]  # of the transposed weight
+    left = task.tensors[f"{BASIS}2"][:, : method.planner.first[tier].ranks["2"]]  # of the transposed weight
     projected = (left @ (left.T @ parameters["2.weight"].T)).T
     own, inside = loss(parameters["2.weight"]), loss(projected)
     # nothing normalises in this model, so auto is beside

@@ -16,9 +16,10 @@ from fedhm.measure.cost import training_memory
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.reuse import NetworkPool
 from fedhm.networks.saving import backward_in_parts
+from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import copy_network
 from fedhm.work.client import Client
-from fedhm.work.messages import Task
+from fedhm.work.messages import Task, TaskOptions
 from fedhm.work.train import at_once
 
 
@@ -136,14 +137,14 @@ def test_what_cannot_be_is_one_sentence(
         ({"checkpointing": True}, {}, 12),
         ({"micro_batch": 5}, {}, 5),
         ({"micro_batch": 12}, {}, 100),
-        ({}, {"micro_batch": 4.0, "checkpointing": 1.0}, 4),
-        ({}, {"micro_batch": 0.0, "checkpointing": 1.0}, 12),
+        ({}, {"micro_batch": 4, "checkpointing": True}, 4),
+        ({}, {"micro_batch": 0, "checkpointing": True}, 12),
     ],
 )
 def test_passes_without_gradients_take_no_more_than_training(
-    train: dict[str, Any], options: dict[str, float], most: int
+    train: dict[str, Any], options: dict[str, Any], most: int
 ) -> None:
-    task = Task("statistics", 1, 0, "full", "full", {}, options=options)
+    task = Task("statistics", 1, 0, "full", NetworkSpec("full"), {}, options=TaskOptions(**options))
     assert at_once(100, TrainConfig(batch=12, **train), task) == most
     assert at_once(3, TrainConfig(batch=12, **train), task) == 3
 
@@ -181,10 +182,10 @@ def test_statistics_and_evaluation_at_clients_keep_to_it(
         tests=federation.clients[0],
     )
     tensors = exchanged_tensors(Widest([]))
-    client.run(Task("statistics", 1, 0, "full", "full", tensors))
+    client.run(Task("statistics", 1, 0, "full", NetworkSpec("full"), tensors))
     assert max(seen) == min(most, len(federation.clients[0]))
     seen.clear()
-    client.run(Task("evaluate", 1, 0, "full", "full", tensors, options={"batch": 10.0}))
+    client.run(Task("evaluate", 1, 0, "full", NetworkSpec("full"), tensors, options=TaskOptions(batch=10)))
     assert max(seen) == min(most, 10)
 
 

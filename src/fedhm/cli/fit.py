@@ -115,7 +115,7 @@ def plan(options: argparse.Namespace) -> None:
     from fedhm.models.build import build_model
     from fedhm.report.sheets import rich_table
     from fedhm.report.tables import plan_sheet
-    from fedhm.server.collect import Intake
+    from fedhm.server.facts import TaskFacts
     from fedhm.server.filters.fleet import with_plan
 
     if options.config is None:
@@ -129,8 +129,8 @@ def plan(options: argparse.Namespace) -> None:
     model = build_model(config, federation.input_shape, federation.classes)
     sample = next(Feed(federation.example, federation.preprocessing).ordered(1))
     method = design(config, model, sample[0], federation.classes, federation.public_feed()).method
-    intake = Intake(method.network, federation, config, sample, ())
-    planned = plan_fleet(config, model, method, sample[0], intake)
+    facts = TaskFacts(method.network, federation, config, sample)
+    planned = plan_fleet(config, model, method, sample[0], facts)
     sheet, console = plan_sheet(options.config, config, planned), terminal()
     for part in sheet.split(console.width):
         console.print(rich_table(part))

@@ -33,6 +33,7 @@ from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.inputs import require_tensor
 from fedhm.networks.reuse import NetworkPool
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Task
 
 # Other processes make a step slower, never faster: so STEPS steps are timed together, TIMES times, and the fastest
@@ -85,10 +86,10 @@ def measure_here(config: ResolvedConfig, network: dict[str, Any]) -> dict[str, f
     shape = tuple(sample.shape[1:])
     task = _version_task(design, **network) if "ranks" in network else _tier_task(design, config, shape, **network)
 
-    def build(name: str) -> nn.Module:
+    def build(spec: NetworkSpec) -> nn.Module:
         if "ranks" in network:
             return to_hybrid(design.model, RankPlan(network["ranks"], network["form"]), spectral=False)
-        return design.method.network(name)
+        return design.method.network(spec)
 
     networks = NetworkPool(build, find_device("cpu"), False)
     with torch.no_grad():
@@ -112,14 +113,13 @@ def measure_here(config: ResolvedConfig, network: dict[str, Any]) -> dict[str, f
 def _tier_task(design: Design, config: ResolvedConfig, shape: tuple[int, ...], tier: str, network: str) -> Task:
     """Return a tier's task in the training mode of the settings; a tier with a budget has a mode of its own."""
     tasks = TierWork(design.method, design.model, config, shape).tasks(tier)
-    task = next(task for task in tasks if task.network == network)
-    own = ("micro_batch", "checkpointing")
-    return replace(task, options={name: value for name, value in task.options.items() if name not in own})
+    task = next(task for task in tasks if str(task.network) == network)
+    return replace(task, options=replace(task.options, micro_batch=None, checkpointing=None))
 
 
 def _version_task(design: Design, ranks: dict[str, int], form: Any) -> Task:
     network = to_hybrid(design.model, RankPlan(ranks, form))
-    return Task("train", 1, 0, "version", "version", exchanged_tensors(network))
+    return Task("train", 1, 0, "version", NetworkSpec("version"), exchanged_tensors(network))
 
 
 def _reset_peak() -> int:

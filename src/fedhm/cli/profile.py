@@ -91,7 +91,7 @@ def _measure_tiers(config: "ResolvedConfig", design: "Design", console: "Console
 
     shape = tuple(require_tensor(design.sample, "fedhm profile").shape[1:])
     work = TierWork(design.method, design.model, config, shape)
-    tasks = {task.network: task for tier in reversed(work.tiers) for task in work.tasks(tier)}
+    tasks = {str(task.network): task for tier in reversed(work.tiers) for task in work.tasks(tier)}
     pairs = [
         (task, mode)
         for task in reversed(tasks.values())
@@ -99,14 +99,14 @@ def _measure_tiers(config: "ResolvedConfig", design: "Design", console: "Console
     ]
     for number, (task, mode) in enumerate(pairs, start=1):
         what = f"{number} of {len(pairs)}: {task.network}, {mode if mode != TrainingMode() else 'plain'}"
-        found = measure_step(with_mode(config, mode), task.network, tier=task.tier, network=task.network)
+        found = measure_step(with_mode(config, mode), str(task.network), tier=task.tier, network=str(task.network))
         if found is None:
             console.print(f"{what}: it takes more memory than there is", highlight=False, markup=False)
             continue
         memory = format_bytes(found["memory"] or None)
         console.print(f"{what}: {1e3 * found['seconds']:.4g} ms, {memory}", highlight=False, markup=False)
         yield Measurement(
-            network=task.network,
+            network=str(task.network),
             checkpointing=mode.checkpointing,
             micro_batch=mode.micro_batch,
             macs=measure(design.method.network(task.network), shape).macs,

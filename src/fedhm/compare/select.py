@@ -21,7 +21,7 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import plan_ranks
 from fedhm.measure.cost import LayerCost, cost_by_layer, sample_spec
-from fedhm.methods.budgets import budgets_of
+from fedhm.methods.plans import has_budgets
 from fedhm.widths.narrow import narrow_network
 from fedhm.widths.plan import plan_widths
 
@@ -68,7 +68,7 @@ class Reference:
         In place of a budget stands the ratio with as many parameters as what it affords of the first weights.
         """
         tiers: list[float | str] = self.fedhm["tiers"]
-        sizes = self._sizes if budgets_of(tiers) else [0] * len(tiers)  # ratios alone need no model
+        sizes = self._sizes if has_budgets(tiers) else [0] * len(tiers)  # ratios alone need no model
         both = zip(tiers, sizes, strict=True)
         return sorted((self._nearest_ratio(n) if isinstance(tier, str) else tier for tier, n in both), reverse=True)
 
@@ -100,7 +100,7 @@ class Reference:
     def layers(self) -> dict[str, dict[str, LayerCost]]:
         """Return tier → layer → cost, of the full model and FedHM's tiers."""
         method, (shape, _) = self._design.method, sample_spec(self._design.sample)
-        networks = {"full": self._design.model} | {tier: method.network(tier) for tier in method.tiers}
+        networks = {"full": self._design.model} | {tier: method.network(method.spec(tier)) for tier in method.tiers}
         return {tier: cost_by_layer(network, shape) for tier, network in networks.items()}
 
     @cached_property
@@ -112,7 +112,7 @@ class Reference:
     def _sizes(self) -> list[int]:
         """Return the number of parameters of each of FedHM's levels."""
         method = self._design.method
-        sizes = {tier: _parameters(method.network(tier)) for tier in method.tiers}
+        sizes = {tier: _parameters(method.network(method.spec(tier))) for tier in method.tiers}
         return [sizes[tier] for tier in method.levels]
 
     def _narrow_size(self, width: float) -> int:

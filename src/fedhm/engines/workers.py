@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import IO, Any, NamedTuple, NoReturn, TextIO
 
 import torch
@@ -25,7 +25,7 @@ from fedhm.errors import FedhmError
 from fedhm.machine.printable import quoted_command
 from fedhm.machine.process import keep_freed_memory
 from fedhm.work.client import Client
-from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.messages import Failure, Reply, Task, Update, task_from, task_values, update_from, update_values
 from fedhm.work.work import work_of
 
 ALIGNMENT = 64  # bytes, a cache line: enough for every type
@@ -120,19 +120,20 @@ def read(note: Note, arena: Arena) -> Values:
 
 
 def packed_task(task: Task, position: int, shared: Put, own: Put) -> Values:
-    return {**_packed(task, shared, own), "options": dict(task.options), "position": position}
+    return {**task_values(task), **_placed(task, shared, own), "position": position}
 
 
 def unpacked_task(values: Values, shared: Arena, own: Arena) -> tuple[Task, int]:
     position: int = values.pop("position")
     tensors = {name: shared.get(place) for name, place in values["tensors"].items()}
     kept = {name: own.get(place) for name, place in values["kept"].items()}
-    return Task(**{**values, "tensors": tensors, "kept": kept}), position
+    return task_from(values, tensors, kept), position
 
 
 def packed_reply(reply: Reply, put: Put) -> Values:
     if isinstance(reply, Update):
-        return {"update": _packed(reply, put, put)}
+        carried = {name: getattr(reply, name) for name in ("position", "down", "up")}
+        return {"update": {**update_values(reply), **carried, **_placed(reply, put, put)}}
     failure = {"client": reply.client, "reason": reply.reason, "position": reply.position}
     return {"failure": failure, "trace": _trace(reply.cause) if reply.cause else ""}
 
@@ -147,9 +148,10 @@ def unpacked_reply(values: Values, arena: Arena) -> Reply:
     """Return the reply in a parcel, with copies of its tensors: the arena is soon used for something else."""
     if "update" in values:
         update = values["update"]
-        for part in ("tensors", "kept"):
-            update[part] = {name: arena.get(place).clone() for name, place in update[part].items()}
-        return Update(**{**update, "labels": None if update["labels"] is None else tuple(update["labels"])})
+        tensors, kept = (
+            {name: arena.get(place).clone() for name, place in update[part].items()} for part in ("tensors", "kept")
+        )
+        return update_from(update, tensors, kept)
     cause = RuntimeError(values["failure"]["reason"])  # an exception cannot travel, where it happened can be said
     cause.add_note(f"In a worker process:\n{values['trace']}")
     return Failure(**values["failure"], cause=cause)
@@ -164,11 +166,12 @@ def unpacked_error(values: Values, task: Task) -> Exception:
     return error
 
 
-def _packed(message: Task | Update, tensors: Put, kept: Put) -> Values:
-    values = {field.name: getattr(message, field.name) for field in fields(message)}
-    values["tensors"] = {name: tensors(tensor) for name, tensor in message.tensors.items()}
-    values["kept"] = {name: kept(tensor) for name, tensor in message.kept.items()}
-    return values
+def _placed(message: Task | Update, tensors: Put, kept: Put) -> Values:
+    """Put a message's tensors into shared memory, and return where they are."""
+    return {
+        "tensors": {name: tensors(tensor) for name, tensor in message.tensors.items()},
+        "kept": {name: kept(tensor) for name, tensor in message.kept.items()},
+    }
 
 
 def _trace(error: BaseException) -> str:

@@ -259,6 +259,6 @@ def _design(model: Model, info: RunInfo, spec: BatchSpec) -> Design:
 def _networks(model: Model, info: RunInfo, device: str, spec: BatchSpec) -> NetworkPool:
     """Return the networks of the method. It needs no public samples here: the server and the tasks have them."""
     method = _design(model, info, spec).method
-    if info.base_digest and base_digest(method.network(method.tiers[0])) != info.base_digest:
+    if info.base_digest and base_digest(method.network(method.spec(method.tiers[0]))) != info.base_digest:
         raise FedhmError("this node's base is not the server's: adapters need the same pretrained model everywhere")
     return NetworkPool(method.network, find_device(device), info.config.engine.compile)

@@ -43,7 +43,7 @@ from fedhm.run import report_on, resumed_settings
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.identities import Identities
 from fedhm.server.callbacks import Watcher
-from fedhm.server.collect import Intake
+from fedhm.server.facts import TaskFacts
 from fedhm.server.filters.fleet import Planned, with_plan
 from fedhm.server.sampling import check_assignment
 
@@ -281,7 +281,8 @@ def _with_tiers(
     def plan() -> list[Planned]:
         federation = make_federation(_sample_counts(nodes, config.federation.clients), config.federation.inputs)
         sample = next(Feed(federation.example, federation.preprocessing).ordered(1))
-        planned.extend(plan_fleet(config, model, method, batch, Intake(method.network, federation, config, sample, ())))
+        facts = TaskFacts(method.network, federation, config, sample)
+        planned.extend(plan_fleet(config, model, method, batch, facts))
         return planned
 
     config = with_plan(config, plan)
@@ -294,5 +295,5 @@ def _sample_counts(nodes: Mapping[int, Node], clients: int) -> tuple[int, ...]:
 
 
 def _run_info(config: ResolvedConfig, federation: Federation, method: AnyMethod) -> RunInfo:
-    digest = base_digest(method.network(method.tiers[0])) if config.method.adapters else ""
+    digest = base_digest(method.network(method.spec(method.tiers[0]))) if config.method.adapters else ""
     return RunInfo(config, federation.classes, federation.preprocessing, federation.client_tests.share, digest)

@@ -10,7 +10,7 @@ however little it carries. Its records are
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from io import BytesIO
 from typing import Any
@@ -26,13 +26,20 @@ from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
 from fedhm.networks.exchange import Tensors
-from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.messages import (
+    UPDATE_VALUES,
+    Failure,
+    Reply,
+    Task,
+    task_from,
+    task_values,
+    update_from,
+    update_values,
+)
 from fedhm.work.work import work_of
 
 JSON_RECORD = "fedhm"  # the name of the record with everything that is not a tensor
 TENSOR_FIELDS = ("tensors", "kept")
-NOT_IN_JSON = {*TENSOR_FIELDS, "position", "down", "up"}  # the last three are filled in by the engine
-UPDATE_FIELDS = {field.name for field in fields(Update)} - NOT_IN_JSON
 
 Records = dict[str, ArrayRecord | ConfigRecord]
 Values = dict[str, Any]
@@ -115,15 +122,17 @@ def decode_tasks(content: RecordDict) -> list[Task]:
 def _task_values(task: Task) -> Values:
     """Return the JSON of a task: its plain fields, and the types of its tensors before they were halved."""
     types = {part: _types(getattr(task, part)) for part in TENSOR_FIELDS}
-    return _plain_values(task) | {"options": dict(task.options)} | types
+    return task_values(task) | types
 
 
 def _decode_task(content: RecordDict, number: int, values: Values) -> Task:
-    for part in TENSOR_FIELDS:
-        types: dict[str, str] = values[part]
-        arrays = content.array_records[f"{part}.{number}"] if types else {}
-        values[part] = {name: _tensor(arrays[name]).to(getattr(torch, types[name])) for name in types}
-    return Task(**values)
+    tensors, kept = (_typed_tensors(content, f"{part}.{number}", values[part]) for part in TENSOR_FIELDS)
+    return task_from(values, tensors, kept)
+
+
+def _typed_tensors(content: RecordDict, record: str, types: dict[str, str]) -> Tensors:
+    arrays = content.array_records[record] if types else {}
+    return {name: _tensor(arrays[name]).to(getattr(torch, types[name])) for name in types}
 
 
 # Replies: encoded by a client, decoded by the server, which trusts no client.
@@ -142,7 +151,7 @@ def encode_replies(replies: Iterable[Reply], fp16: bool) -> RecordDict:
         except FedhmError as error:  # other tasks in the same message may have gone well
             listed.append({"failure": str(error)})
             continue
-        listed.append(_plain_values(reply))
+        listed.append(update_values(reply))
         records |= {f"{part}.{number}": record for part, record in parts.items() if record}
     records[JSON_RECORD] = ConfigRecord({"replies": json.dumps(listed)})
     return RecordDict(records)  # type: ignore[arg-type]
@@ -172,16 +181,13 @@ def _decode_reply(content: RecordDict, number: int, values: Any, task: Task, fp1
     try:
         if set(values) == {"failure"}:
             return Failure(task.client, printable(str(values["failure"])))
-        if set(values) != UPDATE_FIELDS:
+        if set(values) != UPDATE_VALUES:
             raise ValueError("its values are not those of an update")
-        labels = values["labels"]
-        values["labels"] = tuple(labels) if isinstance(labels, list) else labels
-        for part in TENSOR_FIELDS:
-            arrays = content.array_records.get(f"{part}.{number}") or ArrayRecord()
-            values[part] = {name: _tensor(arrays[name]) for name in arrays}
+        records = [content.array_records.get(f"{part}.{number}") or ArrayRecord() for part in TENSOR_FIELDS]
+        tensors, kept = ({name: _tensor(arrays[name]) for name in arrays} for arrays in records)
         if fp16 and work_of(task.kind).returns_network:
-            values["tensors"] = {name: _unhalved(t, task.tensors.get(name)) for name, t in values["tensors"].items()}
-        return Update(**values)
+            tensors = {name: _unhalved(t, task.tensors.get(name)) for name, t in tensors.items()}
+        return update_from(values, tensors, kept)
     except Exception as error:  # a client's bytes can raise anything
         return Failure(task.client, unreadable_reason(error))
 
@@ -217,10 +223,6 @@ def _count_bytes(record: ArrayRecord | MetricRecord | ConfigRecord) -> int:
 def _task_of_record(count: int) -> dict[str, int]:
     """Return the names of the array records in a message of `count` tasks or replies, with the number of each task."""
     return {f"{part}.{number}": number for part in TENSOR_FIELDS for number in range(count)}
-
-
-def _plain_values(message: Task | Update) -> Values:
-    return {field.name: getattr(message, field.name) for field in fields(message) if field.name not in NOT_IN_JSON}
 
 
 def _types(tensors: Tensors) -> dict[str, str]:

@@ -12,9 +12,9 @@ from torch import nn
 from fedhm.config.method import MethodConfig, only_uniform
 from fedhm.config.section import Ratio, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
-from fedhm.methods.budgets import tier_plan
 from fedhm.methods.means import average
 from fedhm.methods.method import Homogeneous, ModelState, Setup
+from fedhm.methods.plans import ratio_plan
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.work.messages import Update
 
@@ -42,7 +42,7 @@ class FedAvg(Homogeneous):
     def __init__(self, model: nn.Module, config: FedAvgConfig, setup: Setup = Setup()) -> None:
         super().__init__(tier_name(config.tier))
         self.config = config
-        self.plan = tier_plan(model, config.tier, config.keep, setup.classifier)
+        self.plan = ratio_plan(model, config.tier, config.keep, setup.classifier)
         self._model = model
         self._classifier, self._make_mean = setup.classifier, setup.make_mean
 

@@ -23,6 +23,7 @@ from fedhm.methods.means import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
+from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import channels_last
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.distil import follow, logits
@@ -70,7 +71,7 @@ class FedDF(Method[FedDFState]):
 
     def tasks(self, state: FedDFState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
-            yield Task("train", round_number, p.client, p.tier, p.tier, state.models[p.tier])
+            yield Task("train", round_number, p.client, p.tier, self.spec(p.tier), state.models[p.tier])
 
     def merge(self, state: FedDFState, updates: Iterable[Update], round_number: int) -> FedDFState:
         assert self._public is not None
@@ -79,7 +80,7 @@ class FedDF(Method[FedDFState]):
         teachers = 0
         for update in updates:
             means[update.tier].add_all(update, influence(update, self.config.weighting), self._classifier)
-            client = load(self.network(update.tier), update.tensors)
+            client = load(self.network(update.network), update.tensors)
             found = logits(client, self._public, self.config.batch)
             if bool(found.isfinite().all()):  # weights within their bounds may still overflow
                 teacher, teachers = teacher + found, teachers + 1
@@ -89,15 +90,15 @@ class FedDF(Method[FedDFState]):
                 models[tier] = model | self._distilled(model, teacher / teachers, tier, round_number)
         return FedDFState(models)
 
-    def network(self, name: str) -> nn.Module:
-        return self.slices.network(name)
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        return self.slices.network(spec)
 
     def weights(self, state: FedDFState, tier: str) -> Tensors:
         return state.models[tier]
 
     def _distilled(self, weights: Tensors, teacher: Tensor, tier: str, round_number: int) -> Tensors:
         assert self._public is not None
-        student = channels_last(load(self.network(tier), weights))
+        student = channels_last(load(self.network(self.spec(tier)), weights))
         generator = torch_generator(self._seed, "distil", round_number, tier)
         epochs = (self._public.shuffled(self.config.batch, generator) for _ in repeat(None))
         optimizer = torch.optim.Adam(student.parameters(), lr=self.config.lr)

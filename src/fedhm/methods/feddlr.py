@@ -20,10 +20,11 @@ from fedhm.config.section import Ratio, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.svd import factorize, roll, to_layer_factors, to_matrix_factors, unroll
-from fedhm.methods.budgets import tier_plan
 from fedhm.methods.means import average
 from fedhm.methods.method import Method, Setup, State
+from fedhm.methods.plans import ratio_plan
 from fedhm.networks.exchange import Tensors, set_packing
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -79,7 +80,7 @@ class FedDLR(Method[FedDLRState]):
     def __init__(self, model: nn.Module, config: FedDLRConfig, setup: Setup = Setup()) -> None:
         self.config, self._setup = config, setup
         self.tiers = self.levels = (tier_name(config.tier),)
-        self.form = Factored(tier_plan(model, config.tier, config.keep, setup.classifier))
+        self.form = Factored(ratio_plan(model, config.tier, config.keep, setup.classifier))
         self._model = model
 
     def start(self, weights: Tensors) -> FedDLRState:
@@ -87,19 +88,19 @@ class FedDLR(Method[FedDLRState]):
 
     def tasks(self, state: FedDLRState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
-            yield Task("train", round_number, p.client, p.tier, self.tiers[0], state.packed)
+            yield Task("train", round_number, p.client, p.tier, self.spec(self.tiers[0]), state.packed)
 
     def merge(self, state: FedDLRState, updates: Iterable[Update], round_number: int) -> FedDLRState:
         recovered = (replace(update, tensors=self.form.unpack(update.tensors)) for update in updates)
         mean = average(state.weights, recovered, self.config.weighting, self._setup.classifier, self._setup.make_mean)
         return FedDLRState(mean, state.packed) if self._setup.optimizer_follows else self._truncated(mean)
 
-    def settle(self, state: FedDLRState, before: FedDLRState) -> FedDLRState:
+    def refresh_derived(self, state: FedDLRState, before: FedDLRState) -> FedDLRState:
         return self._truncated(state.weights)
 
-    def network(self, name: str) -> nn.Module:
-        if name not in self.tiers:
-            raise FedhmError(f"FedDLR has one network, '{self.tiers[0]}', not '{name}'")
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        if spec.tier not in self.tiers:
+            raise FedhmError(f"FedDLR has one network, '{self.tiers[0]}', not '{spec}'")
         return set_packing(to_hybrid(self._model, {}), self.form)
 
     def weights(self, state: FedDLRState, tier: str) -> Tensors:

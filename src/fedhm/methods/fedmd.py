@@ -25,8 +25,9 @@ from fedhm.errors import FedhmError
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.distil import CONSENSUS, LOGITS
-from fedhm.work.messages import Participant, Task, Update
+from fedhm.work.messages import Participant, Task, TaskOptions, Update
 
 
 class FedMDConfig(MethodConfig):
@@ -75,10 +76,10 @@ class FedMD(Method[FedMDState]):
 
     def tasks(self, state: FedMDState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         agreed = {} if state.consensus is None else {CONSENSUS: state.consensus}
-        options = {"digest_epochs": self.config.digest_epochs, "digest_lr": self.config.digest_lr}
+        options = TaskOptions(digest_epochs=self.config.digest_epochs, digest_lr=self.config.digest_lr)
         for p in participants:
             kept = state.kept.get(p.client) or self._initial(state, p.tier)
-            yield Task("distil", round_number, p.client, p.tier, p.tier, agreed, kept, options)
+            yield Task("distil", round_number, p.client, p.tier, self.spec(p.tier), agreed, kept, options)
 
     def merge(self, state: FedMDState, updates: Iterable[Update], round_number: int) -> FedMDState:
         total, count = torch.zeros(()), 0
@@ -90,8 +91,8 @@ class FedMD(Method[FedMDState]):
         consensus = total / count if count else state.consensus
         return FedMDState(state.initial, consensus, kept, state.newest | newest)
 
-    def network(self, name: str) -> nn.Module:
-        return self.slices.network(name)
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        return self.slices.network(spec)
 
     def weights(self, state: FedMDState, tier: str) -> Tensors:
         return state.kept[state.newest[tier]] if tier in state.newest else self._initial(state, tier)

@@ -16,6 +16,7 @@ from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -62,8 +63,8 @@ class FedRolex(Method[FedRolexState]):
         offset = self._offset(round_number)
         return FedRolexState(self.slices.merged(state.weights, updates, self.config.weighting, offset), round_number)
 
-    def network(self, name: str) -> nn.Module:
-        return self.slices.network(name)
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        return self.slices.network(spec)
 
     def weights(self, state: FedRolexState, tier: str) -> Tensors:
         """Return the weights of a tier in the window that was trained last."""

@@ -16,6 +16,7 @@ from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_smallest
 from fedhm.methods.means import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
 
 SHARED, OWN = "a", "b"  # after a layer's name: its A and its B
@@ -66,7 +67,7 @@ class FedSA(Method[FedSAState]):
     def tasks(self, state: FedSAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
             kept = state.kept.get(p.client, state.begin)
-            yield Task("adapt", round_number, p.client, p.tier, self.tiers[0], state.weights, kept)
+            yield Task("adapt", round_number, p.client, p.tier, self.spec(self.tiers[0]), state.weights, kept)
 
     def merge(self, state: FedSAState, updates: Iterable[Update], round_number: int) -> FedSAState:
         mean, kept, took_part = WeightedMean(state.weights), dict(state.kept), list[int]()
@@ -76,7 +77,7 @@ class FedSA(Method[FedSAState]):
             took_part.append(update.client)
         return FedSAState(mean.result(), state.begin, kept, min(took_part, default=state.newest))
 
-    def network(self, name: str) -> nn.Module:
+    def network(self, spec: NetworkSpec) -> nn.Module:
         return self.base.network(self.config.rank, parts=(SHARED, OWN))
 
     def weights(self, state: FedSAState, tier: str) -> Tensors:

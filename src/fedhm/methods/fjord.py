@@ -16,10 +16,10 @@ from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.widths.wrappers import OrderedDropout
 from fedhm.work.messages import Participant, Task, Update
 
-ORDERED = "ordered "  # before a tier: its network as it is trained
 INSIDE = "network."  # where `OrderedDropout` holds it
 
 
@@ -55,19 +55,19 @@ class FjORD(Method[ModelState]):
     def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for task in self.slices.tasks(state.weights, participants, round_number):
             inside = {f"{INSIDE}{name}": tensor for name, tensor in task.tensors.items()}
-            yield replace(task, network=f"{ORDERED}{task.tier}", tensors=inside)
+            yield replace(task, network=NetworkSpec(task.tier, f"ordered {task.tier}", "ordered"), tensors=inside)
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         outside = (replace(u, tensors={n.removeprefix(INSIDE): t for n, t in u.tensors.items()}) for u in updates)
         return ModelState(self.slices.merged(state.weights, outside, self.config.weighting))
 
-    def network(self, name: str) -> nn.Module:
-        if name in self.tiers:
-            return self.slices.network(name)
-        tier = name.removeprefix(ORDERED)
-        smaller = self.tiers[self.tiers.index(tier) + 1 :]
-        narrower = [self.slices.network(small) for small in smaller]
-        return OrderedDropout(self.slices.network(tier), narrower, self._divergence)
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        network = self.slices.network(self.spec(spec.tier))
+        if spec.variant != "ordered":
+            return network
+        smaller = self.tiers[self.tiers.index(spec.tier) + 1 :]
+        narrower = [self.slices.network(self.spec(small)) for small in smaller]
+        return OrderedDropout(network, narrower, self._divergence)
 
     def weights(self, state: ModelState, tier: str) -> Tensors:
         return self.slices.take(state.weights, tier)

@@ -21,6 +21,7 @@ from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -59,7 +60,7 @@ class FLoRA(Method[FLoRAState]):
     def tasks(self, state: FLoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
             # each draws an A of its own: with one for all, the stack would have hardly more directions than one of them
-            yield Task("adapt", round_number, p.client, p.tier, p.tier, self._sent(state, p.tier, p.client))
+            yield Task("adapt", round_number, p.client, p.tier, self.spec(p.tier), self._sent(state, p.tier, p.client))
 
     def merge(self, state: FLoRAState, updates: Iterable[Update], round_number: int) -> FLoRAState:
         head, total = WeightedMean(state.weights), 0.0
@@ -81,8 +82,8 @@ class FLoRA(Method[FLoRAState]):
             added |= {layer: now[0]} if len(now) == 1 else {f"{layer}.u": now[0], f"{layer}.v": now[1]}
         return FLoRAState(head.result(), added, round_number)
 
-    def network(self, name: str) -> nn.Module:
-        return self.base.network(self.ranks[name], folded=True)
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        return self.base.network(self.ranks[spec.tier], folded=True)
 
     def weights(self, state: FLoRAState, tier: str) -> Tensors:
         return self._sent(state, tier)

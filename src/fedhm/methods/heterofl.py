@@ -25,6 +25,7 @@ from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -68,8 +69,8 @@ class HeteroFL(Method[ModelState]):
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         return ModelState(self.slices.merged(state.weights, updates, self.config.weighting))
 
-    def network(self, name: str) -> nn.Module:
-        return self.slices.network(name)
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        return self.slices.network(spec)
 
     def weights(self, state: ModelState, tier: str) -> Tensors:
         return self.slices.handed_out(self.slices.take(state.weights, tier), tier)

@@ -23,9 +23,8 @@ from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.networks.exchange import Tensors
-from fedhm.work.messages import Participant, Task, Update
-
-PRUNED = "rank "  # before a number: the network of clients that have pruned theirs to it
+from fedhm.networks.spec import NetworkSpec
+from fedhm.work.messages import Participant, Task, TaskOptions, Update
 
 
 class HetLoRAConfig(RanksConfig):
@@ -73,12 +72,12 @@ class HetLoRA(Method[HetLoRAState]):
         for p in participants:
             rank = self.ranks[p.tier]
             if self.config.prune == 1:
-                yield Task("train", round_number, p.client, p.tier, p.tier, self._cut(state, rank))
+                yield Task("train", round_number, p.client, p.tier, self.spec(p.tier), self._cut(state, rank))
                 continue
             rank = min(rank, state.ranks.get(p.client, rank))
-            options = {"left": float(self._left(rank)), "penalty": self.config.penalty}
-            tensors, network = self._cut(state, rank), f"{PRUNED}{rank}"
-            yield Task("prune", round_number, p.client, p.tier, network, tensors, options=options)
+            options = TaskOptions(kept_rank=self._left(rank), penalty=self.config.penalty)
+            network = NetworkSpec(p.tier, f"rank {rank}", "pruned", number=rank)
+            yield Task("prune", round_number, p.client, p.tier, network, self._cut(state, rank), options=options)
 
     def _left(self, rank: int) -> int:
         return max(1, int(self.config.prune * rank))
@@ -124,8 +123,8 @@ class HetLoRA(Method[HetLoRAState]):
         layer, _, part = name.rpartition(".")
         return {"u": 0, "v": 1}.get(part) if layer in self.base.shapes else None
 
-    def network(self, name: str) -> nn.Module:
-        return self.base.network(int(name.removeprefix(PRUNED)) if name.startswith(PRUNED) else self.ranks[name])
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        return self.base.network(spec.number if spec.variant == "pruned" else self.ranks[spec.tier])
 
     def weights(self, state: HetLoRAState, tier: str) -> Tensors:
         return self._cut(state, self.ranks[tier])

@@ -12,7 +12,7 @@ base, and its adapter begins at zero on top of that. It costs bytes to download,
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -28,6 +28,7 @@ from fedhm.methods.adapting import RanksConfig, as_sent, drawn
 from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -82,19 +83,20 @@ class LoRA(Method[LoRAState]):
         return LoRAState(self.base.head_of(weights), drawn(self.base, self._kept, self._setup.seed))
 
     def tasks(self, state: LoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        sent = {tier: self._sent(state, tier, round_number) for tier in {p.tier for p in participants}}
+        sent = {tier: self._task_of_tier(state, tier, round_number) for tier in {p.tier for p in participants}}
         for p in participants:
-            kind, network, tensors = sent[p.tier]
-            yield Task(kind, round_number, p.client, p.tier, network, tensors)
+            yield replace(sent[p.tier], client=p.client)
 
-    def _sent(self, state: LoRAState, tier: str, round_number: int) -> tuple[str, str, Tensors]:
+    def _task_of_tier(self, state: LoRAState, tier: str, round_number: int) -> Task:
+        """Return the task of a tier's clients; the client is to be filled in."""
         if not self.config.fold:
-            return "train", tier, self.weights(state, tier)
+            return Task("train", round_number, -1, tier, self.spec(tier), self.weights(state, tier))
         rank = self.ranks[tier]
         begin = as_sent(drawn(self.base, rank, self._setup.seed, round_number), rank, self.base.shapes)
         learnt = as_sent(state.factors, self._kept, self.base.shapes) if state.round else {}
         folded = {f"{FOLDED}{name}": tensor for name, tensor in learnt.items()}
-        return "adapt", f"{FOLDED}{tier}", {**state.weights, **begin, **folded}
+        network = NetworkSpec(tier, f"folded {tier}", "folded")
+        return Task("adapt", round_number, -1, tier, network, {**state.weights, **begin, **folded})
 
     def merge(self, state: LoRAState, updates: Iterable[Update], round_number: int) -> LoRAState:
         head = WeightedMean(state.weights)
@@ -133,10 +135,10 @@ class LoRA(Method[LoRAState]):
         beyond = {tier: sum(each[rank:].sum().item() for each in energies) for tier, rank in self.ranks.items()}
         return {f"energy_beyond/{tier}": value / whole for tier, value in beyond.items() if tier != self.tiers[0]}
 
-    def network(self, name: str) -> nn.Module:
-        if name.startswith(FOLDED):
-            return self.base.network(self.ranks[name.removeprefix(FOLDED)], folded=True)
-        return self.base.network(self._kept if self.config.fold else self.ranks[name])
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        if spec.variant == "folded":
+            return self.base.network(self.ranks[spec.tier], folded=True)
+        return self.base.network(self._kept if self.config.fold else self.ranks[spec.tier])
 
     def weights(self, state: LoRAState, tier: str) -> Tensors:
         rank = self._kept if self.config.fold else self.ranks[tier]

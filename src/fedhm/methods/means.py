@@ -15,7 +15,6 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.average import RankLevel, mean_by_bands
 from fedhm.lowrank.diagnostics import largest_norm
 from fedhm.lowrank.layers import largest_rank
-from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors, Form, decompose, roll, to_matrix_factors, unroll
 from fedhm.machine.device import parallel_map
 from fedhm.networks.exchange import Tensors, upcast_half, upcast_half_dtype
@@ -322,9 +321,9 @@ class RecoveredMean:
         self._apart = aggregate == "bands" or make_mean is not WeightedMean
         self._make_mean, self._band_speed = make_mean, band_speed
         self._means: dict[str, WeightedMean] = {}  # by network; without bands they are all one
-        self._plans: dict[str, RankPlan] = {}
+        self._plans: dict[str, Mapping[str, int]] = {}
         self._influence: dict[str, float] = defaultdict(float)
-        self.ranks: list[RankPlan] = []  # of each update
+        self.ranks: list[Mapping[str, int]] = []  # of each update
         self.kappa_uv = 0.0
 
     @property
@@ -332,7 +331,7 @@ class RecoveredMean:
         """Return the tiers of which models were folded in."""
         return self._plans.keys()
 
-    def fold(self, update: Update, tier: str, plan: RankPlan, weight: float) -> None:
+    def fold(self, update: Update, tier: str, plan: Mapping[str, int], weight: float) -> None:
         """Add the model that a client trained, of a tier's ranks, to the mean."""
         mean = self._means.setdefault(tier, self._make_mean(self._weights) if self._apart else self._whole)
         self._plans[tier] = plan
@@ -411,7 +410,7 @@ class RecoveredMean:
         return RankLevel(largest_rank(old.shape, self._form), change.contiguous(), weight)
 
 
-def largest_ranks(plans: Iterable[RankPlan]) -> dict[str, int]:
+def largest_ranks(plans: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Return, by layer, the largest rank that any plan asks for."""
     largest: dict[str, int] = {}
     for plan in plans:
@@ -422,7 +421,7 @@ def largest_ranks(plans: Iterable[RankPlan]) -> dict[str, int]:
 
 def factorized(
     weights: Tensors,
-    plans: Iterable[RankPlan],
+    plans: Iterable[Mapping[str, int]],
     form: Form,
     unrolled: Mapping[str, Tensor] = {},
     before: Mapping[str, Factors] | None = None,

@@ -14,14 +14,14 @@ whole one. The shortest keeps the last model that comes back:
         def start(self, weights): return ModelState(weights)
         def tasks(self, state, participants, round_number):
             for p in participants:
-                yield Task("train", round_number, p.client, p.tier, "full", state.weights)
+                yield Task("train", round_number, p.client, p.tier, self.spec(p.tier), state.weights)
         def merge(self, state, updates, round_number): return ModelState([u.tensors for u in updates][-1])
-        def network(self, name): return copy.deepcopy(self.model)
+        def network(self, spec): return copy.deepcopy(self.model)
         def weights(self, state, tier): return state.weights
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -36,7 +36,8 @@ from fedhm.errors import FedhmError
 from fedhm.methods.means import MakeMean, WeightedMean
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs
-from fedhm.work.messages import Participant, Task, Update
+from fedhm.networks.spec import NetworkSpec
+from fedhm.work.messages import Participant, Task, TaskOptions, Update
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ class State:
     """
 
     diagnostics: dict[str, float] = field(default_factory=dict, kw_only=True)  # of the last merge, for the record
-    averaged: ClassVar[tuple[str, ...]] = ("weights",)  # the fields that merging averages: the server's optimizer
-    # makes its step there
+    averaged: ClassVar[tuple[str, ...]] = ("weights",)  # the fields that the server's optimizer steps on
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,12 @@ class Setup:
     public: Feed | None = None  # samples that everybody has, numbered in place of labels
     fixed: bool = True  # every client stays at its tier
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
-    nested: tuple[float, float] | None = None  # the shares of a client's batches that train its own network and one of
-    # the smaller tiers inside it; None: no method is to train these
-    nested_tier: Literal["smallest", "random"] = "smallest"  # which of them
-    # or of a coordinate-wise rule, for methods that say they use it (`by_coordinate`)
-    make_mean: MakeMean = WeightedMean
+    # the shares of a client's batches that train its own network, and a smaller tier inside it; None: no nesting
+    nested: tuple[float, float] | None = None
+    nested_tier: Literal["smallest", "random"] = "smallest"  # which of the smaller tiers
+    make_mean: MakeMean = WeightedMean  # or a coordinate-wise rule, for methods with `by_coordinate`
     train: TrainConfig | None = None  # how clients train, for tiers that are budgets of memory
-    optimizer_follows: bool = False  # the server changes what each merge gives: `settle` is called then
+    optimizer_follows: bool = False  # a filter changes each merged state: `refresh_derived` is called afterwards
 
 
 S = TypeVar("S", bound=State)
@@ -103,33 +102,29 @@ class Method(Protocol[S]):
         """Return the next state. Fold one update at a time, so that memory does not grow with their number."""
         ...
 
-    def settle(self, state: S, before: S) -> S:
-        """Bring up to date what follows from the averaged fields, after the server's optimizer has moved them."""
+    def refresh_derived(self, state: S, before: S) -> S:
+        """Recompute the fields that follow from the averaged ones, after a filter has changed these."""
         return state
 
-    def network(self, name: str) -> nn.Module:
-        """Return a new network of a tier, or of any name that tasks carry; its weights are to be loaded."""
+    def spec(self, tier: str, state: S | None = None) -> NetworkSpec:
+        """Return which network a tier has in this state; without a state, at the start."""
+        return NetworkSpec(tier)
+
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        """Return a new network, of a tier or of any spec that tasks carry; its weights are loaded afterwards."""
         ...
 
     def weights(self, state: S, tier: str) -> Tensors:
         """Return the weights of a tier's network, for evaluation and to be handed out."""
         ...
 
-    def network_name(self, state: S, tier: str) -> str:
-        """Return the name of a tier's network in this state: another one where that is another network by now."""
-        return tier
-
     def planned_ranks(self, state: S) -> dict[str, dict[str, int]]:
         """Return by tier the ranks of its layers, where the state decides on them."""
         return {}
 
-    def training_options(self, state: S, tier: str) -> Mapping[str, float]:
-        """Return what a tier's tasks say of how its clients save memory, where that is not as the settings have it."""
-        return {}
-
-    def planned_name(self, tier: str, ranks: Mapping[str, int]) -> str:
-        """Return the name of a tier's network by its ranks, as `planned_ranks` once gave them."""
-        return tier
+    def training_options(self, state: S, tier: str) -> TaskOptions:
+        """Return how a tier's clients save memory, where that differs from the settings."""
+        return TaskOptions()
 
 
 AnyMethod = Method[Any]
@@ -150,11 +145,11 @@ class Homogeneous(Method[ModelState], ABC):
 
     def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
-            yield Task("train", round_number, p.client, p.tier, self.tier, state.weights)
+            yield Task("train", round_number, p.client, p.tier, self.spec(self.tier), state.weights)
 
-    def network(self, name: str) -> nn.Module:
-        if name != self.tier:
-            raise FedhmError(f"{type(self).__name__} has one network, '{self.tier}', not '{name}'")
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        if spec.tier != self.tier:
+            raise FedhmError(f"{type(self).__name__} has one network, '{self.tier}', not '{spec}'")
         return self.build()
 
     def weights(self, state: ModelState, tier: str) -> Tensors:

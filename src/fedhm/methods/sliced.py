@@ -9,12 +9,11 @@ from fedhm.errors import FedhmError
 from fedhm.methods.means import WeightedMean, influence, trained_rows
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.widths.narrow import channel_indices, check_alignment, narrow_network, select_channels
 from fedhm.widths.plan import WidthPlan, plan_widths
 from fedhm.widths.wrappers import divide_weights, scaled_layers, with_scaler
 from fedhm.work.messages import Participant, Task, Update
-
-SCALED = "scaled "  # before a tier: its network as it is trained, where that is another one
 
 
 class Slices:
@@ -49,15 +48,16 @@ class Slices:
         check_alignment(self._model, plan, sample)
         return plan
 
-    def trained(self, tier: str) -> str:
-        """Return the name of the network that clients of a tier train: with a scaler, where that makes a difference."""
-        return f"{SCALED}{tier}" if tier in self._shares else tier
+    def trained(self, tier: str) -> NetworkSpec:
+        """Return the network that clients of a tier train: with a scaler, where that makes a difference."""
+        return NetworkSpec(tier, f"scaled {tier}", "scaled") if tier in self._shares else NetworkSpec(tier)
 
-    def network(self, name: str) -> nn.Module:
-        """Return a tier's network as it is handed out, or as it is trained."""
-        tier = name.removeprefix(SCALED)
-        network = narrow_network(self._model, self._plans[tier])
-        return network if name == tier else with_scaler(network, self._plans[tier], self._shares[tier])
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        """Return a tier's network as it is deployed, or as it is trained."""
+        network = narrow_network(self._model, self._plans[spec.tier])
+        if spec.variant != "scaled":
+            return network
+        return with_scaler(network, self._plans[spec.tier], self._shares[spec.tier])
 
     def handed_out(self, tensors: Tensors, tier: str) -> Tensors:
         """Return the weights of a tier's network as it is handed out, from those of the network that was trained."""

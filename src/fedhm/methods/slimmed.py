@@ -57,7 +57,7 @@ class Slimmed(Homogeneous):
         return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))
 
     def build(self) -> nn.Module:
-        return self.slices.network(self.tier)
+        return self.slices.network(self.spec(self.tier))
 
 
 ENTRY_POINT = SlimmedConfig

@@ -22,12 +22,11 @@ from fedhm.methods.means import WeightedMean, influence
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import Slices
 from fedhm.networks.exchange import Tensors, exchanged_tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import copy_network, reinitialise
 from fedhm.seeds import derive, numpy_generator
 from fedhm.widths.wrappers import Ensemble
 from fedhm.work.messages import Participant, Task, Update
-
-BASE = "base"
 
 
 class SplitMixConfig(MethodConfig):
@@ -86,19 +85,19 @@ class SplitMix(Method[SplitMixState]):
     def tasks(self, state: SplitMixState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for place, p in enumerate(participants):
             for base in self._assigned(p, (round_number - 1) * len(participants) + place):
-                yield Task("train", round_number, p.client, p.tier, f"{BASE} {base}", state.bases[base])
+                spec = NetworkSpec(self._width, f"base {base}", "base", number=base)
+                yield Task("train", round_number, p.client, p.tier, spec, state.bases[base])
 
     def merge(self, state: SplitMixState, updates: Iterable[Update], round_number: int) -> SplitMixState:
         means = [WeightedMean(base) for base in state.bases]
         for update in updates:
-            base = int(update.network.removeprefix(f"{BASE} "))
-            means[base].add_all(update, influence(update, self.config.weighting), self._classifier)
+            means[update.network.number].add_all(update, influence(update, self.config.weighting), self._classifier)
         return SplitMixState(tuple(mean.result() for mean in means))
 
-    def network(self, name: str) -> nn.Module:
-        if name.startswith(BASE):
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        if spec.variant == "base":
             return self.slices.network(self.slices.trained(self._width))
-        return Ensemble(self.slices.network(self._width) for _ in range(self._counts[name]))
+        return Ensemble(self.slices.network(NetworkSpec(self._width)) for _ in range(self._counts[spec.tier]))
 
     def weights(self, state: SplitMixState, tier: str) -> Tensors:
         bases = [self.slices.handed_out(base, self._width) for base in state.bases[: self._counts[tier]]]

@@ -12,7 +12,7 @@ from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import exchanged_tensors, structure_digest
 from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.networks.saving import can_checkpoint
-from fedhm.server.collect import Intake
+from fedhm.server.facts import TaskFacts
 from fedhm.server.filters.fleet import Fleet, Planned, check_profiles
 from fedhm.work.messages import Participant, Task
 from fedhm.work.train import trained_as
@@ -51,7 +51,7 @@ class TierWork:
         return max(self._memory(task.network, trained_as(train, task)) for task in self.tasks(tier))
 
 
-def plan_fleet(config: Config, model: nn.Module, method: AnyMethod, sample: Inputs, intake: Intake) -> list[Planned]:
+def plan_fleet(config: Config, model: nn.Module, method: AnyMethod, sample: Inputs, facts: TaskFacts) -> list[Planned]:
     """Find out which tier every client gets by its device, and what its rounds take; `sample` is a batch of one."""
     check_profiles(config.federation.devices, structure_digest(model, sample_shape(sample)), config.train)
-    return Fleet(config, intake).plan(TierWork(method, model, config, *sample_spec(sample)))
+    return Fleet(config, facts).plan(TierWork(method, model, config, *sample_spec(sample)))

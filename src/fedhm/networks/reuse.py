@@ -1,4 +1,4 @@
-"""The networks on which one process does its tasks: prepared once for each name, and a copy for each task.
+"""The networks on which one process does its tasks: prepared once for each spec, and a copy for each task.
 
 A task trains a copy and throws it away, so that what comes of it cannot depend on the tasks before it, whatever a
 network keeps in attributes, lists or buffers that are not saved.
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load_unpacked, unpack_tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import channels_last, copy_network
 
-MOST = 16  # networks at a time; methods name fewer
+MOST = 16  # networks at a time; methods have fewer
 
 
 @dataclass(frozen=True)
@@ -42,47 +43,51 @@ class PreparedNetwork:
 
 
 class NetworkPool:
-    """Networks by name, for one task at a time; `build` makes a new one, whose weights are to be loaded."""
+    """Networks by spec, for one task at a time; `build` makes a new one, whose weights are loaded afterwards."""
 
     def __init__(
-        self, build: Callable[[str], nn.Module], device: torch.device = CPU, compiled: bool = False, most: int = MOST
+        self,
+        build: Callable[[NetworkSpec], nn.Module],
+        device: torch.device = CPU,
+        compiled: bool = False,
+        most: int = MOST,
     ) -> None:
         self.device = device
         self._build, self._compiled, self._most = build, compiled, most
-        self._prepared: dict[str, nn.Module] = {}  # the one that was used last comes last
-        self._used: dict[str, PreparedNetwork] = {}  # those that are compiled, by name
+        self._prepared: dict[NetworkSpec, nn.Module] = {}  # the one that was used last comes last
+        self._used: dict[NetworkSpec, PreparedNetwork] = {}  # the compiled ones
 
     @contextmanager
-    def loaded(self, name: str, tensors: Tensors) -> Iterator[PreparedNetwork]:
-        """Yield the network of this name with `tensors` in it. What they leave out is as in a new network."""
-        prepared = self._network(name)
-        ready = self._compiled_once(name, prepared) if self._compiled else _ready(copy_network(prepared))
+    def loaded(self, spec: NetworkSpec, tensors: Tensors) -> Iterator[PreparedNetwork]:
+        """Yield the network of a spec with `tensors` in it. All other values are those of a new network."""
+        prepared = self._network(spec)
+        ready = self._compiled_once(spec, prepared) if self._compiled else _ready(copy_network(prepared))
         load_unpacked(ready.network, unpack_tensors(ready.network, tensors))
         yield ready
 
-    def _network(self, name: str) -> nn.Module:
-        network = self._prepared.pop(name, None)
+    def _network(self, spec: NetworkSpec) -> nn.Module:
+        network = self._prepared.pop(spec, None)
         if network is None:
-            network = channels_last(self._build(name).to(self.device))
-        self._prepared[name] = network
+            network = channels_last(self._build(spec).to(self.device))
+        self._prepared[spec] = network
         while len(self._prepared) > self._most:
             oldest = next(iter(self._prepared))
             del self._prepared[oldest]
             self._used.pop(oldest, None)
         return network
 
-    def _compiled_once(self, name: str, prepared: nn.Module) -> PreparedNetwork:
+    def _compiled_once(self, spec: NetworkSpec, prepared: nn.Module) -> PreparedNetwork:
         """Return a compiled network, which is too dear to be thrown away, with the values of a new one."""
-        if name not in self._used:
+        if spec not in self._used:
             network = copy_network(prepared)
-            self._used[name] = PreparedNetwork(network, torch.compile(network), discarded=False)
-        network = self._used[name].network
+            self._used[spec] = PreparedNetwork(network, torch.compile(network), discarded=False)
+        network = self._used[spec].network
         with torch.no_grad():
             for used, new in zip(_tensors(network), _tensors(prepared), strict=True):
                 used.copy_(new)
                 used.requires_grad_(new.requires_grad)
                 used.grad = None
-        return self._used[name]
+        return self._used[spec]
 
 
 def _ready(network: nn.Module) -> PreparedNetwork:

@@ -170,7 +170,7 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
     macs = cache(lambda network: measure(method.network(network), shape).macs)
     rows: list[dict[str, str]] = []
     for tier in method.tiers:
-        network = method.network(tier)
+        network = method.network(method.spec(tier))
         cost, adapter = measure(network, shape), describe_adapter(network)
         tasks = work.tasks(tier)
         down, up = _bytes_down_and_up(
@@ -191,7 +191,7 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
     title = f"{name}: one sample {'×'.join(map(str, sample_shape(sample)))}, batch {config.train.batch}"
     table = rich_table(_size_sheet(rows, title), spacious=True)
     table.title_justify = "center"
-    if base := shared_parameters(method.network(method.tiers[0])):
+    if base := shared_parameters(method.network(method.spec(method.tiers[0]))):
         numbers = sum(tensor.numel() for tensor in base.values())
         table.caption = f"and a frozen base of {numbers:,} parameters, {format_bytes(size_in_bytes(base))}, not sent"
     return table

@@ -1,9 +1,9 @@
 """Who is told how a run goes: progress bars, trackers, and whatever a user brings."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -55,16 +55,79 @@ class RunWatcher(Watcher, Protocol):
         """Say that nothing more comes: the run has ended, failed, or was stopped, perhaps before it had begun."""
 
 
-def run_watchers(watchers: Sequence[Watcher]) -> list[RunWatcher]:
-    """Return those of the watchers that are told of the whole run, too."""
-    return [watcher for watcher in watchers if isinstance(watcher, RunWatcher)]
+@dataclass
+class RunState:
+    """Where a run is: what callbacks look at, and complete."""
+
+    config: Config
+    costs: Mapping[str, Cost]  # by tier, at the start
+    state: Any  # the method's
+    records: list[Record]
+    networks: dict[str, nn.Module] = field(default_factory=dict)  # every tier's model, as it was last evaluated
+    best_round: int = 0  # of a run that may end early; 0: none
+    best: dict[str, nn.Module] = field(default_factory=dict)  # every tier's model after that round
+
+    @property
+    def record(self) -> Record:
+        return self.records[-1]
 
 
-# When a run ends before its last round, and which of its rounds was the best: all of it follows from the records.
+class Callback:
+    """What happens beside the rounds. A callback overrides the hooks that it needs.
+
+    The hooks of all callbacks run in the order of their list. `fedhm.experiment` holds that list.
+    """
+
+    def run_begins(self, run: RunState) -> None:
+        """Handle the start of a run, or that it is resumed after the rounds in `run.records`."""
+
+    def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
+        """Handle a client's answer: `what` is the kind of its work, `done` of `of` such tasks are over."""
+
+    def round_ends(self, run: RunState) -> None:
+        """Handle a round that was merged and evaluated. Its record can still be completed."""
+
+    def round_saved(self, run: RunState) -> None:
+        """Handle a round that counts: all callbacks have seen its end, and it is on disk if the run has a folder."""
+
+    def run_ends(self, run: RunState) -> None:
+        """Handle the end of a run, after all its rounds."""
+
+    def close(self) -> None:
+        """Release everything: the run has ended, failed, or was stopped, perhaps before it began."""
 
 
-class Stopping:
-    """Looks at the headline metric of one tier's model.
+class WatcherCallback(Callback):
+    """Passes on to a user's watcher, or to a tracker, what it wants to know."""
+
+    def __init__(self, watcher: Watcher, folder: Path | None) -> None:
+        self._watcher, self._folder = watcher, folder
+        self._run_watcher = watcher if isinstance(watcher, RunWatcher) else None
+
+    def run_begins(self, run: RunState) -> None:
+        if self._run_watcher:
+            self._run_watcher.begun(About(run.config, run.costs, tuple(run.records), self._folder))
+        self._watcher.started(len(run.records), run.config.train.rounds)
+
+    def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
+        self._watcher.task_done(round_number, what, done, of)
+
+    def round_saved(self, run: RunState) -> None:
+        self._watcher.round_done(run.record)
+
+    def run_ends(self, run: RunState) -> None:
+        if self._run_watcher:
+            self._run_watcher.ended(run.networks)
+
+    def close(self) -> None:
+        if self._run_watcher:
+            self._run_watcher.close()
+
+
+class EarlyStopping(Callback):
+    """Ends a run before its last round, and tells which round was the best. Both follow from the records alone.
+
+    The headline metric of one tier's model decides.
 
     at_clients  the server has no test set: unless the settings say otherwise, the median over clients counts
     """
@@ -77,6 +140,14 @@ class Stopping:
         self.active = config.active
         self._config, self._metric, self._tier = config, metric, config.tier or tiers[0]
         self._by_median = at_clients and config.clients == "median"
+
+    def run_begins(self, run: RunState) -> None:
+        run.best_round = self.best(run.records)
+
+    def round_ends(self, run: RunState) -> None:
+        if run.record.round < run.config.train.rounds:
+            run.record.stopped = self.reason(run.records)
+        run.best_round = self.best(run.records)
 
     def reason(self, records: Sequence[Record]) -> str:
         """Return why a run is to end after the last of these rounds, as part of a sentence; empty if it is not."""

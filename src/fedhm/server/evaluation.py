@@ -1,105 +1,191 @@
-"""BatchNorm statistics of every tier's network, gathered at the clients for an evaluation."""
+"""How well every tier's model does after a round: on the server's test set, and on test samples of the clients."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, islice
+from typing import Any, Protocol
 
-from fedhm.config.schema import Config
+from torch import nn
+
+from fedhm.config.objective import Metrics
+from fedhm.config.schema import ResolvedConfig
+from fedhm.data.samples import Feed
 from fedhm.errors import FedhmError
-from fedhm.networks.exchange import Tensors
-from fedhm.server.collect import Intake, Run, last_reason
-from fedhm.server.filters.clip import brought_in
+from fedhm.networks.exchange import Tensors, cast_like, load, set_packing
+from fedhm.networks.spec import NetworkSpec
+from fedhm.server.callbacks import Callback
+from fedhm.server.collect import Run, collect, last_reason
+from fedhm.server.facts import TaskFacts
+from fedhm.server.filters.admission import Admission
+from fedhm.server.filters.clip import clamp_outliers
 from fedhm.server.record import ClientMetrics, Record, Tally
-from fedhm.work.evaluate import BATCH, EVALUATE, no_numbers, warn_of
-from fedhm.work.messages import Participant, Task, Update
+from fedhm.server.sampling import evaluators, with_a_network
+from fedhm.work.evaluate import EVALUATE, evaluate_tiers, no_numbers, warn_of
+from fedhm.work.messages import Participant, Task, TaskOptions, Update
 from fedhm.work.statistics import STATISTICS, pool
 
+Drawings = Callable[[int], Iterator[list[Participant]]]  # of a round: who takes part, attempt by attempt
 
-def gather_statistics(
-    intake: Intake,
-    run: Run,
-    weights: Mapping[str, Tensors],
-    attempts: Iterator[Sequence[Participant]],
-    record: Record,
-    robust: bool = True,
-    least: int = 1,
-    how: Callable[[str], Mapping[str, float]] = lambda _: {},
-) -> Iterator[tuple[str, Tensors]]:
-    """Yield each tier that has statistics, and what they are. What too few answered for is asked of other clients.
 
-    weights   by tier
-    attempts  whom to ask first, and whom if some tier is still missing then
-    robust    bring what lies far from most clients' statistics to where these are
-    how       clients of a tier save memory
-    least     clients that have to answer for a tier, or all that were asked where these are fewer
+class Deploying(Protocol):
+    """What an evaluation asks of a method (`methods/method.py`)."""
+
+    tiers: tuple[str, ...]
+    levels: tuple[str, ...]
+
+    def spec(self, tier: str, state: Any = None) -> NetworkSpec: ...
+    def network(self, spec: NetworkSpec) -> nn.Module: ...
+    def weights(self, state: Any, tier: str) -> Tensors: ...
+    def training_options(self, state: Any, tier: str) -> TaskOptions: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluates every tier's model after a round.
+
+    clients   how many there are
+    test      None: metrics are those of the clients' test samples together
+    holders   the clients that have test samples
     """
-    missing = [tier for tier in weights if intake.facts(tier).running]
-    for chosen in attempts:
-        asked = [(tier, p) for tier in missing for p in chosen]
-        tasks = [
-            Task(STATISTICS, record.round, p.client, p.tier, tier, weights[tier], options=how(p.tier))
-            for tier, p in asked
-        ]
-        updates = intake.updates(run, tasks, record)
-        for tier, of_tier in groupby(updates, key=lambda update: update.network):
-            answered = list(of_tier)  # a few numbers for each channel: small beside a model
-            if len(answered) < min(least, len(chosen)):
-                continue
-            yield tier, pool(_bounded(answered, record) if robust else [update.tensors for update in answered])
-            missing.remove(tier)
-        if not missing:
-            return
-    reason = last_reason([entry for entry in record.dropped if entry["kind"] == STATISTICS])
-    whose = "too few clients'" if least > 1 else "no client's"
-    raise FedhmError(
-        f"{whose} BatchNorm statistics of tier {missing[0]} could be used in round {record.round}: {reason}"
-    )
 
+    config: ResolvedConfig
+    method: Deploying
+    facts: TaskFacts
+    admission: Admission
+    clients: int
+    test: Feed | None
+    holders: Sequence[int] = ()
 
-def _bounded(answered: Sequence[Update], record: Record) -> list[Tensors]:
-    """Return the statistics of one tier, none far from those of most clients, and note whose were."""
-    bounded, counts = brought_in([update.tensors for update in answered])
-    for update, values in zip(answered, counts, strict=True):
-        if values:
-            entry = {"client": update.client, "tier": update.tier, "part": STATISTICS, "network": update.network}
-            record.clipped.append(entry | {"values": values})
-    return bounded
+    def evaluate(
+        self, state: Any, record: Record, run: Run, drawings: Drawings, callbacks: Sequence[Callback] = ()
+    ) -> dict[str, nn.Module]:
+        """Return every tier's model after the round, and record how well it does; `run` is an engine's."""
+        weights = self.weights(state, record, run, drawings, callbacks)
+        networks = self.networks(state, weights)
+        record.clients = self._at_clients(state, weights, record, run, callbacks)
+        record.metrics = self._metrics(networks, record)
+        return networks
 
+    def weights(
+        self, state: Any, record: Record, run: Run, drawings: Drawings, callbacks: Sequence[Callback] = ()
+    ) -> dict[str, Tensors]:
+        """Return every tier's weights; BatchNorm statistics are gathered at the round's participants."""
+        weights = {tier: self.method.weights(state, tier) for tier in self.method.tiers}
+        tiers = {self.method.spec(tier, state): tier for tier in weights}
+        if self.facts.static(record.round) and any(self.facts.network(spec).running for spec in tiers):
+            others = islice(drawings(record.round), record.attempts, None)
+            able = with_a_network(chain([record.participants], others), self.method.tiers, self.clients)
+            attempts = islice(able, self.config.federation.attempts)
+            with record.phase("statistics"):
+                sent = {spec: weights[tier] for spec, tier in tiers.items()}
+                for spec, found in self._statistics(state, sent, attempts, record, run, callbacks):
+                    weights[tiers[spec]] = {**sent[spec], **cast_like(sent[spec], found)}
+        return weights
 
-# Every tier's model on the test samples of the clients, which the server never sees.
+    def networks(self, state: Any, weights: Mapping[str, Tensors]) -> dict[str, nn.Module]:
+        """Return the networks of all tiers with their weights: plain modules, whatever form they travelled in."""
+        networks = {t: load(self.method.network(self.method.spec(t, state)), weights[t]) for t in weights}
+        return {tier: set_packing(network, None) for tier, network in networks.items()}
 
+    def _statistics(
+        self,
+        state: Any,
+        weights: Mapping[NetworkSpec, Tensors],
+        attempts: Iterator[Sequence[Participant]],
+        record: Record,
+        run: Run,
+        callbacks: Sequence[Callback],
+    ) -> Iterator[tuple[NetworkSpec, Tensors]]:
+        """Yield each network that has BatchNorm layers, and their statistics over the clients' joint samples.
 
-def evaluate_at_clients(
-    intake: Intake,
-    run: Run,
-    weights: Mapping[str, tuple[str, Tensors]],
-    chosen: Sequence[Participant],
-    record: Record,
-    config: Config,
-    how: Callable[[str], Mapping[str, float]] = lambda _: {},
-) -> dict[str, ClientMetrics]:
-    """Return by tier how its model does at the chosen clients; all tiers are one exchange.
+        If too few clients answer for a network, the clients of the next attempt are asked.
+        """
+        missing = [spec for spec in weights if self.facts.network(spec).running]
+        least = 0 if self.config.privacy.active else self.config.federation.min_updates
+        for chosen in attempts:
+            tasks = [
+                Task(
+                    STATISTICS,
+                    record.round,
+                    p.client,
+                    p.tier,
+                    spec,
+                    weights[spec],
+                    options=self.method.training_options(state, p.tier),
+                )
+                for spec in missing
+                for p in chosen
+            ]
+            answers = self._answers(tasks, record, run, callbacks)
+            for spec, of_network in groupby(answers, key=lambda update: update.network):
+                answered = list(of_network)  # a few numbers for each channel: small beside a model
+                if len(answered) < min(least, len(chosen)):
+                    continue
+                yield spec, pool(self._without_outliers(answered, record))
+                missing.remove(spec)
+            if not missing:
+                return
+        reason = last_reason([entry for entry in record.dropped if entry["kind"] == STATISTICS])
+        whose = "too few clients'" if least > 1 else "no client's"
+        raise FedhmError(
+            f"{whose} BatchNorm statistics of tier {missing[0]} could be used in round {record.round}: {reason}"
+        )
 
-    weights  by tier, the name of its network and its weights, with the BatchNorm statistics to evaluate it with
-    how      clients of a tier save memory
-    """
-    most = {BATCH: float(config.evaluation.batch)}
-    asked = [(tier, p) for tier in weights for p in chosen]
-    tasks = [
-        Task(EVALUATE, record.round, p.client, p.tier, *weights[tier], options={**how(p.tier), **most})
-        for tier, p in asked
-    ]
-    tier_of = {name: tier for tier, (name, _) in weights.items()}
-    tiers = list(dict.fromkeys([*weights, *(p.tier for p in chosen)]))
-    devices = [device.name for device in config.federation.device_of]
-    found: dict[str, ClientMetrics] = {}
-    for name, updates in groupby(intake.updates(run, tasks, record), key=lambda update: update.network):
-        tally = Tally(config.objective, devices)
-        for update in updates:
-            tally.add(update.client, update.tier, update.samples, update.tensors)
-        found[tier_of[name]] = tally.result(tiers)
-    if missing := [tier for tier in weights if tier not in found]:
-        reason = last_reason([entry for entry in record.dropped if entry["kind"] == EVALUATE])
-        raise FedhmError(f"no client could evaluate tier {missing[0]} in round {record.round}: {reason}")
-    if lost := [tier for tier in weights if any(no_numbers(one.metrics) for one in found[tier].each)]:
-        warn_of(record.round, lost[0], "test samples of clients")
-    return found
+    def _without_outliers(self, answered: Sequence[Update], record: Record) -> list[Tensors]:
+        """Return the statistics of one network, none far from those of most clients, and note whose were."""
+        gathered = [update.tensors for update in answered]
+        if self.config.server.robust == "none":
+            return gathered
+        bounded, counts = clamp_outliers(gathered)
+        for update, values in zip(answered, counts, strict=True):
+            if values:
+                entry = {"client": update.client, "tier": update.tier, "part": STATISTICS}
+                record.clipped.append(entry | {"network": str(update.network), "values": values})
+        return bounded
+
+    def _at_clients(
+        self, state: Any, weights: Mapping[str, Tensors], record: Record, run: Run, callbacks: Sequence[Callback]
+    ) -> dict[str, ClientMetrics]:
+        """Return by tier how its model does at the chosen clients; all tiers are one exchange."""
+        if not self.holders:
+            return {}
+        chosen = evaluators(self.config, self.holders, self.clients, self.method.levels, record.round)
+        with record.phase("evaluate"):
+            specs = {self.method.spec(tier, state): tier for tier in weights}
+            tasks = [
+                Task(
+                    EVALUATE,
+                    record.round,
+                    p.client,
+                    p.tier,
+                    spec,
+                    weights[tier],
+                    options=replace(self.method.training_options(state, p.tier), batch=self.config.evaluation.batch),
+                )
+                for spec, tier in specs.items()
+                for p in chosen
+            ]
+            devices = [device.name for device in self.config.federation.device_of]
+            groups = list(dict.fromkeys([*weights, *(p.tier for p in chosen)]))
+            found: dict[str, ClientMetrics] = {}
+            answers = self._answers(tasks, record, run, callbacks)
+            for spec, updates in groupby(answers, key=lambda update: update.network):
+                tally = Tally(self.config.objective, devices)
+                for update in updates:
+                    tally.add(update.client, update.tier, update.samples, update.tensors)
+                found[specs[spec]] = tally.result(groups)
+        if missing := [tier for tier in weights if tier not in found]:
+            reason = last_reason([entry for entry in record.dropped if entry["kind"] == EVALUATE])
+            raise FedhmError(f"no client could evaluate tier {missing[0]} in round {record.round}: {reason}")
+        if lost := [tier for tier in weights if any(no_numbers(one.metrics) for one in found[tier].each)]:
+            warn_of(record.round, lost[0], "test samples of clients")
+        return found
+
+    def _answers(self, tasks: list[Task], record: Record, run: Run, callbacks: Sequence[Callback]) -> Iterator[Update]:
+        return collect(run, self.admission.tasks(tasks, record), [self.admission], record, callbacks)
+
+    def _metrics(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Metrics]:
+        if self.test is None:
+            return {tier: found.overall.pooled for tier, found in record.clients.items()}
+        with record.phase("evaluate"):
+            return evaluate_tiers(networks, self.test, self.config, record.round)

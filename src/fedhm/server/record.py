@@ -216,6 +216,12 @@ class Record:
         for tier, losses in self._losses.items():
             self.traffic[tier].loss = typical_loss(losses, self.traffic[tier].loss)
 
+    def discard_findings(self) -> None:
+        """Forget what defence found in an attempt that does not count; later rounds must not judge by it."""
+        self.norms.clear()
+        self.clipped.clear()
+        self.agreement.clear()
+
     def _traffic_of(self, task: Task) -> Traffic:
         work = work_of(task.kind)
         if work.trains:

@@ -42,7 +42,7 @@ class LocalNoise:
         cut = clip_delta(held, sent, (), self.privacy.clip)
         secret = self.secret.value or secrets.token_bytes(32)
         # other updates of this client in this round, if there are such, must not be hidden by the same numbers
-        purpose = ("client", task.round, task.client, task.network, _digest(cut))
+        purpose = ("client", task.round, task.client, str(task.network), _digest(cut))
         noisy = {n: t if n in untrained else self._noisy(n, t, secret, purpose) for n, t in cut.items()}
         return replace(update, tensors=noisy, loss=0.0)
 

@@ -52,26 +52,26 @@ class Distil:
         if CONSENSUS not in task.tensors:
             return
         generator = torch_generator(client.seed, "digest", task.round, task.client)
-        optimizer = SGD([ParameterGroup(list(network.parameters()))], lr=task.options["digest_lr"])
+        optimizer = SGD([ParameterGroup(list(network.parameters()))], lr=task.options.digest_lr)
         consensus = task.tensors[CONSENSUS].to(client.networks.device)
         checkpoint_blocks([network], client.train.checkpointing)
-        for _ in range(int(task.options["digest_epochs"])):
+        for _ in range(task.options.digest_epochs):
             batches = public.shuffled(client.train.batch, generator)
             follow(network, consensus, F.l1_loss, optimizer, batches, client.train.micro_batch)
 
     @torch.no_grad()
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
+    def expected(self, network: nn.Module, example: Example) -> Tensors:
         output = forward_batch(network.eval(), example.inputs)
         return {LOGITS: output.new_zeros(example.public, *output.shape[1:])}
 
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+    def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
         for name, tensor in update.tensors.items():
             if reason := outside(name, tensor, -expected.largest_output, expected.largest_output):
                 return reason
         return None
 
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
-        digested = int(task.options["digest_epochs"]) if CONSENSUS in task.tensors else 0
+    def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+        digested = task.options.digest_epochs if CONSENSUS in task.tensors else 0
         return samples * train.epochs + public * (1 + digested)
 
 

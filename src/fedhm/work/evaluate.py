@@ -26,7 +26,6 @@ from fedhm.work.train import at_once
 from fedhm.work.work import LARGEST_MEAN, Answer, Example, Expected, outside
 
 EVALUATE = "evaluate"
-BATCH = "batch"  # the option of a task that says how many samples run at once
 OF_ONE_SAMPLE = -(LARGEST_MEAN**2), LARGEST_MEAN**2  # what it may add to a sum of which the objective says nothing
 
 
@@ -41,15 +40,15 @@ class Evaluate:
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
         assert client.tests is not None
         feed = Feed(client.tests, client.preprocessing, client.networks.device)
-        batch = at_once(int(task.options[BATCH]), client.train, task)
+        batch = at_once(task.options.batch, client.train, task)
         return Answer(sums_over(ready.network, feed, batch, client.objective))
 
     @torch.no_grad()
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
+    def expected(self, network: nn.Module, example: Example) -> Tensors:
         found = example.objective.sums(forward_batch(network.eval(), example.inputs), example.targets)
         return {name: value.double() for name, value in found.items()}
 
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+    def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
         assert expected.objective is not None
         for name, tensor in update.tensors.items():
             lowest, highest = (
@@ -64,7 +63,7 @@ class Evaluate:
             return f"no metrics follow from its sums ({error!r})"
         return None
 
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+    def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
         return samples
 
 

@@ -1,9 +1,11 @@
 """What goes between server and clients: tasks down, updates up. Tensors and plain values only."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 
 
 @dataclass(frozen=True)
@@ -15,28 +17,42 @@ class Participant:
 
 
 @dataclass(frozen=True)
+class TaskOptions:
+    """What a task says about how to do it, beyond the run's settings. Each kind of work reads its own fields."""
+
+    micro_batch: int | None = None  # of training, where a tier is a budget of memory; None: as the settings say
+    checkpointing: bool | None = None  # likewise
+    batch: int = 0  # evaluate: how many samples run at once
+    digest_epochs: int = 0  # distil: passes over the public samples, towards the consensus
+    digest_lr: float = 0.0
+    kept_rank: int = 0  # prune: the rank that is left of an adapter whose last directions are pruned
+    penalty: float = 0.0  # prune: λ, on the norms of these directions
+    extra: Mapping[str, Any] = field(default_factory=dict)  # plain values, for kinds of work of other packages
+
+
+@dataclass(frozen=True)
 class Task:
     """Server → client: do this with that network."""
 
     kind: str  # of work: a module of `fedhm.work`, or an entry point of that group
     round: int  # counted from 1
     client: int
-    tier: str  # what the client can afford
-    network: str  # which of the method's networks the tensors belong to; often named as the tier
+    tier: str  # the tier that the client can afford
+    network: NetworkSpec  # which of the method's networks the tensors belong to
     tensors: Tensors
-    kept: Tensors = field(default_factory=dict)  # what the client keeps from task to task: it need not travel
-    options: Mapping[str, float] = field(default_factory=dict)  # of this kind of task
+    kept: Tensors = field(default_factory=dict)  # the client keeps these from task to task: they need not travel
+    options: TaskOptions = TaskOptions()
 
 
 @dataclass(frozen=True)
 class Update:
-    """Client → server: what came of a task."""
+    """Client → server: the result of a task."""
 
     kind: str
     round: int
     client: int
     tier: str
-    network: str
+    network: NetworkSpec
     tensors: Tensors
     samples: int
     labels: tuple[int, ...] | None  # the labels that the client holds, where its loss was masked to them
@@ -54,9 +70,50 @@ class Failure:
     client: int
     reason: str
     position: int = 0
-    cause: Exception | None = None  # where it happened in this process: for whoever debugs a network of their own
-    down: int | None = None  # as in an update: what failed may have travelled too
+    cause: Exception | None = None  # the exception, if it happened in this process
+    down: int | None = None  # as in an update: a failed answer may have travelled too
     up: int | None = None
 
 
 Reply = Update | Failure
+
+# The codec that all engines share: every field of a message that is no tensor, as plain values for JSON. An engine
+# carries the tensors in its own way, and adds what only it knows: the position, and the bytes that travelled.
+_NOT_VALUES = {"tensors", "kept", "position", "down", "up"}
+UPDATE_VALUES = {each.name for each in fields(Update)} - _NOT_VALUES
+
+
+def task_values(task: Task) -> dict[str, Any]:
+    """Return all of a task but its tensors."""
+    options = {name: value for name, value in asdict(task.options).items() if value != getattr(TaskOptions(), name)}
+    return _values(task) | {"options": options}
+
+
+def task_from(values: Mapping[str, Any], tensors: Tensors, kept: Tensors) -> Task:
+    """Return the task of these values and tensors."""
+    parts = {"network": NetworkSpec.from_values(values["network"]), "options": TaskOptions(**values["options"])}
+    return Task(**{**values, **parts, "tensors": tensors, "kept": kept})
+
+
+def update_values(update: Update) -> dict[str, Any]:
+    """Return all of an update but its tensors."""
+    return _values(update)
+
+
+def update_from(values: Mapping[str, Any], tensors: Tensors, kept: Tensors) -> Update:
+    """Return the update of these values and tensors. A value of a wrong type is for admission to refuse."""
+    network, labels = values["network"], values["labels"]
+    return Update(
+        **{
+            **values,
+            "network": NetworkSpec.from_values(network) if isinstance(network, dict) else network,
+            "labels": tuple(labels) if isinstance(labels, list) else labels,
+            "tensors": tensors,
+            "kept": kept,
+        }
+    )
+
+
+def _values(message: Task | Update) -> dict[str, Any]:
+    found = {each.name: getattr(message, each.name) for each in fields(message) if each.name not in _NOT_VALUES}
+    return found | {"network": message.network.to_values()}

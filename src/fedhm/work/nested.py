@@ -39,7 +39,7 @@ class Nested(TrainingWork):
         inside, device = nested_tiers(network), client.networks.device
         form = ("sum" if has_normalisation(network) else "beside") if train.nested_form == "auto" else train.nested_form
         bases = {n.removeprefix(BASIS): t.to(device) for n, t in task.tensors.items() if n.startswith(BASIS)}
-        draw = numpy_generator(client.seed, "nested", task.round, task.client, task.network)
+        draw = numpy_generator(client.seed, "nested", task.round, task.client, str(task.network))
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
             return client.objective.loss(logits, targets, held)

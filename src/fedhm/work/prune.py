@@ -23,12 +23,12 @@ from fedhm.work.work import Answer, TrainingWork
 
 class Prune(TrainingWork):
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
-        left, held = int(task.options["left"]), client.held
+        left, held = task.options.kept_rank, client.held
         before = _tails(ready.network, left).detach()
 
         def loss(inputs: Inputs, targets: Tensor) -> Tensor:
             own = client.objective.loss(forward_batch(ready.forward, inputs), targets, held)
-            return own + task.options["penalty"] * _tails(ready.network, left)
+            return own + task.options.penalty * _tails(ready.network, left)
 
         with task_seed(client, task):
             found = fit(client, task, ready, held, lambda: loss)

@@ -39,7 +39,7 @@ class Statistics:
         batches = client.feed.ordered(at_once(4 * client.train.batch, client.train, task))
         return Answer(gather(ready.network, (inputs for inputs, _ in batches)))
 
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
+    def expected(self, network: nn.Module, example: Example) -> Tensors:
         """Return zero means and variances, and how many values each channel sees of one sample.
 
         A layer that never runs gives nothing.
@@ -48,7 +48,7 @@ class Statistics:
         gathered = gather(network, [two])
         return {name: t / 2 if name.endswith("/values") else torch.zeros_like(t) for name, t in gathered.items()}
 
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+    def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
         for name, tensor in update.tensors.items():
             part = name.rpartition("/")[2]
             if part == "values":  # a network may compute what does not depend on its batch, of two samples at least
@@ -59,7 +59,7 @@ class Statistics:
                 return reason
         return None
 
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+    def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
         return samples
 
 

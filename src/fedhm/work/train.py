@@ -37,7 +37,7 @@ class Train(TrainingWork):
 
 def task_seed(client: Client, task: Task) -> AbstractContextManager[None]:
     """Seed what only knows global generators, such as dropout, for one task alone."""
-    return seeded(derive(client.seed, "network", task.round, task.client, task.network), client.networks.device)
+    return seeded(derive(client.seed, "network", task.round, task.client, str(task.network)), client.networks.device)
 
 
 def fit(
@@ -52,7 +52,7 @@ def fit(
     `next_loss` says what is minimised on the next batch's inputs and targets; without it, the objective's loss.
     """
     train, feed = trained_as(client.train, task), client.feed
-    generator = torch_generator(client.seed, "batches", task.round, task.client, task.network)
+    generator = torch_generator(client.seed, "batches", task.round, task.client, str(task.network))
     network, forward = ready.network, ready.forward
     layers = low_rank_layers(network) if train.frobenius_decay else []
     optimizer = local_optimizer(network, train, train.learning_rate(task.round))
@@ -79,12 +79,11 @@ def fit(
 
 
 def trained_as(train: TrainConfig, task: Task) -> TrainConfig:
-    """Return the settings of a task: where its tier is a budget of memory, it says how that is kept to."""
-    said = task.options
-    if "micro_batch" not in said:
+    """Return the settings of a task: the task of a tier with a budget of memory says how to stay within it."""
+    if task.options.micro_batch is None:
         return train
-    how = {"micro_batch": int(said["micro_batch"]), "checkpointing": bool(said["checkpointing"])}
-    return train.model_copy(update=how)
+    saving = {"micro_batch": task.options.micro_batch, "checkpointing": bool(task.options.checkpointing)}
+    return train.model_copy(update=saving)
 
 
 def at_once(most: int, train: TrainConfig, task: Task) -> int:

@@ -143,15 +143,15 @@ class Work(Protocol):
         """Do the task, on the client."""
         ...
 
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
+    def expected(self, network: nn.Module, example: Example) -> Tensors:
         """Return an answer's names, shapes and types, where it does not return the network."""
         ...
 
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+    def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
         """Return why the values of an answer, which has the right tensors, must not be used; None if they may."""
         ...
 
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+    def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
         """Return how many samples go forward through the network, as the paper counts computation.
 
         `samples` are the client's, or its test samples if the work runs on these.
@@ -172,13 +172,13 @@ class TrainingWork(ABC):
     def loaded(self, task: Task) -> Tensors:
         return task.tensors
 
-    def blank(self, network: nn.Module, example: Example) -> Tensors:
+    def expected(self, network: nn.Module, example: Example) -> Tensors:
         raise AssertionError("an answer has the tensors that the network was loaded with")
 
-    def objection(self, update: Update, task: Task, expected: Expected) -> str | None:
+    def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
         return change(update.tensors, self.loaded(task), expected)
 
-    def passes(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
+    def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
         return samples * train.epochs  # of a network whose costs are those of all that runs for a batch
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedhm.networks.spec import NetworkSpec
 from fedhm.server.filters.clip import Findings, clip
 from fedhm.server.filters.history import (
     ABOVE_ALL,
@@ -18,36 +19,36 @@ from fedhm.server.filters.history import (
     OUTPUTS,
     SETTLED,
     WEIGHTS,
-    History,
     Layout,
-    Moved,
-    moved,
+    NormHistory,
+    UpdateDelta,
+    update_delta,
 )
 from fedhm.work.messages import Task, Update
 
 SIZE = 6
 
 
-def arrived(client: int, length: float, tier: str = "full", averages: float | None = None) -> Moved:
+def arrived(client: int, length: float, tier: str = "full", averages: float | None = None) -> UpdateDelta:
     """An update whose weights, and perhaps running averages, are so far from what was sent."""
     generator = torch.Generator().manual_seed(client)
     way = torch.randn(SIZE, generator=generator, dtype=torch.float64)
     sent, returned = {"w": torch.ones(SIZE, dtype=torch.float64)}, {"w": 1 + length * way / way.norm()}
     if averages is not None:
         sent["mean"], returned["mean"] = torch.zeros(1), torch.tensor([averages])
-    task = Task("train", 1, client, tier, tier, sent)
-    update = Update("train", 1, client, tier, tier, returned, 5, None, 0.0)
-    return moved(task, update, Layout(frozenset(), frozenset({"mean"})))
+    task = Task("train", 1, client, tier, NetworkSpec(tier), sent)
+    update = Update("train", 1, client, tier, NetworkSpec(tier), returned, 5, None, 0.0)
+    return update_delta(task, update, Layout(frozenset(), frozenset({"mean"})))
 
 
-def history(*rounds: dict[str, list[float]], lr: float = 1.0) -> History:
-    found = History(lambda _: lr)
+def history(*rounds: dict[str, list[float]], lr: float = 1.0) -> NormHistory:
+    found = NormHistory(lambda _: lr)
     for number, norms in enumerate(rounds, start=1):
         found.add(number, {WEIGHTS: {tier: dict(enumerate(each)) for tier, each in norms.items()}})
     return found
 
 
-def clipped(arriving: list[Moved], known: History, round_number: int = 9) -> tuple[list[float], Findings]:
+def clipped(arriving: list[UpdateDelta], known: NormHistory, round_number: int = 9) -> tuple[list[float], Findings]:
     findings = Findings({}, [], [])
     return [each.parts[WEIGHTS].norm for each in clip(arriving, known, round_number, findings)], findings
 
@@ -93,7 +94,7 @@ def test_who_is_short_enough_stays_the_very_same() -> None:
 def test_no_more_are_held_back_than_a_median_needs() -> None:
     taken: list[int] = []
 
-    def arriving() -> Iterator[Moved]:
+    def arriving() -> Iterator[UpdateDelta]:
         for number in range(50):
             taken.append(number)
             yield arrived(number, 1.0)
@@ -112,7 +113,7 @@ def test_a_client_with_many_tasks_has_one_vote() -> None:
 
 
 def test_the_bound_falls_with_the_learning_rate() -> None:
-    known = History(lambda number: 0.1 if number < 5 else 0.01)
+    known = NormHistory(lambda number: 0.1 if number < 5 else 0.01)
     known.add(1, {WEIGHTS: {"full": dict.fromkeys(range(9), 2.0)}})
     assert known.bound(WEIGHTS, "full", 2) == pytest.approx(MULTIPLE * 2.0)
     assert known.bound(WEIGHTS, "full", 5) == pytest.approx(MULTIPLE * 0.2)
@@ -164,10 +165,12 @@ def test_running_averages_are_bounded_apart() -> None:
 
 
 def test_outputs_are_bounded_by_those_of_others() -> None:
-    def answer(client: int, size: float) -> Moved:
-        task = Task("distil", 1, client, "full", "full", {})
-        update = Update("distil", 1, client, "full", "full", {"logits": torch.full((4, 3), size)}, 5, None, 0.0)
-        return moved(task, update, Layout(frozenset(), frozenset()))
+    def answer(client: int, size: float) -> UpdateDelta:
+        task = Task("distil", 1, client, "full", NetworkSpec("full"), {})
+        update = Update(
+            "distil", 1, client, "full", NetworkSpec("full"), {"logits": torch.full((4, 3), size)}, 5, None, 0.0
+        )
+        return update_delta(task, update, Layout(frozenset(), frozenset()))
 
     findings = Findings({}, [], [])
     *_, last = clip([*(answer(n, 2.0) for n in range(7)), answer(7, 1e6)], history(), 1, findings)
@@ -176,9 +179,9 @@ def test_outputs_are_bounded_by_those_of_others() -> None:
 
 
 def test_other_work_passes() -> None:
-    task = Task("statistics", 1, 0, "full", "full", {})
-    update = Update("statistics", 1, 0, "full", "full", {"bn/mean": torch.full((3,), 1e9)}, 5, None, 0.0)
-    assert moved(task, update, Layout(frozenset(), frozenset())).parts == {}
+    task = Task("statistics", 1, 0, "full", NetworkSpec("full"), {})
+    update = Update("statistics", 1, 0, "full", NetworkSpec("full"), {"bn/mean": torch.full((3,), 1e9)}, 5, None, 0.0)
+    assert update_delta(task, update, Layout(frozenset(), frozenset())).parts == {}
 
 
 def test_clients_that_do_not_move_bound_nobody() -> None:
@@ -191,9 +194,9 @@ def test_what_is_too_long_to_be_computed_is_not_short() -> None:
     """Such a norm is NaN, which is neither above nor below a bound."""
     sent = {"a.u": torch.ones(1, 2, dtype=torch.float64), "a.v": torch.ones(2, 1, dtype=torch.float64)}
     returned = {name: tensor * 1e200 for name, tensor in sent.items()}
-    task = Task("train", 1, 99, "full", "full", sent)
-    update = Update("train", 1, 99, "full", "full", returned, 5, None, 0.0)
-    huge = moved(task, update, Layout(frozenset({"a"}), frozenset()))
+    task = Task("train", 1, 99, "full", NetworkSpec("full"), sent)
+    update = Update("train", 1, 99, "full", NetworkSpec("full"), returned, 5, None, 0.0)
+    huge = update_delta(task, update, Layout(frozenset({"a"}), frozenset()))
     assert not huge.parts[WEIGHTS].norm <= 1e300
     (left,), findings = clipped([huge], history({"full": [1.0] * 10}))
     assert left == 0.0

@@ -8,7 +8,10 @@ from conftest import small_config
 from fedhm.data.federation import remote_federation
 from fedhm.data.samples import Preprocessing
 from fedhm.networks.exchange import exchanged_tensors
-from fedhm.server.collect import Intake
+from fedhm.networks.spec import NetworkSpec
+from fedhm.server.collect import collect
+from fedhm.server.facts import TaskFacts
+from fedhm.server.filters.admission import Admission
 from fedhm.server.filters.clip import capped, most_samples, typical_loss
 from fedhm.server.record import Record, Tally
 from fedhm.work.messages import Task, Update
@@ -20,7 +23,7 @@ X, Y = torch.randn(12, 4), torch.arange(12) % 3
 
 def update(kind: str, samples: int, **tensors: float) -> Update:
     found = {name.replace("_", "/"): torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()}
-    return Update(kind, 1, 0, "full", "full", found, samples, None, 0.0)
+    return Update(kind, 1, 0, "full", NetworkSpec("full"), found, samples, None, 0.0)
 
 
 def test_the_cap_is_a_multiple_of_what_most_say() -> None:
@@ -56,10 +59,11 @@ def test_a_remote_client_is_let_in_with_what_it_may_count_for(robust: str, count
     config = small_config(federation={"clients": 3}, server={"robust": robust}).resolved()
     federation = remote_federation((X, Y), 3, (100, 100, HUGE), Preprocessing((), ()))
     model = nn.Linear(4, 3)
-    intake = Intake(lambda _: model, federation, config, (X[:1], Y[:1]), [])
-    task = Task("train", 1, 2, "full", "full", exchanged_tensors(model))
-    reply = Update("train", 1, 2, "full", "full", dict(task.tensors), HUGE, (0, 1, 2), 0.5)
-    (let_in,) = intake.updates(lambda _: iter([reply]), [task], Record(1))
+    facts = TaskFacts(lambda _: model, federation, config, (X[:1], Y[:1]))
+    task = Task("train", 1, 2, "full", NetworkSpec("full"), exchanged_tensors(model))
+    reply = Update("train", 1, 2, "full", NetworkSpec("full"), dict(task.tensors), HUGE, (0, 1, 2), 0.5)
+    admission = Admission(config, federation, facts)
+    (let_in,) = collect(lambda _: iter([reply]), [task], [admission], Record(1))
     assert let_in.samples == counted
 
 
@@ -73,8 +77,8 @@ def test_a_made_up_loss_does_not_hide_the_others() -> None:
 def test_the_record_has_the_median_then_and_stays_readable() -> None:
     record = Record(1)
     for client, loss in enumerate((0.5, 1e30, 0.25)):
-        task = Task("train", 1, client, "full", "full", {})
-        record.count(task, Update("train", 1, client, "full", "full", {}, 5, None, loss), 0)
+        task = Task("train", 1, client, "full", NetworkSpec("full"), {})
+        record.count(task, Update("train", 1, client, "full", NetworkSpec("full"), {}, 5, None, loss), 0)
     record.bound_losses()
     assert record.traffic["full"].loss == 0.5
     assert Record.from_json(record.to_json()).traffic == record.traffic

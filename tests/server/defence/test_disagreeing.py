@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedhm.networks.exchange import Tensors
+from fedhm.networks.spec import NetworkSpec
 from fedhm.server.filters.agreement import AGAINST, HELD, Panel, drop_disagreeing
 from fedhm.server.filters.clip import Findings
 from fedhm.server.filters.history import (
@@ -17,12 +18,12 @@ from fedhm.server.filters.history import (
     LEAST_ONCE,
     ONCE,
     SHARE,
-    History,
+    AgreementHistory,
     Layout,
-    Moved,
+    NormHistory,
     Seen,
-    Standing,
-    moved,
+    UpdateDelta,
+    update_delta,
 )
 from fedhm.work.messages import Task, Update
 
@@ -31,11 +32,11 @@ LAYERS = ("a.w", "b.w", "last.w")
 LAYOUT = Layout(frozenset(), frozenset(), "last")
 
 
-def arrived(client: int, change: Tensors, network: str = "full") -> Moved:
+def arrived(client: int, change: Tensors, network: str = "full") -> UpdateDelta:
     sent = {name: torch.ones(SIZE, dtype=torch.float64) for name in LAYERS}
     returned = {name: sent[name] + change[name] for name in LAYERS}
-    task = Task("train", 1, client, network, network, sent)
-    return moved(task, Update("train", 1, client, network, network, returned, 5, None, 0.0), LAYOUT)
+    task = Task("train", 1, client, network, NetworkSpec(network), sent)
+    return update_delta(task, Update("train", 1, client, network, NetworkSpec(network), returned, 5, None, 0.0), LAYOUT)
 
 
 def honest(seed: int, count: int) -> list[Tensors]:
@@ -54,16 +55,18 @@ def times(factor: float, change: Tensors, layers: tuple[str, ...] = LAYERS) -> T
 
 
 def guarded(
-    arriving: list[Moved], findings: Findings, known: Standing | None = None, one_model: bool = True
+    arriving: list[UpdateDelta], findings: Findings, known: AgreementHistory | None = None, one_model: bool = True
 ) -> list[int]:
     """Return which of the updates pass; they have to be the very same."""
     findings.norms = {"weights": {each.update.tier: {} for each in arriving}}
-    history = History(lambda _: 1.0)
-    found = drop_disagreeing(arriving, history, 1, findings, lambda _: LAYOUT, one_model, known or Standing())
+    history = NormHistory(lambda _: 1.0)
+    found = drop_disagreeing(arriving, history, 1, findings, lambda _: LAYOUT, one_model, known or AgreementHistory())
     return [next(n for n, each in enumerate(arriving) if each is passed) for passed in found]
 
 
-def passed(changes: list[Tensors], findings: Findings | None = None, known: Standing | None = None) -> list[int]:
+def passed(
+    changes: list[Tensors], findings: Findings | None = None, known: AgreementHistory | None = None
+) -> list[int]:
     arriving = [arrived(n, change) for n, change in enumerate(changes)]
     return guarded(arriving, findings or Findings({}, [], []), known)
 
@@ -104,7 +107,9 @@ def test_who_is_left_out_does_not_tell_how_far_clients_move() -> None:
     changes[2] = times(-1, changes[2])
     arriving = [arrived(n, change) for n, change in enumerate(changes)]
     findings.norms = {"weights": {"full": dict.fromkeys(range(10), 1.0)}}
-    list(drop_disagreeing(arriving, History(lambda _: 1.0), 1, findings, lambda _: LAYOUT, True, Standing()))
+    list(
+        drop_disagreeing(arriving, NormHistory(lambda _: 1.0), 1, findings, lambda _: LAYOUT, True, AgreementHistory())
+    )
     assert list(findings.norms["weights"]["full"]) == but(2)
 
 
@@ -135,7 +140,7 @@ def test_who_disagrees_a_little_for_long_is_left_out() -> None:
     changes = honest(3, 10)
     random = honest(8, 1)[0]
     changes[4] = {name: tensor + 0.3 * changes[4][name] for name, tensor in random.items()}
-    findings, standing = Findings({}, [], []), Standing()
+    findings, standing = Findings({}, [], []), AgreementHistory()
     assert passed(changes, findings, standing) == but()
     standing.add(findings.agreement)
     rounds = 1
@@ -149,7 +154,7 @@ def test_who_disagrees_a_little_for_long_is_left_out() -> None:
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(0, 1), st.floats(0.01, 1)), min_size=1, max_size=8))
 def test_standing_is_the_formula(rounds: list[tuple[float, float, float]]) -> None:
-    standing, seen = Standing(), [Seen(*each) for each in rounds]
+    standing, seen = AgreementHistory(), [Seen(*each) for each in rounds]
     for each in seen[:-1]:
         standing.add({3: each, 4: Seen(-1.0, 1.0, 0.01)})
 
@@ -165,7 +170,7 @@ def test_standing_is_the_formula(rounds: list[tuple[float, float, float]]) -> No
 
 def test_agreement_is_a_quantile_of_the_mean_cosines_of_the_layers_but_the_last() -> None:
     changes = honest(5, 6)
-    panel = Panel(range(6), changes, "last", Standing())
+    panel = Panel(range(6), changes, "last", AgreementHistory())
     plain = []
     for other in changes[1:]:
         cosines = [torch.cosine_similarity(changes[0][n], other[n], dim=0).item() for n in ("a.w", "b.w")]
@@ -186,7 +191,7 @@ def test_who_was_out_does_not_tell_the_way_and_stays_out_where_nobody_knows_it()
     changes = [{n: t + 0.2 * way[n] for n, t in change.items()} for change in changes]
     for number in hostile:
         changes[number] = {n: 0.1 * changes[number][n] - way[n] for n in LAYERS}
-    known = Standing()
+    known = AgreementHistory()
     assert set(hostile) & set(passed(changes))
     for _ in range(AGREEMENT_WINDOW):
         known.add({number: Seen(-0.3, 0.4, 0.1) for number in hostile})
@@ -201,7 +206,7 @@ def test_layers_are_compared_by_name_whatever_their_order() -> None:
     changes = honest(5, 8)
     changes = [{**change, "b.w": 100 * change["b.w"]} for change in changes]
     mixed = [dict(reversed(change.items())) if n % 2 else change for n, change in enumerate(changes)]
-    one, other = (Panel(range(8), each, "last", Standing()) for each in (changes, mixed))
+    one, other = (Panel(range(8), each, "last", AgreementHistory()) for each in (changes, mixed))
     for number in range(8):
         assert other.along(number, mixed[number]) == pytest.approx(one.along(number, changes[number]))
 
@@ -248,7 +253,7 @@ def test_rounds_in_which_clients_have_converged_do_not_count_and_who_was_out_sta
     changes = honest(3, 10)
     changes[2] = times(-0.1, changes[2])
     assert passed(changes) == but(2)
-    known, findings = Standing(), Findings({}, [], [])
+    known, findings = AgreementHistory(), Findings({}, [], [])
     known.add({30: Seen(9.0, 9.0, 0.1)})  # once they agreed as much
     known.add({5: Seen(-0.3, 0.4, 0.1)})
     known.add({5: Seen(-0.3, 0.4, 0.1)})
@@ -260,11 +265,13 @@ def test_rounds_in_which_clients_have_converged_do_not_count_and_who_was_out_sta
 def test_no_more_are_held_than_at_first() -> None:
     taken: list[int] = []
 
-    def arriving() -> Iterator[Moved]:
+    def arriving() -> Iterator[UpdateDelta]:
         for number, change in enumerate(honest(0, 30)):
             taken.append(number)
             yield arrived(number, change)
 
-    history, findings = History(lambda _: 1.0), Findings({}, [], [])
-    for place, _ in enumerate(drop_disagreeing(arriving(), history, 1, findings, lambda _: LAYOUT, True, Standing())):
+    history, findings = NormHistory(lambda _: 1.0), Findings({}, [], [])
+    for place, _ in enumerate(
+        drop_disagreeing(arriving(), history, 1, findings, lambda _: LAYOUT, True, AgreementHistory())
+    ):
         assert len(taken) == max(HELD, place + 1)

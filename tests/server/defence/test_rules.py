@@ -8,18 +8,19 @@ from torch import Tensor
 
 from fedhm.config.schema import ServerConfig
 from fedhm.errors import FedhmError
+from fedhm.networks.spec import NetworkSpec
 from fedhm.server.filters.agreement import (
     ITERATIONS,
     by_centered_clip,
     by_krum,
     centered_clip,
-    judged_together,
+    judge_together,
     krum,
     krum_scores,
 )
 from fedhm.server.filters.clip import Findings
 from fedhm.server.filters.defence import check_attackers
-from fedhm.server.filters.history import WEIGHTS, History, Layout, Moved, moved
+from fedhm.server.filters.history import WEIGHTS, Layout, NormHistory, UpdateDelta, update_delta
 from fedhm.work.messages import Task, Update
 
 SIZE = 40
@@ -99,18 +100,18 @@ def test_what_is_left_of_an_attack_goes_the_honest_way(attack: str, hostile: int
         assert set(krum(inner, hostile)) == set(range(hostile, 10))
 
 
-def arrived(client: int, vector: Tensor, network: str = "full") -> Moved:
-    task = Task("train", 1, client, network, network, {"w": torch.ones(SIZE, dtype=torch.float64)})
-    update = Update("train", 1, client, network, network, {"w": 1 + vector}, 5, None, 0.0)
-    return moved(task, update, LAYOUT)
+def arrived(client: int, vector: Tensor, network: str = "full") -> UpdateDelta:
+    task = Task("train", 1, client, network, NetworkSpec(network), {"w": torch.ones(SIZE, dtype=torch.float64)})
+    update = Update("train", 1, client, network, NetworkSpec(network), {"w": 1 + vector}, 5, None, 0.0)
+    return update_delta(task, update, LAYOUT)
 
 
 def test_the_updates_are_cut_as_the_rule_says() -> None:
     vectors = torch.cat([changes(3, 9), -4 * changes(3, 1)])
     findings = Findings({}, [], [])
-    judge = by_centered_clip(History(lambda _: 1.0), 1, findings)
+    judge = by_centered_clip(NormHistory(lambda _: 1.0), 1, findings)
     arriving = [arrived(n, vector) for n, vector in enumerate(vectors)]
-    passed = list(judged_together(arriving, judge, lambda _: LAYOUT, one_model=True))
+    passed = list(judge_together(arriving, judge, lambda _: LAYOUT, one_model=True))
     found = torch.stack([each.update.tensors["w"] - 1 for each in passed]).mean(0)
     tau = vectors.norm(dim=1).sort().values[4:6].mean().item()
     torch.testing.assert_close(found, plain_centered_clip(vectors, tau))
@@ -121,7 +122,7 @@ def test_krum_drops_with_a_reason() -> None:
     vectors = torch.cat([changes(3, 6), 4 * changes(9, 1), changes(3, 3)])
     findings = Findings({}, [], [])
     arriving = [arrived(n, vector) for n, vector in enumerate(vectors)]
-    passed = list(judged_together(arriving, by_krum(1, findings), lambda _: LAYOUT, one_model=True))
+    passed = list(judge_together(arriving, by_krum(1, findings), lambda _: LAYOUT, one_model=True))
     assert [each.update.client for each in passed] == [0, 1, 2, 3, 4, 5, 7, 8, 9]
     assert all(each is arriving[each.update.client] for each in passed)
     (entry,) = findings.dropped
@@ -133,13 +134,13 @@ def test_networks_that_are_no_versions_of_one_model_are_judged_apart() -> None:
     arriving = [arrived(n, vector, f"w{n % 2}") for n, vector in enumerate(changes(3, 10))]
     sizes: list[int] = []
 
-    def judge(members: object, inner: Tensor) -> list[Moved | None]:
+    def judge(members: object, inner: Tensor) -> list[UpdateDelta | None]:
         sizes.append(len(inner))
         return list(members)  # type: ignore[call-overload, no-any-return]
 
-    assert list(judged_together(arriving, judge, lambda _: LAYOUT, one_model=False)) == arriving
+    assert list(judge_together(arriving, judge, lambda _: LAYOUT, one_model=False)) == arriving
     assert sizes == [5, 5]
-    list(judged_together(arriving, judge, lambda _: LAYOUT, one_model=True))
+    list(judge_together(arriving, judge, lambda _: LAYOUT, one_model=True))
     assert sizes[2:] == [10]
 
 
@@ -157,7 +158,7 @@ def test_krum_is_refused_where_it_could_tell_nobody() -> None:
 
 
 def test_other_work_passes_all_rules() -> None:
-    task = Task("statistics", 1, 0, "full", "full", {})
-    other = moved(task, Update("statistics", 1, 0, "full", "full", {}, 5, None, 0.0), LAYOUT)
+    task = Task("statistics", 1, 0, "full", NetworkSpec("full"), {})
+    other = update_delta(task, Update("statistics", 1, 0, "full", NetworkSpec("full"), {}, 5, None, 0.0), LAYOUT)
     assert WEIGHTS not in other.parts
-    assert list(judged_together([other], by_krum(1, Findings({}, [], [])), lambda _: LAYOUT, True)) == [other]
+    assert list(judge_together([other], by_krum(1, Findings({}, [], [])), lambda _: LAYOUT, True)) == [other]

@@ -82,8 +82,8 @@ def by_hand(config: Config, answer: Callable[[Task], Tensors | None], dtype: tor
     """An experiment of `plain_model` whose clients answer by hand."""
     clients = config.federation.clients
     experiment = assemble(plain_model(dtype), normal_federation(clients, dtype), config, ByHand(answer))
-    if experiment.privacy:
-        experiment.privacy.secret.value = b"s" * 32
+    if experiment.filters.privacy:
+        experiment.filters.privacy.secret.value = b"s" * 32
     return experiment
 
 

@@ -14,7 +14,6 @@ from fedhm.assembly import assemble
 from fedhm.lowrank.delta import clip_delta, factorized_delta
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import secret_normals, secret_uniforms
-from fedhm.server.filters.optimizer import Moments
 from fedhm.server.record import Record
 from fedhm.work.messages import Task
 
@@ -42,9 +41,9 @@ def model_after(method: dict[str, object], answers: dict[int, float], scales: fl
     config = private_config(method=method, privacy={"noise": 0.0})
     experiment = by_hand(config, answer, torch.float64)
     state = experiment.method.start(experiment.initial)
-    after, _ = experiment._next_state(state, Moments(), Record(1))
-    assert experiment.privacy is not None
-    expected = experiment.privacy._expected
+    after = experiment.train_round(state, Record(1))
+    assert experiment.filters.privacy is not None
+    expected = experiment.filters.privacy._expected
     return vector(after.weights) * expected, expected
 
 
@@ -93,7 +92,7 @@ def test_the_noise_has_the_deviation_that_is_stated(answering: int) -> None:
     config = private_config(privacy={"noise": 2.0}, method={"name": "fedavg"})
     experiment = by_hand(config, lambda task: dict(task.tensors) if task.client < answering else None)
     state = experiment.method.start(experiment.initial)
-    after, _ = experiment._next_state(state, Moments(), Record(1))
+    after = experiment.train_round(state, Record(1))
     fixed = ("mask", "0.bias")
     assert all(torch.equal(after.weights[name], state.weights[name]) for name in fixed)
     moved = {name: t for name, t in after.weights.items() if name not in fixed}
@@ -114,7 +113,7 @@ def test_the_mean_is_over_those_who_were_expected() -> None:
 
     experiment = by_hand(private_config(privacy={"noise": 0.0}), answer)
     state = experiment.method.start(experiment.initial)
-    after, _ = experiment._next_state(state, Moments(), Record(1))
+    after = experiment.train_round(state, Record(1))
     moved = after.weights["5.bias"] - state.weights["5.bias"]
     assert moved.tolist() == pytest.approx([0.03 / 8, 0, 0, 0], abs=1e-7)
 
@@ -127,10 +126,10 @@ def test_other_sums_are_never_hidden_by_the_same_noise() -> None:
             private_config(method={"name": "fedavg"}),
             lambda task: {**task.tensors, "5.bias": task.tensors["5.bias"] + shift},
         )
-        assert experiment.privacy is not None
-        experiment.privacy.secret.value = secret
+        assert experiment.filters.privacy is not None
+        experiment.filters.privacy.secret.value = secret
         state = experiment.method.start(experiment.initial)
-        merged, _ = experiment._next_state(state, Moments(), Record(1))
+        merged = experiment.train_round(state, Record(1))
         return vector(merged.weights)
 
     assert torch.equal(after(0.001), after(0.001))
@@ -145,9 +144,9 @@ def test_the_servers_optimizer_steps_on_noise_alone() -> None:
     experiment = by_hand(config, lambda task: dict(task.tensors))
     state = experiment.method.start(experiment.initial)
     record = Record(1)
-    after, moments = experiment._next_state(state, Moments(), record)
+    after = experiment.train_round(state, record)
     assert record.participants == []
-    assert moments.first
+    assert experiment.filters.optimizer.moments.first
     assert not torch.equal(after.weights["4.weight"], state.weights["4.weight"])
     factors = after.factors["4"]
     approximated = torch.linalg.svdvals(after.weights["4.weight"].T - factors.left @ factors.right).max()
@@ -157,10 +156,10 @@ def test_the_servers_optimizer_steps_on_noise_alone() -> None:
 def test_running_variances_stay_such() -> None:
     config = private_config(method={"name": "fedavg"}, evaluation={"static_from": "never"}, privacy={"noise": 100.0})
     experiment = assemble(small_model(), normal_federation(), config, ByHand(lambda task: dict(task.tensors)))
-    assert experiment.privacy is not None
-    experiment.privacy.secret.value = b"s" * 32
+    assert experiment.filters.privacy is not None
+    experiment.filters.privacy.secret.value = b"s" * 32
     state = experiment.method.start(experiment.initial)
-    after, _ = experiment._next_state(state, Moments(), Record(1))
+    after = experiment.train_round(state, Record(1))
     assert after.weights["1.running_var"].min() == 0
     assert (after.weights["1.running_mean"] != state.weights["1.running_mean"]).all()
 
@@ -170,11 +169,11 @@ def test_statistics_that_stay_get_no_noise_and_cannot_be_changed() -> None:
     config = private_config(method={"name": "fedavg"}, train=train)
     answers = ByHand(lambda task: {name: tensor + 1 for name, tensor in task.tensors.items()})
     experiment = assemble(small_model(), normal_federation(), config, answers)
-    assert experiment.privacy is not None
-    experiment.privacy.secret.value = b"s" * 32
+    assert experiment.filters.privacy is not None
+    experiment.filters.privacy.secret.value = b"s" * 32
     state = experiment.method.start(experiment.initial)
     record = Record(1)
-    after, _ = experiment._next_state(state, Moments(), record)
+    after = experiment.train_round(state, record)
     assert not record.dropped
     for name, tensor in after.weights.items():
         assert torch.equal(tensor, state.weights[name]) == ("running" in name)

@@ -72,7 +72,7 @@ def test_rules_that_look_at_all_clients() -> None:
 def test_statistics_in_the_clear() -> None:
     assert "evaluation.static_from = 'never'" in refusal(small_model())
     config = private_config(evaluation={"static_from": "never"})
-    assert assemble(small_model(), normal_federation(), config).privacy is not None
+    assert assemble(small_model(), normal_federation(), config).filters.privacy is not None
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -94,7 +94,7 @@ def test_stopping_by_metrics_of_clients() -> None:
     with pytest.raises(FedhmError, match=r"\[stop\] would end the run"):
         assemble(plain_model(), there, held)
     with_a_test_set = parse({**table, "engine": {"threads": 1}}, "test")
-    assert assemble(plain_model(), there, with_a_test_set).privacy is not None
+    assert assemble(plain_model(), there, with_a_test_set).filters.privacy is not None
 
 
 def test_pixels_whose_mean_is_taken_in_the_clear(federation: Federation) -> None:

@@ -1,1 +1,1 @@
-"""What happens to participants, tasks, updates and the merged state of a round, one concern a file."""
+"""The concerns of a round, a file each: `filter.py` says what a filter is, and in which order they run."""

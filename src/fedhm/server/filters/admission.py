@@ -6,19 +6,113 @@ even that its values are of their types; and its numbers are bounded, since a si
 
 import math
 import reprlib
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fedhm.networks.exchange import Tensors
-from fedhm.work.messages import Task, Update
-from fedhm.work.work import LARGEST_LOSS, Expected, change, work_of
+from fedhm.config.schema import ResolvedConfig
+from fedhm.data.federation import Federation
+from fedhm.errors import FedhmError
+from fedhm.machine.printable import printable
+from fedhm.networks.exchange import Tensors, size_in_bytes
+from fedhm.server.facts import TaskFacts
+from fedhm.server.filters.clip import capped, most_samples
+from fedhm.server.filters.filter import Arrival, RoundFilter
+from fedhm.server.record import Record
+from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.work import LARGEST_LOGIT, LARGEST_LOSS, LARGEST_MEAN, Expected, change, work_of
 
-_short = reprlib.Repr()  # what a client wrote may be of any length
+_short = reprlib.Repr()  # a client's text may be of any length
 _short.maxstring = 80
 
 
-def objection(update: Update, task: Task, expected: Expected) -> str | None:
+class Admission(RoundFilter):
+    """Lets updates in that can be used, counts the traffic of all, and records why the others were dropped."""
+
+    def __init__(self, config: ResolvedConfig, federation: Federation, facts: TaskFacts) -> None:
+        self._config, self._federation, self._facts = config, federation, facts
+        # The server counts the samples of clients on this machine itself.
+        bounded = federation.remote and config.server.robust != "none"
+        self._most_samples_to_train = most_samples(federation.remote) if bounded else None
+        self._most_samples_to_test = most_samples(federation.client_tests.remote) if bounded else None
+
+    def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
+        return [self._facts.travels(task) for task in tasks]
+
+    def updates(self, arrivals: Iterator[Arrival], record: Record) -> Iterator[Arrival]:
+        for arrival in arrivals:
+            task, judged = arrival.task, self._judged(arrival.reply, arrival.task)
+            record.count(task, judged, self._facts.macs(task) if isinstance(arrival.reply, Update) else 0)
+            if isinstance(judged, Failure):
+                self._drop(task, judged, record)
+            else:
+                yield Arrival(task, judged)
+
+    def _judged(self, reply: Reply, task: Task) -> Reply:
+        """Return the reply; in place of an update that must not be merged, a failure that cost as many bytes."""
+        if isinstance(reply, Failure):
+            return reply
+        reason = reason_to_refuse(reply, task, self.expected(task))
+        if reason is None:
+            tests = work_of(task.kind).tests
+            most = self._most_samples_to_test if tests else self._most_samples_to_train
+            return capped(self._with_fixed_tensors(reply, task), most)
+        up = _size_of_anything(reply.tensors) if reply.up is None else reply.up
+        return Failure(task.client, reason, reply.position, down=reply.down, up=up)
+
+    def _with_fixed_tensors(self, update: Update, task: Task) -> Update:
+        """Restore tensors that training leaves alone, where half precision has taken digits from them."""
+        if not self._facts.halved or not work_of(task.kind).returns_network:
+            return update
+        fixed = self._facts.network(task.network).fixed
+        return replace(update, tensors={n: task.tensors[n] if n in fixed else t for n, t in update.tensors.items()})
+
+    def expected(self, task: Task) -> Expected:
+        """Return what is known of a task's answer before it comes."""
+        config, facts = self._config, self._facts.network(task.network)
+        return Expected(
+            self._facts.answer(task),
+            # A remote client may get more samples; its engine holds it to the number that it said last.
+            samples=0 if self._federation.remote else self._facts.samples(task),
+            classes=self._federation.classes,
+            labelled=work_of(task.kind).trains and config.train.masked_loss and config.objective.has_labels,
+            running=facts.layout.averages,
+            fixed=facts.fixed,
+            halved=self._facts.halved,
+            largest_output=LARGEST_LOGIT if config.objective.has_labels else LARGEST_MEAN,
+            max_change=config.train.max_change,
+            objective=config.objective,
+        )
+
+    def _drop(self, task: Task, failure: Failure, record: Record) -> None:
+        reason = printable(failure.reason)  # a client may have written it
+        if self._config.train.on_bad_update == "stop":
+            raise FedhmError(
+                f"the update of client {task.client} (tier {task.tier}) in round {task.round} cannot be used: "
+                f"{reason}; {_hint(reason)}, "
+                "or go on without such updates with train.on_bad_update = 'drop'"
+            ) from failure.cause
+        record.dropped.append({"client": task.client, "tier": task.tier, "kind": task.kind, "reason": reason})
+
+
+def _hint(reason: str) -> str:
+    if "its change has norm" in reason:
+        return "lower train.lr or raise train.max_change"
+    if "half precision" in reason:  # the reason itself says what to set
+        return "or lower train.lr"
+    return "lower train.lr or set train.clip_norm" if "loss" in reason or "NaN" in reason else "mend the client"
+
+
+def _size_of_anything(tensors: Tensors) -> int:
+    """Return the bytes of a client's tensors, which need not be tensors."""
+    if not isinstance(tensors, dict):
+        return 0
+    return size_in_bytes({name: t for name, t in tensors.items() if isinstance(t, Tensor) and not t.is_nested})
+
+
+def reason_to_refuse(update: Update, task: Task, expected: Expected) -> str | None:
     """Return why `update` must not be merged as the answer to `task`; None if it may."""
     reason = (
         _other_task(update, task)
@@ -26,7 +120,7 @@ def objection(update: Update, task: Task, expected: Expected) -> str | None:
         or _misfit(update.tensors, expected.tensors)
         or _misfit(update.kept, task.kept)
     )
-    return reason or work_of(task.kind).objection(update, task, expected) or change(update.kept, task.kept, expected)
+    return reason or work_of(task.kind).validate(update, task, expected) or change(update.kept, task.kept, expected)
 
 
 def _other_task(update: Update, task: Task) -> str | None:

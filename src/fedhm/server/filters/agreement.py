@@ -14,8 +14,18 @@ from torch import Tensor
 from fedhm.lowrank.delta import FactorizedDelta, inner_product
 from fedhm.lowrank.svd import Form, to_matrix_factors, unroll
 from fedhm.networks.exchange import is_averageable, upcast_half
+from fedhm.networks.spec import NetworkSpec
 from fedhm.server.filters.clip import Findings
-from fedhm.server.filters.history import LEAST_SPREAD, WEIGHTS, History, Layout, Moved, Seen, Standing, length
+from fedhm.server.filters.history import (
+    LEAST_SPREAD,
+    WEIGHTS,
+    AgreementHistory,
+    Layout,
+    NormHistory,
+    Seen,
+    UpdateDelta,
+    length,
+)
 
 Recovered = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # by name of the weight: dense, or left and right factor
 
@@ -90,7 +100,9 @@ class Panel:
     last  the layer that gives the outputs: who agrees is told by the others, if there are any
     """
 
-    def __init__(self, clients: Sequence[int], changes: Sequence[Recovered], last: str | None, known: Standing) -> None:
+    def __init__(
+        self, clients: Sequence[int], changes: Sequence[Recovered], last: str | None, known: AgreementHistory
+    ) -> None:
         self._clients, self._changes, self._last, self._known = clients, changes, last, known
         products = torch.stack([self._products(change) for change in changes], 1)  # (1 + layers, n, n)
         self._lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt()
@@ -214,19 +226,19 @@ def krum(gram: Tensor, hostile: int) -> list[int]:
 # Those that can be compared are judged together: all of them where the networks are versions of one model, as FedHM's
 # are, and otherwise those of the same network.
 
-Judge = Callable[[Sequence[Moved], Tensor], list[Moved | None]]  # None: it is not to be merged
+Judge = Callable[[Sequence[UpdateDelta], Tensor], list[UpdateDelta | None]]  # None: it is not to be merged
 
 
-def judged_together(
-    arriving: Iterable[Moved], judge: Judge, layout: Callable[[str], Layout], one_model: bool
-) -> Iterator[Moved]:
+def judge_together(
+    arriving: Iterable[UpdateDelta], judge: Judge, layout: Callable[[NetworkSpec], Layout], one_model: bool
+) -> Iterator[UpdateDelta]:
     """Yield what a rule makes of the updates, in their order."""
     held = list(arriving)
-    groups: dict[str, list[int]] = {}
+    groups: dict[NetworkSpec | None, list[int]] = {}
     for place, each in enumerate(held):
         if WEIGHTS in each.parts:
-            groups.setdefault("" if one_model else each.update.network, []).append(place)
-    found: list[Moved | None] = list(held)
+            groups.setdefault(None if one_model else each.update.network, []).append(place)
+    found: list[UpdateDelta | None] = list(held)
     for places in groups.values():
         members = [held[place] for place in places]
         changes = [recovered(m.parts[WEIGHTS], layout(m.update.network).factorized) for m in members]
@@ -235,18 +247,18 @@ def judged_together(
     yield from (left for left in found if left is not None)
 
 
-def by_centered_clip(history: History, round_number: int, findings: Findings) -> Judge:
+def by_centered_clip(history: NormHistory, round_number: int, findings: Findings) -> Judge:
     """Shorten those that are far from where the others go. τ is the median of their lengths, at most the usual one."""
 
-    def judge(members: Sequence[Moved], gram: Tensor) -> list[Moved | None]:
+    def judge(members: Sequence[UpdateDelta], inner: Tensor) -> list[UpdateDelta | None]:
         norms = [each.parts[WEIGHTS].norm for each in members]
         usual = history.level(WEIGHTS, None, round_number)
         median = statistics.median(norms)
         tau = median if usual is None else min(median, usual)
         if not tau:
             return list(members)
-        found: list[Moved | None] = []
-        for each, norm, factor in zip(members, norms, centered_clip(gram, tau).tolist(), strict=True):
+        found: list[UpdateDelta | None] = []
+        for each, norm, factor in zip(members, norms, centered_clip(inner, tau).tolist(), strict=True):
             found.append(each if factor == 1.0 else each.cut({WEIGHTS: factor * norm}))
             if factor < 1.0:
                 who = {"client": each.update.client, "tier": each.update.tier, "part": WEIGHTS}
@@ -259,11 +271,11 @@ def by_centered_clip(history: History, round_number: int, findings: Findings) ->
 def by_krum(hostile: int, findings: Findings) -> Judge:
     """Drop those that are furthest from their nearest others, fewer where some have been dropped already."""
 
-    def judge(members: Sequence[Moved], gram: Tensor) -> list[Moved | None]:
+    def judge(members: Sequence[UpdateDelta], inner: Tensor) -> list[UpdateDelta | None]:
         left = max(0, hostile - findings.disagreeing)
-        chosen = set(krum(gram, left))
-        scores = krum_scores(gram, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
-        found: list[Moved | None] = []
+        chosen = set(krum(inner, left))
+        scores = krum_scores(inner, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
+        found: list[UpdateDelta | None] = []
         for place, each in enumerate(members):
             found.append(each if place in chosen else None)
             if place not in chosen:
@@ -302,27 +314,27 @@ AGAINST_NO_WAY = 0.9  # likewise, where clients go no common way
 
 
 def drop_disagreeing(
-    arriving: Iterable[Moved],
-    history: History,
+    arriving: Iterable[UpdateDelta],
+    history: NormHistory,
     round_number: int,
     findings: Findings,
-    layout: Callable[[str], Layout],
+    layout: Callable[[NetworkSpec], Layout],
     one_model: bool,
-    standing: Standing,
-) -> Iterator[Moved]:
+    standing: AgreementHistory,
+) -> Iterator[UpdateDelta]:
     """Yield the updates that are to be merged, in their order, and note why others are not."""
 
-    def changed(each: Moved) -> Recovered:
+    def changed(each: UpdateDelta) -> Recovered:
         return recovered(each.parts[WEIGHTS], layout(each.update.network).factorized)
 
-    def group(each: Moved) -> str:
-        return "" if one_model else each.update.network
+    def group(each: UpdateDelta) -> NetworkSpec | None:
+        return None if one_model else each.update.network
 
     rest = iter(arriving)
     held = list(islice(rest, HELD))
     known = [(each, changed(each)) for each in held if WEIGHTS in each.parts]
     usual = history.level(WEIGHTS, None, round_number, [length(each.parts[WEIGHTS]) for each, _ in known])
-    panels: dict[str, Panel] = {}
+    panels: dict[NetworkSpec | None, Panel] = {}
     for name in dict.fromkeys(group(each) for each, _ in known):
         members = [(each, change) for each, change in known if group(each) == name]
         clients = [each.update.client for each, _ in members]
@@ -331,7 +343,7 @@ def drop_disagreeing(
             panels[name] = Panel(clients, [change for _, change in members], last, standing)
     changes = {id(each): change for each, change in known}
 
-    def passes(each: Moved) -> bool:
+    def passes(each: UpdateDelta) -> bool:
         client, weights = each.update.client, each.parts.get(WEIGHTS)
         panel = panels.get(group(each)) if weights else None
         if weights is None or panel is None or not usual or panel.median <= 0 or panel.others(client) < FEWEST:
@@ -367,12 +379,12 @@ def _of_length(panel: Panel, cosine: float, against: float, usual: float, cut: b
     return None
 
 
-def _was_cut(each: Moved, clipped: Sequence[dict[str, object]]) -> bool:
+def _was_cut(each: UpdateDelta, clipped: Sequence[dict[str, object]]) -> bool:
     who = (each.update.client, each.update.tier, WEIGHTS)
     return any((entry["client"], entry["tier"], entry["part"]) == who for entry in clipped)
 
 
-def _note(each: Moved, reason: str, findings: Findings) -> None:
+def _note(each: UpdateDelta, reason: str, findings: Findings) -> None:
     update = each.update
     entry = {"client": update.client, "tier": update.tier, "kind": update.kind, "reason": reason}
     findings.dropped.append(entry)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedhm.networks.exchange import Tensors
-from fedhm.server.filters.history import SETTLED, History, Moved, Seen, length
+from fedhm.server.filters.history import SETTLED, NormHistory, Seen, UpdateDelta, length
 from fedhm.work.messages import Update
 from fedhm.work.statistics import STATISTICS
 from fedhm.work.work import work_of
@@ -32,7 +32,9 @@ class Findings:
     disagreeing: int = 0  # updates that were dropped for it
 
 
-def clip(arriving: Iterable[Moved], history: History, round_number: int, findings: Findings) -> Iterator[Moved]:
+def clip(
+    arriving: Iterable[UpdateDelta], history: NormHistory, round_number: int, findings: Findings
+) -> Iterator[UpdateDelta]:
     """Yield the updates, those that are too long cut to the bound."""
     rest = iter(arriving)
     held, now = _held_back(rest)
@@ -40,9 +42,9 @@ def clip(arriving: Iterable[Moved], history: History, round_number: int, finding
         yield _bounded(each, history, round_number, now, findings)
 
 
-def _held_back(arriving: Iterator[Moved]) -> tuple[list[Moved], dict[str, list[float]]]:
+def _held_back(arriving: Iterator[UpdateDelta]) -> tuple[list[UpdateDelta], dict[str, list[float]]]:
     """Return the first updates, of as many clients as settle a median, and by part the norms of those clients."""
-    held: list[Moved] = []
+    held: list[UpdateDelta] = []
     norms: dict[str, dict[int, float]] = {}
     for each in arriving:
         held.append(each)
@@ -54,8 +56,8 @@ def _held_back(arriving: Iterator[Moved]) -> tuple[list[Moved], dict[str, list[f
 
 
 def _bounded(
-    each: Moved, history: History, round_number: int, now: dict[str, list[float]], findings: Findings
-) -> Moved:
+    each: UpdateDelta, history: NormHistory, round_number: int, now: dict[str, list[float]], findings: Findings
+) -> UpdateDelta:
     lengths: dict[str, float] = {}
     client, tier = each.update.client, each.update.tier
     for part, change in each.parts.items():
@@ -153,7 +155,7 @@ def intervals(gathered: Sequence[Tensors], layer: str) -> dict[str, Interval]:
     }
 
 
-def brought_in(gathered: Sequence[Tensors]) -> tuple[list[Tensors], list[int]]:
+def clamp_outliers(gathered: Sequence[Tensors]) -> tuple[list[Tensors], list[int]]:
     """Return what clients gathered, brought to where most clients are, and of each how many values were not there."""
     counts = [0] * len(gathered)
     if len(gathered) < FEWEST:

@@ -1,19 +1,20 @@
-"""From the updates that were let in to those that are merged: `[server] robust`, with what it found in the record."""
+"""Defence against hostile clients, `[server] robust`: updates are limited by comparison with other clients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from fedhm.config.schema import ResolvedConfig, ServerConfig
 from fedhm.errors import FedhmError
-from fedhm.server.collect import Guard, Intake
-from fedhm.server.filters.agreement import by_centered_clip, by_krum, drop_disagreeing, judged_together
+from fedhm.networks.spec import NetworkSpec
+from fedhm.server.facts import TaskFacts
+from fedhm.server.filters.agreement import by_centered_clip, by_krum, drop_disagreeing, judge_together
 from fedhm.server.filters.clip import Findings, clip
-from fedhm.server.filters.history import History, Layout, Standing, moved
+from fedhm.server.filters.filter import Arrival, RoundFilter
+from fedhm.server.filters.history import AgreementHistory, Layout, NormHistory, update_delta
 from fedhm.server.record import Record
-from fedhm.work.messages import Task, Update
 
 
 def check_attackers(config: ServerConfig, participants: int) -> None:
-    """Refuse to let Krum look for more hostile clients than it can tell among a round's participants."""
+    """Refuse to let Krum look for more hostile clients than it can find among a round's participants."""
     if config.robust == "krum" and participants < (needed := 2 * config.attackers + 3):
         raise FedhmError(
             f"server.robust = 'krum' tells server.attackers = {config.attackers} only among {needed} or more clients, "
@@ -21,46 +22,51 @@ def check_attackers(config: ServerConfig, participants: int) -> None:
         )
 
 
-class Defence:
-    """Guards a run's rounds against hostile clients, which are told by the rounds before.
+class Defence(RoundFilter):
+    """Cuts updates that are too long, drops those that disagree, and applies the rule that the settings name.
+
+    Coordinate-wise rules are no filters: the method's mean applies them (`methods/means.py`).
 
     one_model  all networks of the method are versions of one model
     """
 
-    def __init__(self, config: ResolvedConfig, intake: Intake, one_model: bool, records: Sequence[Record]) -> None:
-        self._config, self._one_model = config.server, one_model
-        self._layout: Callable[[str], Layout] = lambda network: intake.facts(network).layout
-        self._history = History(config.train.learning_rate)
-        self._standing = Standing()
+    def __init__(self, config: ResolvedConfig, facts: TaskFacts, one_model: bool) -> None:
+        self._config, self._facts, self._one_model = config.server, facts, one_model
+        self._norms = NormHistory(config.train.learning_rate)
+        self._agreement = AgreementHistory()
+
+    def restore(self, records: Sequence[Record]) -> None:
         for record in records:
             self._learn(record)
 
-    def done(self, record: Record) -> None:
-        """Learn from a round that was merged."""
-        self._learn(record)
+    def finish(self, records: Sequence[Record]) -> None:
+        self._learn(records[-1])
         if self._config.robust != "none":
-            record.bound_losses()
+            records[-1].bound_losses()
 
     def _learn(self, record: Record) -> None:
-        self._history.add(record.round, record.norms)
-        self._standing.add(record.agreement)
+        self._norms.add(record.round, record.norms)
+        self._agreement.add(record.agreement)
 
-    def guard(self, record: Record) -> Guard | None:
-        """Return what guards a round; None: nothing does."""
+    def updates(self, arrivals: Iterator[Arrival], record: Record) -> Iterator[Arrival]:
         if self._config.robust == "none":
-            return None
+            yield from arrivals
+            return
+        number, findings = record.round, Findings(record.norms, record.clipped, record.dropped, record.agreement)
+        deltas = (update_delta(each.task, each.update, self._layout(each.task.network)) for each in arrivals)
+        # every rule needs these two first: it is no help against one client that is far longer than all others
+        passing = clip(deltas, self._norms, number, findings)
+        passing = drop_disagreeing(
+            passing, self._norms, number, findings, self._layout, self._one_model, self._agreement
+        )
+        if self._config.robust == "centered-clip":
+            rule = by_centered_clip(self._norms, number, findings)
+            passing = judge_together(passing, rule, self._layout, self._one_model)
+        elif self._config.robust == "krum":
+            rule = by_krum(self._config.attackers, findings)
+            passing = judge_together(passing, rule, self._layout, self._one_model)
+        for delta in passing:
+            yield Arrival(delta.task, delta.update)
 
-        def guard(admitted: Iterator[tuple[Task, Update]]) -> Iterator[Update]:
-            arriving = (moved(task, update, self._layout(task.network)) for task, update in admitted)
-            findings = Findings(record.norms, record.clipped, record.dropped, record.agreement)
-            told = (self._history, record.round, findings)
-            compared = (self._layout, self._one_model)
-            passing = drop_disagreeing(clip(arriving, *told), *told, *compared, self._standing)  # before every rule
-            if self._config.robust == "centered-clip":
-                passing = judged_together(passing, by_centered_clip(*told), *compared)
-            elif self._config.robust == "krum":
-                passing = judged_together(passing, by_krum(self._config.attackers, findings), *compared)
-            for each in passing:
-                yield each.update
-
-        return guard
+    def _layout(self, network: NetworkSpec) -> Layout:
+        return self._facts.network(network).layout

@@ -8,7 +8,8 @@ from fedhm.config.schema import NO_TIER, Config, DeviceConfig, DeviceProfile, Re
 from fedhm.config.units import readable_size
 from fedhm.errors import FedhmError
 from fedhm.measure.time import ClientSeconds, computation_seconds, transfer_seconds
-from fedhm.server.collect import Intake
+from fedhm.server.facts import TaskFacts
+from fedhm.server.filters.filter import RoundFilter
 from fedhm.server.record import Record, Simulated
 from fedhm.work.messages import Task
 from fedhm.work.train import trained_as
@@ -43,23 +44,23 @@ class Planned:
     problem: str = ""  # why no tier fits the device
 
 
-class Fleet:
+class Fleet(RoundFilter):
     """The clients' devices in a run whose config lists them."""
 
-    def __init__(self, config: Config, intake: Intake) -> None:
-        self._config, self._intake, self._devices = config, intake, config.federation.device_of
+    def __init__(self, config: Config, facts: TaskFacts) -> None:
+        self._config, self._facts, self._devices = config, facts, config.federation.device_of
 
     def seconds(self, client: int, tasks: Sequence[Task], checkpointing: bool) -> ClientSeconds:
         """Return the simulated seconds that a client's tasks of a round take on its device."""
         device, reference = self._devices[client], self._config.federation.reference_macs_per_second
-        sizes = [self._intake.sizes(task) for task in tasks]
+        sizes = [self._facts.sizes(task) for task in tasks]
         computed = [
             computation_seconds(
                 device,
                 reference,
-                task.network,
+                str(task.network),
                 self._macs(task),
-                self._intake.passes(task),
+                self._facts.samples_seen(task),
                 self._train(task, checkpointing),
             )
             for task in tasks
@@ -71,7 +72,7 @@ class Fleet:
             transfer_seconds(sum(up for _, up in sizes), device.uplink),
         )
 
-    def in_time(self, tasks: Sequence[Task], record: Record) -> list[Task]:
+    def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
         """Return the tasks of clients that are done by the deadline, and record everybody's time.
 
         Who is late is known before anybody trains, so late clients are not asked to; the round still waits for them.
@@ -102,7 +103,7 @@ class Fleet:
         return trained_as(train.checkpointed if checkpointing else train, task)
 
     def _macs(self, task: Task) -> int:
-        return self._intake.facts(task.network).cost.macs
+        return self._facts.network(task.network).cost.macs
 
     def plan(self, tiers: Tiers) -> list[Planned]:
         """Choose for every client the largest tier that fits its device's memory, and the deadline of a round.
@@ -137,8 +138,8 @@ class Fleet:
     def _options(self, client: int, tier: str, tiers: Tiers) -> Iterator[Planned]:
         device, all_of_them = self._devices[client], bool(self._config.train.checkpointing)
         tasks = [replace(task, client=client) for task in tiers.tasks(tier)]
-        sizes = [self._intake.sizes(task) for task in tasks]
-        macs = sum(self._macs(task) * self._intake.passes(task) for task in tasks)
+        sizes = [self._facts.sizes(task) for task in tasks]
+        macs = sum(self._macs(task) * self._facts.samples_seen(task) for task in tasks)
         for checkpointing in modes(tiers, all_of_them):
             memory = self._memory(device, tasks, checkpointing)
             if memory is None:
@@ -149,7 +150,7 @@ class Fleet:
 
     def _memory(self, device: DeviceConfig, tasks: Sequence[Task], checkpointing: bool) -> int | None:
         """Return what was measured on the device, if it was, for all of a client's networks."""
-        ways = [(task.network, self._train(task, checkpointing)) for task in tasks]
+        ways = [(str(task.network), self._train(task, checkpointing)) for task in tasks]
         profile = device.profile
         found = [profile and profile.step(name, bool(train.checkpointing), train.parts) for name, train in ways]
         sizes = [step.memory for step in found if step and step.memory]

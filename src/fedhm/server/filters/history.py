@@ -43,13 +43,14 @@ def length(delta: FactorizedDelta) -> float:
 
 
 @dataclass(frozen=True)
-class Moved:
+class UpdateDelta:
     """An update, and how far each part of it is from what was sent."""
 
+    task: Task
     update: Update
     parts: Mapping[str, FactorizedDelta]
 
-    def cut(self, lengths: Mapping[str, float]) -> "Moved":
+    def cut(self, lengths: Mapping[str, float]) -> "UpdateDelta":
         """Return the update with some of its parts at other lengths, on the straight way from what was sent.
 
         The very same one, to the last bit, if no part is to have another length.
@@ -58,24 +59,25 @@ class Moved:
             return self
         parts = {n: each.at_length(lengths[n]) if n in lengths else each for n, each in self.parts.items()}
         found = {name: tensor for each in parts.values() for name, tensor in each.returned.items()}
-        return Moved(replace(self.update, tensors={name: found[name] for name in self.update.tensors}), parts)
+        update = replace(self.update, tensors={name: found[name] for name in self.update.tensors})
+        return replace(self, update=update, parts=parts)
 
 
-def moved(task: Task, update: Update, known: Layout) -> Moved:
+def update_delta(task: Task, update: Update, known: Layout) -> UpdateDelta:
     """Return what an update changed; nothing where its kind of work does not train."""
     work = work_of(task.kind)
     if not work.trains:
-        return Moved(update, {})
+        return UpdateDelta(task, update, {})
     if not work.returns_network:  # its own answer, such as logits, which may be as long as those of others
         nothing = {name: torch.zeros_like(tensor) for name, tensor in update.tensors.items()}
-        return Moved(update, {OUTPUTS: factorized_delta(update.tensors, nothing, ())})
+        return UpdateDelta(task, update, {OUTPUTS: factorized_delta(update.tensors, nothing, ())})
     sent = work.loaded(task)
     averages = {name: tensor for name, tensor in update.tensors.items() if name in known.averages}
     weights = {name: tensor for name, tensor in update.tensors.items() if name not in averages}
     parts = {WEIGHTS: factorized_delta(weights, sent, known.factorized)}
     if averages:
         parts[AVERAGES] = factorized_delta(averages, sent, ())
-    return Moved(update, parts)
+    return UpdateDelta(task, update, parts)
 
 
 # How far clients moved in the rounds before, and how far one may move by that.
@@ -104,7 +106,7 @@ MULTIPLE = 4.0  # times the level: an update may be so long
 Norms = Mapping[str, Mapping[str, Mapping[int, float]]]
 
 
-class History:
+class NormHistory:
     """The norms of the rounds before, as their records have them."""
 
     def __init__(self, learning_rate: Callable[[int], float]) -> None:
@@ -200,7 +202,7 @@ class Seen(NamedTuple):
         return self.agreement - SHARE * self.median
 
 
-class Standing:
+class AgreementHistory:
     """How clients agreed in the rounds before, as their records have it."""
 
     def __init__(self) -> None:

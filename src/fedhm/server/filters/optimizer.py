@@ -20,6 +20,8 @@ from torch import Tensor
 from fedhm.config.schema import ServerConfig
 from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors, is_averageable
+from fedhm.server.filters.filter import RoundFilter
+from fedhm.server.record import Record
 from fedhm.server.state import Way, mapped
 
 S = TypeVar("S")
@@ -33,21 +35,29 @@ class Moments:
     second: Tensors = field(default_factory=dict)
 
 
-class ServerOptimizer:
-    """The server's optimizer, which makes its step on those fields of a method's state that the method averages."""
+class ServerOptimizer(RoundFilter):
+    """The server's optimizer. It steps on those fields of a method's state that the method averages.
 
-    def __init__(self, config: ServerConfig, method: str, averaged: tuple[str, ...], not_weights: Set[str]) -> None:
-        self.config, self._averaged, self._not_weights = config, averaged, not_weights
-        if self.steps and not averaged:
+    always  step even if nobody was asked to train, since noise has changed the state (`[privacy]` at the server)
+    """
+
+    def __init__(
+        self, config: ServerConfig, method: str, averaged: tuple[str, ...], not_weights: Set[str], always: bool = False
+    ) -> None:
+        self.config, self._averaged, self._not_weights, self._always = config, averaged, not_weights, always
+        self.moments = Moments()  # of the last round; a checkpoint holds them
+        if config.optimizer != "none" and not averaged:
             raise FedhmError(f"{method} averages no weights: server.optimizer must be 'none'")
 
-    @property
-    def steps(self) -> bool:
-        return self.config.optimizer != "none"
+    def merged(self, before: S, merged: S, record: Record) -> S:
+        if self.config.optimizer == "none" or not (record.traffic or self._always):
+            return merged
+        stepped, self.moments = self.step(before, merged, self.moments)
+        return stepped
 
     def step(self, before: S, merged: S, moments: Moments) -> tuple[S, Moments]:
         """Return the state whose averaged fields have made the step from `before` that `merged` points to."""
-        if not self.steps:
+        if self.config.optimizer == "none":
             return merged, moments
         first, second, old = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         mapped(self._fields(before), lambda name, _, tensor: old.setdefault(name, tensor))

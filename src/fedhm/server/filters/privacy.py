@@ -24,7 +24,9 @@ from fedhm.lowrank.delta import clip_delta
 from fedhm.lowrank.hybrid import plan_of
 from fedhm.machine.tensors import update_digest
 from fedhm.networks.exchange import Tensors, is_averageable
+from fedhm.networks.spec import NetworkSpec
 from fedhm.seeds import Secret, secret_normals
+from fedhm.server.filters.filter import Arrival, RoundFilter
 from fedhm.server.record import Record
 from fedhm.server.sampling import expected_to_train, independently
 from fedhm.server.state import Way, mapped
@@ -153,98 +155,99 @@ class Averaging(Protocol):
     recovers: bool
     state_type: type[Any]
 
-    def network(self, name: str) -> nn.Module:
-        """Return a new network of a tier."""
+    def network(self, spec: NetworkSpec) -> nn.Module:
+        """Return a new network."""
         ...
 
 
-class Mechanism:
-    """Differential privacy of one run. Where the clients add their noise, the server only counts.
+class Privacy(RoundFilter):
+    """Differential privacy of one run. Where clients add the noise themselves, the server only counts ε.
 
-    fixed   names of tensors that training leaves alone: they get no noise, and are held to what they were
-    secret  is to be filled in before the first round
+    fixed   names of tensors that training leaves alone: they get no noise, and keep their values
+    secret  seeds sampling and noise; it is filled in before the first round
     """
 
     def __init__(self, config: Config, method: Averaging, clients: int, fixed: Set[str], secret: Secret) -> None:
-        self.config, self.secret, self.at_server = config.privacy, secret, config.privacy.at_server
-        self._whole, self._method, self._clients, self._fixed = config, method, clients, fixed
+        self.secret = secret
+        self._config, self._method, self._clients, self._fixed = config, method, clients, fixed
         self._expected = expected_to_train(config.federation, clients, method.levels, method.tiers)
-        self._factorized = cache(lambda name: frozenset(plan_of(method.network(name)) if method.recovers else ()))
+        self._factorized = cache(lambda spec: frozenset(plan_of(method.network(spec)) if method.recovers else ()))
+        self._count = 0  # updates of the round so far
 
-    def participants(self, round_number: int) -> list[Participant]:
-        """Return who takes part in a round: every client independently, as the accountant assumes."""
-        federation, seed, levels = self._whole.federation, self._whole.seed, self._method.levels
-        return independently(federation, self._clients, levels, seed, round_number, self.secret.value)
+    def sampling(self, drawings: Iterator[list[Participant]], round_number: int) -> Iterator[list[Participant]]:
+        """Draw every client independently, as the accountant assumes. A private round has one attempt."""
+        if not self._config.privacy.at_server:
+            return drawings
+        federation, seed, levels = self._config.federation, self._config.seed, self._method.levels
+        return iter([independently(federation, self._clients, levels, seed, round_number, self.secret.value)])
 
-    def check(self, tasks: Iterable[Task]) -> None:
+    def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
         """Refuse tasks for which a client sends anything but one network that it trained."""
         seen: set[int] = set()
         for task in tasks:
             work = work_of(task.kind)
             if task.client in seen or task.kept or not (work.trains and work.returns_network):
                 raise FedhmError(
-                    f"method.name = '{self._whole.method.name}' has clients send more than one network that they "
+                    f"method.name = '{self._config.method.name}' has clients send more than one network that they "
                     "trained, which [privacy] does not cover: choose fedhm or fedavg"
                 )
             seen.add(task.client)
+        return tasks
 
-    def bounded(self, updates: Iterable[Update], tasks: Sequence[Task]) -> "Bounded":
-        return Bounded(replace(each, tensors=self._cut(each, tasks[each.position])) for each in updates)
+    def updates(self, arrivals: Iterator[Arrival], record: Record) -> Iterator[Arrival]:
+        """Cut every change to the bound, and count them."""
+        if not self._config.privacy.at_server:
+            yield from arrivals
+            return
+        self._count = 0
+        for each in arrivals:
+            self._count += 1
+            yield Arrival(each.task, replace(each.update, tensors=self._bounded(each.update, each.task)))
 
-    def _cut(self, update: Update, task: Task) -> Tensors:
-        """Return what a client sent back, as far away from what it was sent as it may be."""
+    def _bounded(self, update: Update, task: Task) -> Tensors:
+        """Return a client's tensors, moved towards those that it was sent until they are near enough."""
         sent, layers = work_of(task.kind).loaded(task), self._factorized(task.network)
-        held = {name for name in sent if name in self._fixed or self._of_fixed(name, layers)}
+        held = {name for name in sent if name in self._fixed or self._is_fixed_factor(name, layers)}
         returned = {name: sent[name] if name in held else tensor for name, tensor in update.tensors.items()}
-        return clip_delta(returned, sent, layers, self.config.clip)
+        return clip_delta(returned, sent, layers, self._config.privacy.clip)
 
-    def _of_fixed(self, name: str, layers: Set[str]) -> bool:
+    def _is_fixed_factor(self, name: str, layers: Set[str]) -> bool:
         """Tell whether a tensor is a factor of a weight that training leaves alone."""
         layer, _, _ = name.rpartition(".")
         return layer in layers and f"{layer}.weight" in self._fixed
 
-    def released(self, before: S, merged: S, count: int, round_number: int) -> S:
-        """Return the state with noise, in place of `merged`, into which so many updates went."""
+    def merged(self, before: S, merged: S, record: Record) -> S:
+        """Return the state with noise. There is noise even if nobody took part: that must not be seen either."""
+        if not self._config.privacy.at_server:
+            return merged
         averaged = self._method.state_type.averaged
-        old, share = dict[str, Tensor](), count / self._expected
+        old, share = dict[str, Tensor](), self._count / self._expected
         mapped(_fields(before, averaged), lambda name, _, tensor: old.setdefault(name, tensor))
-        sums = _digest(_fields(merged, averaged), count)
+        sums = _digest(_fields(merged, averaged), self._count)
 
         def moved(name: str, way: Way, mean: Tensor) -> Tensor:
             if way[-1] in self._fixed or not is_averageable(mean):
                 return old[name]
             after, start = (_as_doubles(tensor) for tensor in (mean, old[name]))
-            new = start + share * (after - start) + self._noise(after, name, round_number, sums)
+            new = start + share * (after - start) + self._noise(after, name, record.round, sums)
             if way[-1].endswith("running_var"):
-                new.clamp_(min=0.0)  # noise may leave less, and there is no such variance
+                new.clamp_(min=0.0)  # noise may make a variance negative
             return (torch.view_as_complex(new) if mean.is_complex() else new).to(mean.dtype)
 
         return replace(merged, **mapped(_fields(merged, averaged), moved))  # type: ignore[type-var]
 
     def _noise(self, like: Tensor, name: str, round_number: int, sums: str) -> Tensor:
-        """Return the noise of one tensor, which is drawn anew where other sums are to be hidden.
+        """Return the noise of one tensor. Other sums get other noise.
 
-        A round that is repeated, since it was interrupted, has the same; but if other clients answer then, their
-        sum must not be hidden by numbers that have hidden another: the difference of the two would be bare.
+        A round that is repeated after an interruption has the same noise. But if other clients answer then, the same
+        numbers must not hide both sums: their difference would be bare.
         """
-        scale = self.config.noise * self.config.clip / self._expected
+        privacy = self._config.privacy
         drawn = secret_normals(self.secret.value, like.numel(), "noise", round_number, name, sums)
-        return drawn.view(like.shape) * scale
+        return drawn.view(like.shape) * (privacy.noise * privacy.clip / self._expected)
 
-    def epsilon(self, records: Sequence[Record]) -> float | None:
-        return epsilon_after(records, self._whole)
-
-
-class Bounded:
-    """Updates that are cut to the bound, and how many of them there were."""
-
-    def __init__(self, updates: Iterable[Update]) -> None:
-        self._updates, self.count = updates, 0
-
-    def __iter__(self) -> Iterator[Update]:
-        for update in self._updates:
-            self.count += 1
-            yield update
+    def finish(self, records: Sequence[Record]) -> None:
+        records[-1].epsilon = epsilon_after(records, self._config)
 
 
 def _fields(state: Any, averaged: Iterable[str]) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""The filters of a run's rounds: the one place where they are put together, and where their order is decided."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from fedhm.config.schema import ResolvedConfig
+from fedhm.data.federation import Federation
+from fedhm.networks.exchange import untrained_names
+from fedhm.networks.spec import NetworkSpec
+from fedhm.seeds import Secret
+from fedhm.server.facts import NetworkFacts, TaskFacts
+from fedhm.server.filters.admission import Admission
+from fedhm.server.filters.defence import Defence
+from fedhm.server.filters.filter import RoundFilter
+from fedhm.server.filters.fleet import Fleet
+from fedhm.server.filters.optimizer import ServerOptimizer
+from fedhm.server.filters.privacy import Privacy, check_privacy
+
+
+class Averaging(Protocol):
+    """What filters know of a method (`methods/method.py`)."""
+
+    tiers: tuple[str, ...]
+    levels: tuple[str, ...]
+    one_model: bool
+    recovers: bool
+    state_type: type[Any]
+
+    def spec(self, tier: str, state: Any = None) -> NetworkSpec: ...
+    def network(self, spec: NetworkSpec) -> nn.Module: ...
+
+
+@dataclass(frozen=True)
+class RoundFilters:
+    """All filters of a run. Iterating gives them in the order in which their hooks run.
+
+    The fleet leaves clients out before anything is sent. Admission comes before everything that computes with updates.
+    Defence compares updates as clients sent them, so it comes before privacy cuts them. The optimizer steps on the
+    state that privacy released, so that its step tells no more than that state does.
+    """
+
+    admission: Admission
+    defence: Defence
+    optimizer: ServerOptimizer
+    fleet: Fleet | None = None  # None: the clients' devices are not known
+    privacy: Privacy | None = None  # None: nothing is hidden
+    own: Sequence[RoundFilter] = ()  # a user's, after all others
+
+    def __iter__(self) -> Iterator[RoundFilter]:
+        ordered = (self.fleet, self.admission, self.defence, self.privacy, self.optimizer, *self.own)
+        return (each for each in ordered if each is not None)
+
+
+def round_filters(
+    config: ResolvedConfig,
+    model: nn.Module,
+    method: Averaging,
+    federation: Federation,
+    facts: TaskFacts,
+    secret: Secret,
+    *,
+    clients_test: bool,
+) -> RoundFilters:
+    """Make the filters that the settings ask for; `clients_test`: some clients evaluate on samples of theirs."""
+    networks = [facts.network(method.spec(tier)) for tier in method.tiers]
+    not_weights = untrained_names(model).union(*(each.untrained for each in networks))
+    return RoundFilters(
+        Admission(config, federation, facts),
+        Defence(config, facts, method.one_model),
+        ServerOptimizer(
+            config.server,
+            config.method.name,
+            method.state_type.averaged,
+            not_weights,
+            always=config.privacy.at_server,
+        ),
+        Fleet(config, facts) if config.federation.devices else None,
+        _privacy(config, method, federation, networks, secret, clients_test) if config.privacy.active else None,
+    )
+
+
+def _privacy(
+    config: ResolvedConfig,
+    method: Averaging,
+    federation: Federation,
+    networks: Sequence[NetworkFacts],
+    secret: Secret,
+    clients_test: bool,
+) -> Privacy:
+    running = frozenset[str]().union(*(each.running for each in networks))
+    frozen = config.train.frozen_statistics
+    check_privacy(config, federation, normalised=bool(running) and not frozen, tests=clients_test)
+    fixed = (running if frozen else frozenset()).union(*(each.fixed for each in networks))
+    return Privacy(config, method, federation.size, fixed, secret)
