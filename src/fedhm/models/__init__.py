@@ -1,4 +1,4 @@
-"""Networks that come with the library. Any other `nn.Module` works as well."""
+"""The library's networks. Any other `nn.Module` works as well."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The model that a config names, if this machine can hold it."""
+"""Builds the model that a config names, if it fits into this machine's memory."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> n
     if config.model.name == "vit":
         make = partial(make, depth=config.model.depth, patch=config.model.patch, image=_image(input_shape))
         size += f" and model.depth = {config.model.depth}"
-    if config.model.width > 2:  # none of the others is large
+    if config.model.width > 2:  # smaller widths always fit
         _check_size(make, size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "model"))
@@ -42,11 +42,11 @@ def _image(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _check_size(make: Callable[[], nn.Module], given: str) -> None:
-    """Refuse a model that this machine cannot hold, before any of it is there."""
+    """Refuse a model that is too large for this machine, before any memory is allocated."""
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             size = float(size_in_bytes(exchanged_tensors(make())))
-    except (RuntimeError, OverflowError, TypeError):  # torch cannot count so far
+    except (RuntimeError, OverflowError, TypeError):  # the size overflows torch's integers
         size = math.inf
-    if 4 * size > memory_limit():  # itself, its first weights, and one that is trained with its gradients
+    if 4 * size > memory_limit():  # the model, its initial weights, and a trained copy with its gradients
         raise FedhmError(f"{given} makes a model of {size / 1e9:,.0f} GB, too large to be trained in the memory here")

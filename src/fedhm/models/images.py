@@ -1,4 +1,4 @@
-"""A small convolutional network for demos and tests: three 3×3 convolutions, a hidden layer, a classifier."""
+"""Networks for images and tables: a small CNN, an MLP, ResNets and a vision transformer."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,6 +8,8 @@ from fedhm.networks.structure import he_normal
 
 
 class CNN(nn.Module):
+    """A small network for demos and tests: three 3×3 convolutions, a hidden layer, a classifier."""
+
     def __init__(self, num_classes: int, in_channels: int, width: float) -> None:
         super().__init__()
         a, b, c = (max(1, round(channels * width)) for channels in (32, 64, 128))
@@ -38,10 +40,9 @@ def cnn(num_classes: int = 10, in_channels: int = 1, width: float = 1.0) -> CNN:
     return CNN(num_classes, in_channels, width)
 
 
-# A small network for tables: two hidden layers.
-
-
 class MLP(nn.Module):
+    """A small network for tables: two hidden layers."""
+
     def __init__(self, num_outputs: int, in_features: int, width: float) -> None:
         super().__init__()
         hidden = max(1, round(128 * width))
@@ -57,9 +58,6 @@ class MLP(nn.Module):
 def mlp(num_classes: int = 1, in_channels: int = 10, width: float = 1.0) -> MLP:
     """Return the small network for tables of `in_channels` columns; `width` scales its hidden layers (128)."""
     return MLP(num_classes, in_channels, width)
-
-
-# ResNets for small images, the paper's and a smaller one: a 3×3 stem, stride 1, no pooling, four stages of blocks.
 
 
 class BasicBlock(nn.Module):
@@ -80,6 +78,8 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
+    """A ResNet for small images: a 3×3 stem with stride 1, no pooling, four stages of blocks."""
+
     def __init__(self, blocks: tuple[int, int, int, int], num_classes: int, in_channels: int, width: float) -> None:
         super().__init__()
         channels = [max(1, round(c * width)) for c in (64, 128, 256, 512)]
@@ -109,7 +109,7 @@ class ResNet(nn.Module):
 
 
 def resnet10(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> ResNet:
-    """Return a ResNet-10, one block in each stage; `width` scales every stage's channels (64, 128, 256, 512)."""
+    """Return a ResNet-10, with one block a stage; `width` scales every stage's channels (64, 128, 256, 512)."""
     return ResNet((1, 1, 1, 1), num_classes, in_channels, width)
 
 
@@ -123,14 +123,12 @@ def resnet34(num_classes: int = 100, in_channels: int = 3, width: float = 1.0) -
     return ResNet((3, 4, 6, 3), num_classes, in_channels, width)
 
 
-# A small vision transformer: patches and learned positions, pre-norm blocks, the mean over all patches.
-#
-# Queries, keys and values have a layer each, so that each of them is factorized at its own rank. There is no dropout.
-
 HEADS = 4
 
 
 class Attention(nn.Module):
+    """Attention with a layer each for queries, keys and values, so that each is factorized at its own rank."""
+
     def __init__(self, features: int) -> None:
         super().__init__()
         self.query, self.key = nn.Linear(features, features), nn.Linear(features, features)
@@ -157,6 +155,8 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
+    """Patches and learned positions, pre-norm blocks without dropout, the mean over all patches."""
+
     def __init__(
         self, num_classes: int, in_channels: int, width: float, depth: int, patch: int, image: tuple[int, int]
     ) -> None:
@@ -173,7 +173,7 @@ class VisionTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the positions; those of torch would be many times as large as what they are added to."""
+        """Draw the positions; torch's default would be many times as large as the patches they are added to."""
         nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A classifier of texts on the mean of their tokens' outputs, as sentence encoders are trained to be read."""
+"""Pretrained transformers, read from disk: nothing is downloaded."""
 
 from importlib import import_module
 from pathlib import Path
@@ -12,13 +12,16 @@ from fedhm.machine.pretrained import find_pretrained
 
 
 class MeanPooled(nn.Module):
-    """An encoder of transformers with a linear layer on the mean of its outputs, as `model.pooling = "mean"` has it."""
+    """An encoder of transformers with a linear layer on the mean of its outputs (`model.pooling = "mean"`).
+
+    Sentence encoders are trained for this mean.
+    """
 
     def __init__(self, encoder: nn.Module, outputs: int) -> None:
         super().__init__()
         self.encoder = encoder
         settings: Any = encoder.config
-        self.config = settings  # where peft and others look for what kind of model this is
+        self.config = settings  # peft and others look for the kind of model here
         self.classifier = nn.Linear(settings.hidden_size, outputs)
         nn.init.normal_(self.classifier.weight, std=0.02)
         nn.init.zeros_(self.classifier.bias)
@@ -34,16 +37,13 @@ class MeanPooled(nn.Module):
         return scores
 
 
-# Pretrained transformers, read from disk: nothing is downloaded.
-
-
 def read_pretrained(
     base: str, outputs: int, per_token: bool, seed: int, pooling: str = "own", dropout: float | str = "own"
 ) -> nn.Module:
-    """Read a pretrained model with a new head for so many classes, drawn from a seed, or as a language model.
+    """Read a pretrained model: with a new head for `outputs` classes, drawn from a seed, or as a language model.
 
-    pooling  "own": the head that transformers have for the model; "mean": one on the mean of all tokens
-    dropout  of all its layers, in training; "own": as the model says
+    pooling  "own": the head that transformers has for the model; "mean": a head on the mean of all tokens
+    dropout  of all layers in training; "own": the model's own
     """
     folder = find_pretrained(base)
     try:
@@ -54,7 +54,7 @@ def read_pretrained(
     kind = transformers.AutoModel if pooling == "mean" else kind
     options: dict[str, Any] = {} if per_token or pooling == "mean" else {"num_labels": outputs}
     before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # that a new head is new, and a progress bar
+    transformers.logging.set_verbosity_error()  # no warning that the head is new, and no progress bar
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()
     try:
@@ -78,17 +78,17 @@ def read_pretrained(
 
 
 def _padding(transformers: Any, folder: Path) -> int | None:
-    """Return what the model's tokenizer pads with; if it does not, as GPT-2's, the token that ends a text."""
+    """Return the tokenizer's padding token; without one, as in GPT-2, the token that ends a text."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError):  # it is read again with the data, and that says what is wrong
+    except (OSError, ValueError):  # the tokenizer is read again with the data, and refused there
         return None
     found: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return found
 
 
 def _set_dropout(settings: Any, dropout: float | str) -> None:
-    """Set all shares of dropout, under whichever names a kind of model has for them."""
+    """Set all dropout rates; kinds of models have different names for them."""
     if dropout == "own":
         return
     for name, value in vars(settings).items():

@@ -1,1 +1,1 @@
-"""What is learned: the loss, the metrics, and which of them is the headline."""
+"""Objectives: the loss and the metrics of what is learned, one file each."""

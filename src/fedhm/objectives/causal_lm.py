@@ -1,6 +1,6 @@
-"""Causal language modelling: the cross-entropy of every token from those before it; perplexity, its exponential.
+"""Causal language modelling: the cross-entropy of every token, given the tokens before it; perplexity = exp(loss).
 
-Outputs (batch, length, vocabulary) at a place are for the token after it. A target of −100 is not counted.
+The output (batch, length, vocabulary) at a position predicts the next token. A target of −100 does not count.
 """
 
 import math
@@ -16,7 +16,7 @@ from fedhm.errors import FedhmError
 from fedhm.networks.exchange import upcast_half
 
 NOT_COUNTED = -100
-MOST = 700.0  # of a loss: the exponential of more is no number
+MOST = 700.0  # exp of a larger loss overflows
 
 
 class CausalLM(Objective):
@@ -40,7 +40,7 @@ class CausalLM(Objective):
             raise FedhmError(f"a language model must give a score for every token at every place, not {shape}")
 
     def loss(self, output: Tensor, targets: Tensor, held: tuple[int, ...] | None) -> Tensor:
-        # of a batch without a single target, 0 and not NaN
+        # a batch without any target has a loss of 0, not NaN
         return _summed(output, targets) / _counted(targets).clamp(min=1)
 
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:

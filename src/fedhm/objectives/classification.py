@@ -1,4 +1,4 @@
-"""Classification: cross-entropy, in which a client may leave labels alone that it does not hold; accuracy."""
+"""Classification: cross-entropy, if asked masked to the labels that a client holds; accuracy."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -48,7 +48,7 @@ class Classification(Objective):
 
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         return {
-            # NaN counts as the largest number, and is never right
+            # argmax takes NaN for the largest number; it is never correct
             "correct": ((output.argmax(1) == targets) & ~output.isnan().any(1)).sum(),
             "loss": F.cross_entropy(upcast_half(output), targets, reduction="sum"),
         }
@@ -62,13 +62,13 @@ class Classification(Objective):
 
 
 def masked_cross_entropy(logits: Tensor, targets: Tensor, held: tuple[int, ...] | None) -> Tensor:
-    """Return the cross-entropy with the logits of labels that a client does not hold at 0: they learn nothing."""
+    """Return the cross-entropy with logits of 0 for labels that a client does not hold: they learn nothing."""
     if held is not None and len(held) < logits.shape[1]:
         logits = logits.masked_fill(_missing(held, logits.shape[1], logits.device), 0.0)
     return F.cross_entropy(logits, targets)
 
 
-@lru_cache(maxsize=1)  # a client asks with every batch
+@lru_cache(maxsize=1)  # every batch of a client has the same labels
 def _missing(labels: tuple[int, ...], classes: int, device: torch.device) -> Tensor:
     missing = torch.ones(classes, dtype=torch.bool)
     missing[list(labels)] = False

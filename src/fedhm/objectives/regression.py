@@ -1,9 +1,9 @@
-"""Regression: the mean squared error of one or several numbers; R², the share of their variance that is explained.
+"""Regression: the mean squared error of one or several numbers; R², the explained share of their variance.
 
-R² = 1 − Σ (y − f)² / Σ (y − ȳ)²        of each number, and the mean of these
+R² = 1 − Σ (y − f)² / Σ (y − ȳ)²        for each number, then averaged
 
-The clients' sums tell Σ (y − ȳ)² = Σ y² − (Σ y)² / n. Of targets far from 0 these two are nearly equal, so that
-rounding would leave nothing of their difference: both are summed in parts that are not rounded.
+The clients' sums give Σ (y − ȳ)² = Σ y² − (Σ y)² / n. If targets are far from 0, the two terms are nearly equal, and
+rounding would destroy their difference. So both are summed in parts that are exact.
 """
 
 import math
@@ -18,14 +18,14 @@ from torch import Tensor
 from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.errors import FedhmError
 
-# parts of a number are multiples of these: 2**26 samples of up to 1e10, squared, have exact sums of them
+# parts of a number are multiples of these: the sums over 2**26 samples of squares up to 1e20 are exact
 GRIDS = (2.0**40, 2.0**14, 2.0**-12, 2.0**-38, 2.0**-64)
 
 
 class Regression(Objective):
     name: Literal["regression"] = "regression"
     metrics: ClassVar = (Metric("r2"), Metric("mse", more_is_better=False))
-    # a part of a square, 2ab, may be below 0, but by no more than its last half of digits
+    # the part 2ab of a square may be negative, but only in its lower half of digits
     sum_bounds: ClassVar = {"errors": (0.0, 1e20), "targets": (-1e10, 1e10), "squares": (-2e13, 1e20)}
 
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
@@ -72,7 +72,7 @@ def _columns(targets: Tensor) -> int:
 
 
 def _parts(values: Tensor) -> Tensor:
-    """Return parts that add up to the values, each of so few digits that its sum over samples is exact."""
+    """Return parts that add up to the values. Each has so few digits that its sum over samples is exact."""
     parts = []
     for grid in GRIDS:
         parts.append((values / grid).round() * grid)
@@ -81,7 +81,7 @@ def _parts(values: Tensor) -> Tensor:
 
 
 def _square_parts(y: Tensor) -> Tensor:
-    """Return parts of y²: with y = a + b, of half of the digits each, a², 2ab and b² are not rounded."""
+    """Return parts of y². With y = a + b, each with half of the digits, a², 2ab and b² are exact."""
     a = y.float().double()
     a = torch.where(a.isfinite(), a, y)
     b = y - a
@@ -93,9 +93,9 @@ def _explained(errors: float, targets: list[float], squares: list[float], sample
         return math.nan
     total, of_squares = sum(map(Fraction, targets)), sum(map(Fraction, squares))
     spread = of_squares - total * total / samples
-    # what the squares may be wrong by: each by its last digits, and the sum of what is finer than all grids
+    # the error of the squares: the last digits of each, and the sum of the parts below all grids
     rounding = of_squares / 2**96 + min(of_squares, samples * Fraction(GRIDS[-1])) / 2**46
-    # of numbers that are all alike there is nothing to explain: as scikit-learn, 1 if they were met, else 0
+    # equal targets have no variance to explain: as in scikit-learn, 1 if all are predicted exactly, else 0
     if spread <= rounding:
         return float(errors == 0)
     return float(1 - Fraction(errors) / spread)

@@ -1,6 +1,6 @@
-"""Classification of sequences: cross-entropy; accuracy, and F1 as a mean over the classes.
+"""Classification of sequences: cross-entropy; accuracy, and F1 averaged over the classes.
 
-F1 of a class = 2 · right / (actual + predicted)        of those that occur as either
+F1 of a class = 2 · right / (actual + predicted)        for classes that are actual or predicted
 """
 
 from collections.abc import Mapping
