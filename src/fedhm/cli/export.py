@@ -2,8 +2,15 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedhm.cli.options import Verbs, one_of, terminal
+from fedhm.errors import FedhmError
+from fedhm.machine.files import check_folder
+
+if TYPE_CHECKING:
+    from fedhm.config.objective import Metric
+    from fedhm.export.write import Exported
 
 DESCRIPTION = """\
 Writes the models of a finished run's tiers as files that devices run: ONNX, torch.export's .pt2 or ExecuTorch's .pte.
@@ -30,14 +37,60 @@ def add_export(verbs: Verbs) -> None:
     )
     parser.add_argument("--classes", nargs="+", default=[], metavar="NAME", help="names of the classes, in order")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: export in the run's folder)")
-    parser.set_defaults(action=export, imports="fedhm.export.command")
+    parser.set_defaults(action=export, imports="fedhm.export.write")
 
 
 def export(options: argparse.Namespace) -> None:
+    """Write the models of a finished run; Ctrl-C removes a file that is not finished."""
     from fedhm.cli import exit_on_interrupt
-    from fedhm.export.command import export
     from fedhm.export.write import remove_unfinished
 
     out = options.out or options.folder / "export"
     with exit_on_interrupt(lambda: remove_unfinished(out)):
-        export(options, terminal())
+        _export(options, out)
+
+
+def _export(options: argparse.Namespace, out: Path) -> None:
+    from fedhm.export.formats import find_format
+    from fedhm.export.source import sources_from_run
+    from fedhm.export.write import write
+    from fedhm.report.sheets import rich_table
+
+    formats = [(to, False) for to in dict.fromkeys(options.to)]
+    for to, _ in formats:
+        find_format(to)  # refuses a missing package before anything is read
+    if options.int8:
+        if "onnx" not in options.to:
+            raise FedhmError("--int8 writes ONNX files: it goes with --to onnx")
+        formats.append(("onnx", True))
+    if options.out:
+        check_folder(out)
+    console = terminal()
+    exported: dict[str, list[Exported]] = {}
+    sources = sources_from_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
+    for source in sources:
+        for to, int8 in formats:
+            done = write(source, to, out, int8=int8)
+            exported.setdefault(source.name, []).append(done)
+            assert source.objective is not None
+            console.print(_line(done, source.objective.headline), highlight=False, markup=False, soft_wrap=True)
+    if options.card:
+        from fedhm.export.cards import write_cards
+
+        table, written = write_cards(sources, exported, out)
+        for part in table.split(console.width):
+            console.print(rich_table(part))
+        console.print(table.note, highlight=False, markup=False)
+        for path in written:
+            console.print(str(path), highlight=False, markup=False, soft_wrap=True)
+
+
+def _line(done: "Exported", metric: "Metric") -> str:
+    """Return the line that is printed for a file."""
+    from fedhm.report.format import format_bytes
+
+    size = format_bytes(done.path.stat().st_size)
+    known = f", {metric.name} {metric.shown(done.metrics[metric.name])}" if metric.name in done.metrics else ""
+    on = "random inputs" if done.random else "the run's samples"
+    apart = f"outputs within {done.difference:.1e} of the network's on {on}"
+    return f"{done.path}: {size}{known}, {apart}"
