@@ -17,7 +17,7 @@ from fedhm.runs.folder import RunFolder
 from fedhm.runs.result import Result
 from fedhm.server.collect import collect
 from fedhm.server.record import Record
-from fedhm.server.sampling import drawings, participants
+from fedhm.server.sampling import drawings
 from fedhm.server.state import flatten
 from fedhm.work.messages import Failure, Reply, Task
 
@@ -59,7 +59,7 @@ def test_later_attempts_ask_others_first_and_are_drawn_by_the_seed() -> None:
     config = FederationConfig(participation=0.3)
     for number in range(1, 30):
         first, second, third, fourth, fifth = islice(drawings(config, 10, LEVELS, 0, number), 5)
-        assert first == participants(config, 10, LEVELS, 0, number)
+        assert first == next(drawings(config, 10, LEVELS, 0, number))
         asked = [p.client for attempt in (first, second, third) for p in attempt]
         assert len(set(asked)) == 9
         assert set(range(10)) - set(asked) < {p.client for p in fourth}  # the one who is left, and two others

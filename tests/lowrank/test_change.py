@@ -57,7 +57,7 @@ def test_a_shorter_change_is_as_long_as_it_may_be(seed: int, share: float) -> No
     sent, returned = doubles(tensors(seed)), doubles(tensors(seed + 1))  # float32 rounds short ways
     whole = factorized_delta(returned, sent, LAYERS)
     length = share * whole.norm
-    cut = whole.at_most(length)
+    cut = whole.clipped(length)
     assert (recovered(cut) - recovered(sent)).norm().item() == pytest.approx(length, rel=1e-9)
     assert cut["norm.num_batches_tracked"] == returned["norm.num_batches_tracked"]
     assert {name: t.shape for name, t in cut.items()} == {name: t.shape for name, t in sent.items()}
@@ -66,19 +66,19 @@ def test_a_shorter_change_is_as_long_as_it_may_be(seed: int, share: float) -> No
 def test_what_is_short_enough_stays_as_it_was() -> None:
     sent, returned = tensors(0), tensors(1)
     whole = factorized_delta(returned, sent, LAYERS)
-    kept = whole.at_most(whole.norm)
+    kept = whole.clipped(whole.norm)
     assert all(torch.equal(kept[name], returned[name]) for name in returned)
 
 
 def test_nothing_is_left_of_a_change_that_may_have_no_length() -> None:
     sent = tensors(0)
-    kept = factorized_delta(tensors(1), sent, LAYERS).at_most(0.0)
+    kept = factorized_delta(tensors(1), sent, LAYERS).clipped(0.0)
     assert torch.allclose(recovered(kept), recovered(sent), rtol=0, atol=1e-6)
 
 
 def test_dense_changes_are_scaled() -> None:
     sent, returned = {"w": torch.zeros(4)}, {"w": torch.full((4,), 5.0)}
-    assert factorized_delta(returned, sent, ()).at_most(1.0)["w"].tolist() == pytest.approx([0.5] * 4)
+    assert factorized_delta(returned, sent, ()).clipped(1.0)["w"].tolist() == pytest.approx([0.5] * 4)
 
 
 def test_what_is_left_out_counts_as_unchanged() -> None:
@@ -105,21 +105,21 @@ def test_a_change_too_long_to_be_computed_is_not_a_short_one() -> None:
     sent = doubles(tensors(0))
     whole = factorized_delta({name: tensor * 1e200 for name, tensor in sent.items()}, sent, LAYERS)
     assert not whole.norm <= 1e300
-    assert whole.share(1.0) == 0
+    assert whole.fraction_at(1.0) == 0
 
 
 @given(st.integers(0, 10_000), st.floats(1.001, 4.0))
 def test_a_longer_change_goes_on_the_same_way(seed: int, factor: float) -> None:
     sent, returned = tensors(seed), tensors(seed + 1)
     whole = factorized_delta(returned, sent, LAYERS)
-    longer = whole.at_length(factor * whole.norm)
+    longer = whole.scaled_to(factor * whole.norm)
     assert longer.norm == pytest.approx(factor * whole.norm, rel=1e-9)
     assert (recovered(dict(longer.returned)) - recovered(sent)).norm().item() == pytest.approx(longer.norm, rel=1e-5)
 
 
 def test_of_no_change_there_is_no_longer_one() -> None:
     sent = tensors(0)
-    assert factorized_delta(tensors(0), sent, LAYERS).at_length(1.0).norm == 0.0
+    assert factorized_delta(tensors(0), sent, LAYERS).scaled_to(1.0).norm == 0.0
 
 
 def test_sums_have_one_order_whatever_that_of_the_layers() -> None:

@@ -1,4 +1,7 @@
-"""Heads: the modules of an adapted model that are trained whole, of one layer or of several."""
+"""Adapted networks: a frozen base that all networks of a process share, with adapters injected by peft.
+
+Beside the adapters a head is trained whole: the modules, of one layer or of several, that were made for the task.
+"""
 
 import copy
 import hashlib
@@ -19,16 +22,16 @@ from fedhm.networks.exchange import Tensors, set_packing, shared_parameters
 from fedhm.networks.info import declare, info_of
 from fedhm.networks.structure import copy_sharing_parameters, unshare_base
 
-HEADS = ("classifier", "score")  # how transformers call the layer that is made for the task
+HEADS = ("classifier", "score")  # names that transformers give the layer for the task
 
 
 def find_head(
     model: nn.Module, given: tuple[str, ...] | str, classifier: str | None, per_token: bool
 ) -> tuple[str, ...]:
-    """Return the modules that are trained whole: those given, or all that was made for the task."""
+    """Return the modules that are trained whole: the given ones, or all that were made for the task."""
     if not isinstance(given, str):
         return given
-    if per_token:  # what gives the scores of tokens is the base's own
+    if per_token:  # the layer that scores tokens is part of the base
         return ()
     made = _beside_the_base(model)
     if made and (classifier is None or _inside(classifier, made)):
@@ -38,13 +41,13 @@ def find_head(
     own = dict(model.named_modules())
     if found := [name for name in HEADS if name in own]:
         return (found[0],)
-    raise FedhmError("the layer that gives the model's outputs cannot be told: name it with method.head = ['NAME']")
+    raise FedhmError("the layer that gives the model's outputs is unknown: name it with method.head = ['NAME']")
 
 
 def _beside_the_base(model: nn.Module) -> tuple[str, ...]:
-    """Return the modules with weights that a model of transformers has beside its base model; of others, nothing.
+    """Return the modules with weights that a model of transformers has beside its base model; none for other models.
 
-    A head may have several layers, as RoBERTa's and DistilBERT's: the first ones are as new as the last.
+    A head may have several layers, as those of RoBERTa and DistilBERT. All of them are new.
     """
     prefix = getattr(model, "base_model_prefix", "")
     base = getattr(model, prefix, None) if isinstance(prefix, str) and prefix else None
@@ -56,7 +59,7 @@ def _beside_the_base(model: nn.Module) -> tuple[str, ...]:
 
 
 def head_modules(model: nn.Module, head: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that peft trains whole for these names: all whose own names end so."""
+    """Return the modules that peft trains whole for these names: all modules whose names end with one of them."""
     modules = [name for name, _ in model.named_modules()]
     for name in head:
         if not any(f".{each}".endswith(f".{name}") for each in modules):
@@ -64,13 +67,13 @@ def head_modules(model: nn.Module, head: Sequence[str]) -> tuple[str, ...]:
     found = tuple(name for name in modules if name and name.endswith(tuple(head)))
     for name in found:
         if outer := [other for other in found if name.startswith(f"{other}.")]:
-            raise FedhmError(f"method.head names '{name}', which is inside of '{outer[0]}': name one of both")
+            raise FedhmError(f"method.head names '{name}', which is inside '{outer[0]}': name one of the two")
     _check_own_weights(model, found)
     return found
 
 
 def _check_own_weights(model: nn.Module, heads: tuple[str, ...]) -> None:
-    """Refuse a head that shares weights with the base: its own would part from those, which stay as they are."""
+    """Raise if a head shares weights with the base, which stay frozen while the head's weights change."""
     holders: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not _inside(name, heads):
@@ -87,23 +90,21 @@ def _inside(name: str, modules: Sequence[str]) -> bool:
     return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
-# Adapted networks: a frozen base that all networks of a process share, with adapters that peft has put into it.
-
-ALL_LINEAR = "all-linear"  # all linear layers but heads, as peft has it
+ALL_LINEAR = "all-linear"  # peft's name for all linear layers except heads
 DIGESTED = 64  # numbers of each tensor of a base, or a few more: all of them would take seconds
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What adapters are put into a model, and what is trained beside them."""
+    """The adapters of a model, and the modules that are trained beside them."""
 
-    target: tuple[str, ...]  # layers by the ends of their names, or ALL_LINEAR alone
+    target: tuple[str, ...]  # layers, by the ends of their names, or ALL_LINEAR alone
     scale: float  # α/r, the same for every rank
     head: tuple[str, ...] = ()  # modules that are trained whole
 
 
 class FrozenBase:
-    """A model, frozen and read in the memory where it lies, and the layers of it that get adapters."""
+    """A frozen model, which shares the memory of the user's, and its layers that get adapters."""
 
     def __init__(self, model: nn.Module, adapting: AdapterSettings) -> None:
         self.adapting = adapting
@@ -113,11 +114,11 @@ class FrozenBase:
         self._check_target()
         self._target: str | list[str] = ALL_LINEAR if adapting.target == (ALL_LINEAR,) else list(adapting.target)
         self.shapes = self._find()
-        if self._target == ALL_LINEAR:  # from here on by their names, which a file of a tier tells
+        if self._target == ALL_LINEAR:  # from here on by their names, which a tier's file has
             self._target = list(self.shapes)
 
     def _check_target(self) -> None:
-        """Refuse a name that no layer has: peft leaves it out without a word if there are others."""
+        """Raise if no layer has a given name: peft ignores such a name if there are others."""
         if self.adapting.target == (ALL_LINEAR,):
             return
         names = [
@@ -135,7 +136,7 @@ class FrozenBase:
         )
 
     def _find(self) -> dict[str, torch.Size]:
-        """Return the weights' shapes (n, m) of the layers that peft chooses."""
+        """Return the weight shapes (n, m) of the layers that peft chooses."""
         lora = _peft().tuners.lora
         found: dict[str, torch.Size] = {}
         for name, module in self._injected(1).named_modules():
@@ -161,14 +162,14 @@ class FrozenBase:
         )
         shared: dict[int, Any] = {id(p): p for p in self._model.parameters()}
         try:
-            with torch.random.fork_rng(devices=[]):  # the factors that peft draws are replaced anyway
+            with torch.random.fork_rng(devices=[]):  # the factors that peft draws are replaced later
                 network: nn.Module = peft.get_peft_model(copy.deepcopy(self._model, shared), settings)
         except ValueError as error:
             raise self._not_adapted(str(error).partition(". ")[0]) from None
         return network
 
     def _transposed(self) -> bool:
-        """Tell whether the layers to adapt hold their weights transposed, as GPT-2's do."""
+        """Tell whether the layers to adapt hold their weights transposed, as those of GPT-2 do."""
         ends = ("",) if self.adapting.target == (ALL_LINEAR,) else self.adapting.target
         chosen = [m for n, m in self._model.named_modules() if n.endswith(ends)]
         return any(type(module).__name__ == "Conv1D" for module in chosen)
@@ -176,11 +177,11 @@ class FrozenBase:
     def network(
         self, rank: int, *, fixed: Sequence[str] = (), folded: bool = False, parts: tuple[str, str] = ("u", "v")
     ) -> nn.Module:
-        """Return the base with adapters of a rank, whose values are to be loaded.
+        """Return the base with adapters of a rank. Their values are loaded later.
 
         fixed   factors that are not trained and do not travel: "u", "v" or none
-        folded  the base may be told what to add to its weights
-        parts   how A and B are called as they travel
+        folded  the adapted layers have weights of their own, to which the server may add
+        parts   the names of A and B when they travel
         """
         self.check_rank(rank)
         network = self._injected(rank)
@@ -199,7 +200,7 @@ class FrozenBase:
         return set_packing(network, form)
 
     def check_rank(self, rank: int) -> None:
-        """Refuse a rank that a layer cannot have."""
+        """Raise if a layer cannot have this rank."""
         for layer, (outputs, inputs) in self.shapes.items():
             if rank > min(outputs, inputs):
                 raise FedhmError(
@@ -208,7 +209,7 @@ class FrozenBase:
                 )
 
     def _part(self, network: nn.Module, names: set[str]) -> None:
-        """Give a network weights of its own in place of those that it shares."""
+        """Give a network its own copies of shared weights."""
         if self._transposed():
             raise FedhmError("nothing can be folded into layers that hold their weights transposed, as GPT-2's do")
         for name in names:
@@ -217,12 +218,12 @@ class FrozenBase:
             setattr(module, part, nn.Parameter(getattr(module, part).detach().clone(), requires_grad=False))
 
     def head_of(self, weights: Tensors) -> Tensors:
-        """Return those of the full model's tensors that are trained whole."""
+        """Return the tensors of the full model that are trained whole."""
         return {n: t.clone() for n, t in weights.items() if any(n.startswith(f"{head}.") for head in self._heads)}
 
 
 def base_digest(network: nn.Module) -> str:
-    """Return what tells an adapted network's base from others, by some numbers of each tensor; "" without a base."""
+    """Return a digest of an adapted network's base, from some numbers of each tensor; "" without a base."""
     base = {name: t for name, t in shared_parameters(network).items() if ".original_module." not in name}  # of the head
     digest = hashlib.sha256()
     for name in sorted(base):
@@ -233,7 +234,7 @@ def base_digest(network: nn.Module) -> str:
 
 
 def describe_adapter(network: nn.Module) -> dict[str, Any] | None:
-    """Return what tells an adapted network from its base, as JSON; None for other networks."""
+    """Return a description of an adapted network as JSON, from which `rebuild_adapted` makes it; else None."""
     config = getattr(network, "peft_config", {}).get("default")
     if config is None:
         return None
@@ -244,22 +245,22 @@ def describe_adapter(network: nn.Module) -> dict[str, Any] | None:
 
 
 def rebuild_adapted(model: nn.Module, told: dict[str, Any]) -> nn.Module:
-    """Return the network that was described, around a model, as it travels in no special form."""
+    """Return the described network around a model, without a packing: its tensors have their own names."""
     adapting = AdapterSettings(tuple(told["target"]), float(told["scale"]), tuple(told["head"]))
     network = FrozenBase(model, adapting).network(int(told["rank"]), folded=bool(told["folded"]))
     if told.get("base", base_digest(network)) != base_digest(network):
-        raise FedhmError("the adapter was trained on another base: give it the very model that the run began with")
+        raise FedhmError("the adapter was trained on another base: give the model with which the run began")
     unshare_base([network])
     return set_packing(network, None)
 
 
 def save_adapter(network: nn.Module, folder: Path) -> None:
-    """Save a network's adapter and head as peft does; `PeftModel.from_pretrained(base, folder)` loads them."""
+    """Save a network's adapter and head as peft does. `PeftModel.from_pretrained(base, folder)` loads them."""
     adapted = getattr(network, "save_pretrained", None)
     if adapted is None or not hasattr(network, "peft_config"):
-        raise FedhmError("the tier's model has no adapter: save_adapter is for methods that train such, as lora")
+        raise FedhmError("the tier's model has no adapter: save_adapter is for methods that train one, such as lora")
     if _is_folded(network):
-        raise FedhmError("what was learnt is in the base itself, not in an adapter: save the whole network of the tier")
+        raise FedhmError("the method learns in the base itself, not in an adapter: save the whole network of the tier")
     if folder.is_file():
         raise FedhmError(f"cannot write the adapter to {folder}: it is a file, where a folder is needed")
     try:
@@ -269,7 +270,7 @@ def save_adapter(network: nn.Module, folder: Path) -> None:
 
 
 def _is_folded(network: nn.Module) -> bool:
-    """Tell whether the adapted layers have weights of their own, to which what was learnt is added."""
+    """Tell whether the adapted layers have weights of their own, to which the server adds."""
     info = info_of(network)
     weights = (name for name, _ in network.named_parameters() if name.endswith(".base_layer.weight"))
     return info.frozen_base and any(name not in info.shared for name in weights)

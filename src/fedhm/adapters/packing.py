@@ -1,10 +1,10 @@
-"""How an adapted network travels: factors and heads, by the names that they have in the full model; never the base.
+"""The form in which an adapted network travels: factors and heads, by their names in the full model, without the base.
 
-LoRA computes W x + α/r · B A x. What travels of a layer is u = A (r, m) and v = α/r · B (n, r), so that v u is what the
-adapter adds to the weight, whatever its rank and α: nobody else in the library knows of α/r. All tiers have the same
-α/r (`scale`), so that directions are learnt at the same speed at every rank.
+LoRA computes W x + α/r · B A x. The factors of a layer travel as u = A (r, m) and v = α/r · B (n, r). So v u is the
+matrix that the adapter adds to the weight, whatever its rank and α, and no other part of the library needs α/r. All
+tiers have the same α/r (`scale`), so that directions are learnt at the same speed at every rank.
 
-A base that has learnt something (`folded`) comes as what is to be added to it, dense or as factors.
+If the base itself learns (`folded`), the sum of its changes travels, dense or as factors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from fedhm.networks.exchange import Tensors
 
-FOLDED = "folded "  # before a layer: what is added to its frozen weight; it is not sent back
+FOLDED = "folded "  # before a layer's name: a matrix to add to its frozen weight, which is not sent back
 _PREFIX = "base_model.model."
 _A, _B, _HEAD = ".lora_A.default.weight", ".lora_B.default.weight", ".modules_to_save.default."
 
 
 @dataclass(frozen=True)
 class AdapterPacking:
-    """The wire form of an adapted network."""
+    """The packing of an adapted network."""
 
     layers: tuple[str, ...]
     scale: float  # α/r
-    frozen: frozenset[str] = frozenset()  # factors that everybody has, by the names under which they would travel
-    base: Mapping[str, Tensor] = field(default_factory=dict)  # by layer, where something is folded into it: W
-    parts: tuple[str, str] = ("u", "v")  # how A and B are called: those that travel alone are no pair of factors
-    heads: tuple[str, ...] = ()  # modules that are trained whole, each of one layer or of several
+    frozen: frozenset[str] = frozenset()  # factors that do not travel, since everyone has them
+    base: Mapping[str, Tensor] = field(default_factory=dict)  # W by layer, if something is folded into it
+    parts: tuple[str, str] = ("u", "v")  # names of A and B; one that travels alone has another name
+    heads: tuple[str, ...] = ()  # modules that are trained whole
 
     def pack(self, tensors: Tensors) -> Tensors:
         packed: Tensors = {}
@@ -61,16 +61,16 @@ class AdapterPacking:
         return unpacked
 
     def _held_head(self, name: str) -> str:
-        """Return under which name a network holds a tensor of its head."""
+        """Return the name under which a network holds a tensor of its head."""
         module = next((head for head in self.heads if name.startswith(f"{head}.")), name.rpartition(".")[0])
         return f"{_PREFIX}{module}{_HEAD}{name.removeprefix(f'{module}.')}"
 
     def __deepcopy__(self, _: Any) -> "AdapterPacking":
-        return self  # the base is not copied with every network
+        return self  # so that the base is not copied with every network
 
 
 def adapter_factors(network: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield A (r, m) and B (n, r) of each layer of an adapted network, as it holds them."""
+    """Yield A (r, m) and B (n, r) of each layer, as the adapted network holds them."""
     own = dict(network.named_parameters())
     for name, a in own.items():
         if name.endswith(_A):

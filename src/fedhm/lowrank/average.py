@@ -1,21 +1,4 @@
-"""Bands of a change: what a network of low rank can make of it, and what only those of larger rank can.
-
-With the leading r singular directions L_r (M, r), R_r (r, N) of a matrix W = L S R, the changes that a factorized layer
-of rank r makes by small steps are those of the tangent space at W_r, onto which a change D (M, N) is projected by
-
-    T_r(D) = D − beyond_r(D),    beyond_r(D) = (1 − L_r L_rᵀ) D (1 − R_rᵀ R_r)
-
-For ranks r₁ < r₂ < … < r_K, of which the last may be full, D is the sum of its bands
-
-    T_{r₁}(D),   T_{r₂}(D) − T_{r₁}(D),   …,   what is left in D's own last band
-
-Each is to be averaged over those whose rank reaches it. With H_b the sum of the changes of ranks r_b and above, N_b the
-sum of their weights, that mean is
-
-    H_1 / N_1  +  Σ_{b < K} (1 / N_{b+1} − 1 / N_b) · beyond_{r_b}(H_{b+1})
-
-the mean over everybody, and whatever lies beyond a rank as much faster as fewer can make it.
-"""
+"""Means over clients of different ranks: of weights by bands, of adapters, and sums of products of factors."""
 
 import itertools
 import math
@@ -31,23 +14,23 @@ from fedhm.lowrank.svd import Factors
 
 
 class SingularDirections(NamedTuple):
-    """Singular directions of a matrix, of length 1; smaller ranks are prefixes."""
+    """Singular vectors of a matrix, of length 1. Smaller ranks are prefixes."""
 
     left: Tensor  # (M, k)
     right: Tensor  # (k, N)
 
 
 class RankLevel(NamedTuple):
-    """What all that have one rank made of the matrix that they were sent."""
+    """The sum of the matrices of all clients of one rank."""
 
     rank: int
-    total: Tensor  # (M, N): the sum of what they have, each times its weight
-    weight: float  # the sum of these
-    sent: int = 0  # so many of the server's leading directions, at most `rank`, are in each and are no change
+    total: Tensor  # (M, N): the weighted sum of the clients' matrices
+    weight: float  # the sum of the clients' weights
+    sent: int = 0  # how many leading directions the clients were sent, at most `rank`: they are not a change
 
 
 def singular_directions(factors: Factors) -> SingularDirections:
-    """Return the directions of a decomposition. Those that it has lost, since they became 0, stay 0."""
+    """Return the directions of a decomposition. A direction that became 0 stays 0."""
     return _with_lengths(factors)[0]
 
 
@@ -60,24 +43,41 @@ def _with_lengths(factors: Factors) -> tuple[SingularDirections, Tensor]:
 
 
 def mean_by_bands(levels: Sequence[RankLevel], factors: Factors, speed: float = 1.0) -> Tensor:
-    """Return the mean of all changes (M, N), each band over those whose rank reaches it. The totals are used up by it.
+    """Return the mean of all changes (M, N), where each band is averaged over the clients whose rank reaches it.
 
-    speed  of what lies beyond a rank: 1 is that mean, 0 the one over everybody, to which those count who change nothing
+    With the leading r singular directions L_r (M, r), R_r (r, N) of a matrix W = L S R, a factorized layer of rank r
+    changes by small steps within the tangent space at W_r. A change D (M, N) is projected onto it by
 
-    Since what lies beyond a rank lies beyond all smaller ones, the sum over the bands is made from the largest rank on,
-    and every direction is multiplied with one matrix, and not with one for each rank. With c_b = 1 / N_{b+1} − 1 / N_b
-    and without[b] the projection that removes the directions between r_{b-1} and r_b on both sides,
+        T_r(D) = D − beyond_r(D),    beyond_r(D) = (1 − L_r L_rᵀ) D (1 − R_rᵀ R_r)
+
+    For ranks r₁ < r₂ < … < r_K, of which the last may be full, D is the sum of its bands
+
+        T_{r₁}(D),   T_{r₂}(D) − T_{r₁}(D),   …,   the rest of D in its own last band
+
+    Each band is averaged over the clients whose rank reaches it. With H_b the sum of the changes of ranks r_b and
+    above, and N_b the sum of their weights, that mean is
+
+        H_1 / N_1  +  Σ_{b < K} (1 / N_{b+1} − 1 / N_b) · beyond_{r_b}(H_{b+1})
+
+    This is the mean over all clients, plus a larger step beyond a rank, the fewer clients reach it.
+
+    speed  of the step beyond a rank: 1 is this mean, 0 the mean over all clients, also those that cannot change it
+
+    A part beyond one rank is beyond all smaller ranks too. So the sum over the bands starts at the largest rank, and
+    every direction is multiplied with one matrix instead of one for each rank. With c_b = 1 / N_{b+1} − 1 / N_b and
+    without[b] the projection that removes the directions between r_{b-1} and r_b on both sides,
 
         Σ_b c_b · beyond_{r_b}(H_{b+1}) = without[1](c_1 H_2 + without[2](c_2 H_3 + without[3](c_3 H_4 + …)))
 
-    What was sent is subtracted by the same products: its mean over those who reach a direction is a share of it, as far
-    as directions are orthogonal. Those of 16 bits are so to some digits, which is less than their rounding.
+    The matrix that was sent is subtracted by the same products: for orthogonal directions, its mean over the clients
+    that reach a direction is a share of it. Directions in 16 bits are orthogonal to fewer digits; the error is smaller
+    than their rounding.
 
-    Matrices (M, N) are summed in the memory of the totals: fresh memory takes longer to get than a sum to make.
+    The totals are overwritten: fresh memory for (M, N) takes longer to get than a sum takes.
     """
     ordered = _one_for_each_rank(levels)
     sent = max(level.sent for level in levels)
-    rank = ordered[1].rank if len(ordered) > 1 else 0  # the largest with something beyond it
+    rank = ordered[1].rank if len(ordered) > 1 else 0  # the largest rank that has a part beyond it
     known, lengths = _with_lengths(Factors(*factors.prefix(max(rank, sent)), factors.spectrum))
     shares = torch.zeros_like(lengths)
     shares[:sent] = _shares_sent(levels, sent, speed)
@@ -97,29 +97,29 @@ def mean_by_bands(levels: Sequence[RankLevel], factors: Factors, speed: float = 
 
 
 def _remove(matrix: Tensor, left: Tensor, right: Tensor, also: Tensor) -> None:
-    """Remove orthonormal directions from a matrix, on the left and on the right; then subtract `left @ also`."""
+    """Remove orthonormal directions from a matrix, on the left and on the right, and subtract `left @ also`."""
     rows = left.T @ matrix
-    columns = (matrix @ right.T).addmm_(left, rows @ right.T, alpha=-1)  # of what has no `left` any more
+    columns = (matrix @ right.T).addmm_(left, rows @ right.T, alpha=-1)  # of the matrix without `left`
     matrix.addmm_(left, rows.add_(also), alpha=-1).addmm_(columns, right, alpha=-1)
 
 
 def _shares_sent(levels: Sequence[RankLevel], count: int, speed: float) -> Tensor:
-    """Return how much of each of so many directions is in the mean since it was sent.
+    """Return, for each of `count` directions, the share of it in the mean that is there because it was sent.
 
-    At full speed, it is the share of those who were sent it among those whose rank reaches it.
+    At full speed it is the share of the clients that were sent the direction, among those whose rank reaches it.
     """
-    everybody = sum(level.weight for level in levels)
+    everyone = sum(level.weight for level in levels)
     shares = torch.zeros(count, dtype=torch.float64)
     edges = sorted({0, count, *(end for level in levels for end in (level.rank, level.sent) if end < count)})
-    for start, end in itertools.pairwise(edges):  # all of these directions have the same clients
+    for start, end in itertools.pairwise(edges):  # the same clients have all of these directions
         reaching = sum(level.weight for level in levels if level.rank > start)
-        counts = (1 - speed) / everybody + speed / reaching
+        counts = (1 - speed) / everyone + speed / reaching
         shares[start:end] = counts * sum(level.weight for level in levels if level.sent > start)
     return shares
 
 
 def _one_for_each_rank(levels: Sequence[RankLevel]) -> list[RankLevel]:
-    """Return the levels, those of one rank together, the largest rank first."""
+    """Return one level for each rank, the largest rank first."""
     found: dict[int, RankLevel] = {}
     for rank, total, weight, _ in levels:
         old = found.get(rank)
@@ -129,31 +129,25 @@ def _one_for_each_rank(levels: Sequence[RankLevel]) -> list[RankLevel]:
     return [found[rank] for rank in sorted(found, reverse=True)]
 
 
-# The mean of adapters of different ranks, and its best approximation of lower rank, without recovering any of them.
-#
-# Client p has added Lₚ Rₚ (m, rₚ)(rₚ, n) to a weight. The columns of all of these, and of what the server had, lie in
-# the span of the stacked left factors: with an orthonormal basis of it, from one QR decomposition, every matrix is
-# one of Σr × n. There the mean is made, by the very rules that FedHM has for weights, and decomposed by way of a Gram
-# matrix of Σr × Σr: where Σr is below m and n, nothing of m × n is formed.
-#
-# Where so many clients take part that the stack would be the larger one, their sum is kept instead, so that memory
-# does not grow with their number.
-
 Aggregate = Literal["models", "updates", "bands", "partitions"]
-LENGTH = 1 / math.sqrt(3)  # of a row of A, as peft draws it
+LENGTH = 1 / math.sqrt(3)  # the norm of a row of A, as peft draws it
 
 
 @dataclass
 class AdapterSum:
-    """What the clients of one rank have added to a weight of shape (m, n), each times how much it counts."""
+    """The weighted sum of the adapters of all clients of one rank, for a weight of shape (m, n).
+
+    It is a stack of factors as long as that is smaller than their product. So memory does not grow with the number of
+    clients.
+    """
 
     rank: int
     shape: tuple[int, int]
-    sent: int  # how many leading directions of the server's factors they were sent, and have in what they return
+    sent: int  # how many leading directions of the server's factors are part of the returned adapters
     weight: float = 0.0
     lefts: list[Tensor] = field(default_factory=list)
     rights: list[Tensor] = field(default_factory=list)
-    whole: Tensor | None = None  # their sum, once it is the smaller one
+    whole: Tensor | None = None  # the sum, once it is smaller than the stack
 
     @property
     def columns(self) -> int:
@@ -172,14 +166,19 @@ class AdapterSum:
 
 
 def merge_adapters(levels: Sequence[AdapterSum], old: Factors, aggregate: Aggregate, speed: float = 1.0) -> Factors:
-    """Return what the server has after a round, at as many directions as before, and all its singular values.
+    """Return the server's adapter after a round, with as many directions as before and all singular values.
 
     models      Σ αₚ Lₚ Rₚ / Σ αₚ
     updates     old + Σ αₚ (Lₚ Rₚ − sentₚ) / Σ αₚ
-    bands       the same, each band of a change over those whose rank reaches it (`lowrank/average.py`), or at a
-                `speed` below 1 between that mean and the one over everybody
-    partitions  Σ over the parts of the factors between two ranks, each the mean over those who have it: a level is such
-                a part here, and its weight that of all whose rank reaches it
+    bands       the same, but each band is averaged over the clients whose rank reaches it (`mean_by_bands`); a `speed`
+                below 1 is between that mean and the mean over all clients
+    partitions  the sum over the parts of the factors between two ranks, each the mean over the clients that have it: a
+                level is such a part here, and its weight is that of all clients whose rank reaches it
+
+    The adapters are not recovered. Client p has added Lₚ Rₚ (m, rₚ)(rₚ, n) to a weight. The columns of all adapters,
+    and of the server's, lie in the span of the stacked left factors. In an orthonormal basis of it, from one QR
+    decomposition, every matrix is one of Σr × n. The mean is made there, by the rules that FedHM has for weights. It is
+    decomposed through a Gram matrix of Σr × Σr. If Σr is below m and n, no matrix of m × n is formed.
     """
     levels = [level for level in levels if level.weight > 0]
     if not levels:
@@ -227,9 +226,9 @@ def _mean(
 
 
 def _decomposed(matrix: Tensor, rank: int) -> Factors:
-    """Return the leading directions of a matrix: of those that it does not have, one factor is 0 and can be learnt.
+    """Return the leading directions of a matrix. If it has fewer, one factor of the others is 0 and can be learnt.
 
-    By the eigenvectors of its Gram matrix, in twice its precision, which takes half of the time of an SVD.
+    The eigenvectors of the Gram matrix, in twice the precision, take half of the time of an SVD.
     """
     if not bool(matrix.isfinite().all()):  # LAPACK's result for these can be anything
         raise FedhmError("the mean of the adapters holds NaN or infinite values: training has diverged; lower train.lr")
@@ -248,20 +247,20 @@ def _recovered(level: AdapterSum) -> Tensor:
 
 
 def initial_adapter(shape: tuple[int, int], rank: int, generator: torch.Generator) -> Factors:
-    """Return factors of a zero matrix (m, n) that can be learnt, as adapters begin: orthogonal rows of A, and B = 0."""
+    """Return the factors with which an adapter of shape (m, n) begins: orthogonal rows of A, and B = 0."""
     drawn, _ = torch.linalg.qr(torch.randn(shape[0], rank, generator=generator))
     return Factors(drawn * LENGTH, torch.zeros(rank, shape[1]), torch.zeros(rank))
 
 
-# A sum of products of factors, Σ vₚ uₚ (n, rₚ)(rₚ, m): stacked, as long as that takes fewer numbers than the sum.
-#
-# (v₁, v₂, …)(u₁; u₂; …)     has Σr · (n + m) numbers, and n · m once it is multiplied out
-
-StackedProducts = tuple[Tensor] | tuple[Tensor, Tensor]  # the sum (n, m), or u (Σr, m) and v (n, Σr)
+StackedProducts = tuple[Tensor] | tuple[Tensor, Tensor]  # the sum (n, m), or stacked u (Σr, m) and v (n, Σr)
 
 
 class ProductSum:
-    """Products that are added one at a time, each times how much it counts; memory does not grow with their number."""
+    """A weighted sum of products of factors, Σ vₚ uₚ (n, rₚ)(rₚ, m), to which products are added one at a time.
+
+    The factors are stacked, (v₁, v₂, …)(u₁; u₂; …), as long as their Σr · (n + m) numbers are fewer than the n · m of
+    the sum. So memory does not grow with the number of products.
+    """
 
     def __init__(self, shape: torch.Size) -> None:
         self._shape = shape
@@ -283,14 +282,14 @@ class ProductSum:
         self._whole.addmm_(v, u, alpha=weight)
 
     def over(self, total: float) -> StackedProducts:
-        """Return the sum of all products that were added, divided by a number."""
+        """Return the sum of all products divided by `total`."""
         if self._whole is not None:
             return (self._whole / total,)
         return torch.cat(self._us), torch.cat(self._vs, 1) / total
 
 
 def stacking_is_smaller(rank: int, shape: torch.Size) -> bool:
-    """Tell whether factors of so many directions take fewer numbers than their product."""
+    """Tell whether factors of this rank have fewer numbers than their product."""
     return rank * sum(shape) < shape.numel()
 
 
@@ -299,7 +298,7 @@ def multiply_out(stacked: StackedProducts) -> Tensor:
 
 
 def add_stacked(first: StackedProducts, second: StackedProducts) -> StackedProducts:
-    """Return the sum of two."""
+    """Return the sum of two sums of products."""
     if len(first) == 2 and len(second) == 2:
         shape = torch.Size((len(first[1]), first[0].shape[1]))
         if stacking_is_smaller(len(first[0]) + len(second[0]), shape):

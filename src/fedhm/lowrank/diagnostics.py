@@ -7,10 +7,10 @@ with zeros, and a mean over the round's participants:
     κ_σ2 = max over layers and participants of  ‖ mean_i √Σ_r(i) − √Σ_r(p) ‖²_F
     κ_UV = max over layers and participants of  ‖U‖_F, ‖V‖_F
 
-Of a layer that was decomposed only in part, what is beyond the known singular values is known by its energy Σσ² alone.
-That is all κ_σ1 needs of them; κ_σ2 needs Σσ, for which √(how many · Σσ²) stands, which is at least as large.
+If a layer was decomposed in part, only the energy Σσ² of the other singular values is known. That is enough for κ_σ1.
+For κ_σ2, which needs Σσ, the upper bound √(count · Σσ²) is used.
 
-They are 0 when everybody trains the full network, and tell how far truncation pulls the participants apart.
+The constants are 0 if all participants train the full network. They measure how far truncation separates participants.
 """
 
 import math
@@ -25,27 +25,27 @@ from fedhm.lowrank.svd import Factors, Form, squared_norm
 
 
 class Tail(NamedTuple):
-    """The singular values of a layer beyond those that are known."""
+    """The unknown singular values of a layer that was decomposed in part."""
 
-    values: int  # how many
+    values: int  # their number
     energy: float  # Σσ²
 
 
 def spectral_constants(
     spectra: Mapping[str, Tensor], ranks: Sequence[Mapping[str, int]], tails: Mapping[str, Tail] = {}
 ) -> tuple[float, float]:
-    """Return κ_σ1 and κ_σ2 from each layer's singular values and each participant's ranks; no rank means full rank."""
+    """Return κ_σ1 and κ_σ2 from each layer's singular values and each participant's ranks. No rank means full rank."""
     first = second = 0.0
     for layer, spectrum in spectra.items():
         tail = tails.get(layer, Tail(0, 0.0))
         chosen = torch.tensor([plan.get(layer, len(spectrum) + tail.values) for plan in ranks])
-        # participants of one rank hold the same values: one row for each distinct rank
+        # participants of one rank have the same values: one row for each distinct rank
         distinct, counts = chosen.unique(return_counts=True)
         shares = counts.double() / counts.sum()
         kept = torch.arange(len(spectrum)) < distinct[:, None]
         roots = spectrum.double().clamp(min=0).sqrt() * kept
         mean = (roots * shares[:, None]).sum(0)
-        whole = (distinct > len(spectrum)).double()  # those who hold the tail, all of it
+        whole = (distinct > len(spectrum)).double()  # participants with the whole tail
         share = float((whole * shares).sum())
         beyond = (1 - share**2) ** 2 * tail.energy
         first = max(first, (mean**2 - spectrum.double()).square().sum().item() + beyond)
@@ -60,7 +60,7 @@ def largest_norm(factors: Iterable[Tensor]) -> float:
 
 
 def energy_beyond(energies: Mapping[str, float], spectra: Mapping[str, Tensor], ranks: Mapping[str, int]) -> float:
-    """Return the share of the layers' energies ‖W‖²_F beyond their ranks; up to these, singular values are known."""
+    """Return the share of the layers' energies ‖W‖²_F beyond their ranks, up to which singular values are known."""
     total = sum(energies[layer] for layer in ranks)
     within = sum(spectra[layer][:rank].double().square().sum().item() for layer, rank in ranks.items())
     return max(0.0, 1 - within / total) if total else 0.0
@@ -69,7 +69,7 @@ def energy_beyond(energies: Mapping[str, float], spectra: Mapping[str, Tensor], 
 def layer_constants(
     weights: Mapping[str, Tensor], factors: Mapping[str, Factors], ranks: Sequence[Mapping[str, int]], form: Form
 ) -> tuple[float, float]:
-    """Return κ_σ1 and κ_σ2 of a model whose layers are decomposed, perhaps in part; `ranks` are the participants'."""
+    """Return κ_σ1 and κ_σ2 of a model from its layers' decompositions, whole or in part, and participants' ranks."""
     spectra = {layer: found.spectrum for layer, found in factors.items()}
     tails: dict[str, Tail] = {}
     for layer, spectrum in spectra.items():
@@ -82,7 +82,7 @@ def layer_constants(
 def tier_energies(
     weights: Mapping[str, Tensor], factors: Mapping[str, Factors], plans: Mapping[str, Mapping[str, int]]
 ) -> dict[str, float]:
-    """Return, by tier, the share of the model's energy that it cannot carry."""
+    """Return, by tier, the share of the model's energy beyond the tier's ranks."""
     spectra = {layer: found.spectrum for layer, found in factors.items()}
     energies = {layer: squared_norm(weights[f"{layer}.weight"]) for layer in factors}
     return {tier: energy_beyond(energies, spectra, plan) for tier, plan in plans.items()}

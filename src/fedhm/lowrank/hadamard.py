@@ -1,9 +1,10 @@
-"""Weights composed of two low-rank halves by the elementwise product, and the ranks at which that pays.
+"""FedPara's layers: weights composed of two low-rank halves by the elementwise product, and their ranks.
 
     Linear       W = (X₁ Y₁ᵀ) ⊙ (X₂ Y₂ᵀ)
     convolution  W = (T₁ ×₁ X₁ ×₂ Y₁) ⊙ (T₂ ×₁ X₂ ×₂ Y₂)
 
-With X (n, R), Y (m, R) and T (R, R, k₁, k₂) a half has rank R at most, but W up to R²: full rank from few parameters.
+With X (n, R), Y (m, R) and T (R, R, k₁, k₂) a half has rank R at most, but W has up to R²: full rank from few
+parameters.
 """
 
 import math
@@ -40,7 +41,7 @@ class Half(nn.Module):
 
 
 class Hadamard(nn.Module):
-    """The two halves of one layer, and the dense weight that they compose, once for each batch."""
+    """The two halves of one layer, and the dense weight, which is composed once for each batch."""
 
     def __init__(self, dense: nn.Module, rank: int, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class HadamardConvolution(Hadamard):
         self.dilation: tuple[int, ...] = dense.dilation
         self.padding: str | tuple[int, ...] = dense.padding
         self.padding_mode = dense.padding_mode
-        # (left, right, top, bottom), worked out by torch for "same" too
+        # (left, right, top, bottom), which torch computes for "same" too
         self._pads: list[int] = list(dense._reversed_padding_repeated_twice)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ class HadamardConv2d(HadamardConvolution):
 
 
 def hadamard_of(layer: nn.Module) -> type[Hadamard]:
-    """Return what a layer is composed as."""
+    """Return the Hadamard type of a layer."""
     if isinstance(layer, nn.Conv1d | nn.Conv2d):
         return HadamardConv1d if isinstance(layer, nn.Conv1d) else HadamardConv2d
     transposed = (factorized_types(layer) or {}).get("spatial") is LowRankTransposed
@@ -107,7 +108,7 @@ def hadamard_of(layer: nn.Module) -> type[Hadamard]:
 
 
 def factor_deviation(weight: Tensor, rank: int) -> float:
-    """Return the σ at which factors drawn from N(0, σ²) compose a W as large as `weight`, in the mean square.
+    """Return the σ at which factors drawn from N(0, σ²) compose a W with the mean square of `weight`.
 
     A half sums R products of two factors, for a convolution R² products of three, and the halves are independent:
     E[W²] = (R σ⁴)² or (R² σ⁶)².
@@ -118,11 +119,11 @@ def factor_deviation(weight: Tensor, rank: int) -> float:
 
 
 def plan_hadamard(model: nn.Module, ratio: float, keep: int = 1, *, classifier: str | None = "auto") -> RankPlan:
-    """Plan the rank of every layer's halves, γ = `ratio` of the way from the smallest useful one to the largest.
+    """Plan the rank of every layer's halves: γ = `ratio` goes from the smallest useful rank to the largest.
 
-    `keep` and `classifier` are those of `plan_ranks`, which also decides what else stays dense.
+    `keep` and `classifier` are those of `plan_ranks`, which also decides which other layers stay dense.
     """
-    layers = plan_ranks(model, 1e-9, keep, classifier=classifier)  # a ratio at which all that may be is factorized
+    layers = plan_ranks(model, 1e-9, keep, classifier=classifier)  # at this ratio every possible layer is factorized
     decisions = dict(layers.decisions)
     for name in layers:
         weight = cast(Tensor, model.get_submodule(name).weight)
@@ -136,9 +137,9 @@ def plan_hadamard(model: nn.Module, ratio: float, keep: int = 1, *, classifier: 
 
 
 def hadamard_rank(shape: torch.Size, ratio: float) -> int | str:
-    """Return R = (1 − γ) R_min + γ R_max, rounded, or why that does not pay.
+    """Return R = (1 − γ) R_min + γ R_max, rounded, or the reason to stay dense.
 
-    With R_min = ⌈√min(n, m)⌉ the weight can reach full rank, R_max is the largest that does not add parameters.
+    With R_min = ⌈√min(n, m)⌉ the weight can have full rank. R_max is the largest rank that does not add parameters.
     """
     smallest = math.isqrt(min(shape[:2]) - 1) + 1
     largest = 0

@@ -1,4 +1,4 @@
-"""Hybrid networks: made of any network and a rank plan, and turned back into the full network's state."""
+"""Hybrid networks: made from any network and a rank plan, and turned back into the state of the full network."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ from fedhm.networks.structure import copy_network, weight_owners
 def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = True) -> nn.Module:
     """Return a copy of `model` in which every layer of `plan` is factorized at its rank, in the plan's form.
 
-    The factors are the truncated SVD of the model's weights (spectral initialisation). With `spectral=False` they
-    are zero, for a network whose weights are loaded right after.
+    The factors are the truncated SVD of the model's weights (spectral initialisation). With `spectral=False` they are
+    zero, for a network whose weights are loaded next.
     """
     form = plan.form if isinstance(plan, RankPlan) else "spatial"
 
@@ -40,8 +40,8 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
 def to_hadamard(model: nn.Module, plan: Mapping[str, int], generator: torch.Generator | None = None) -> nn.Module:
     """Return a copy of `model` in which every layer of `plan` is composed of Hadamard factors of its rank.
 
-    The factors are drawn from `generator`, at the scale of the model's weights. Without one they are zero, for a
-    network whose weights are loaded right after.
+    The factors are drawn from `generator`, at the scale of the model's weights. Without a generator they are zero, for
+    a network whose weights are loaded next.
     """
 
     def composed(name: str, dense: nn.Module) -> Hadamard:
@@ -51,7 +51,7 @@ def to_hadamard(model: nn.Module, plan: Mapping[str, int], generator: torch.Gene
 
 
 def to_full(hybrid: nn.Module) -> dict[str, Tensor]:
-    """Return the state of the full network that `hybrid` stands for: factors become the weights that they equal."""
+    """Return the state of the full network that `hybrid` represents: each pair of factors becomes its product."""
     full = {name: tensor.detach() for name, tensor in hybrid.state_dict().items()}
     for name, layer in hybrid.named_modules(remove_duplicate=False):
         if isinstance(layer, LowRank | Hadamard):
@@ -63,7 +63,7 @@ def to_full(hybrid: nn.Module) -> dict[str, Tensor]:
 
 
 def plan_of(hybrid: nn.Module, kind: type[LowRank | Hadamard] = LowRank) -> RankPlan:
-    """Return the ranks, and their form, of a network that is already factorized."""
+    """Return the rank plan of a network that is already factorized."""
     layers = {name: layer for name, layer in hybrid.named_modules() if isinstance(layer, kind)}
     pufferfish = any(isinstance(layer, PufferfishConv2d) for layer in layers.values())
     ranks = {name: layer.rank for name, layer in layers.items()}
@@ -71,7 +71,7 @@ def plan_of(hybrid: nn.Module, kind: type[LowRank | Hadamard] = LowRank) -> Rank
 
 
 def _with_new_layers(model: nn.Module, names: Iterable[str], make: Callable[[str, nn.Module], nn.Module]) -> nn.Module:
-    """Return a copy of `model` in which `make` has replaced every layer of `names`."""
+    """Return a copy of `model` in which every layer of `names` is replaced by `make(name, layer)`."""
     hybrid = copy_network(model)
     layers = dict(hybrid.named_modules())
     owners = weight_owners(hybrid)
@@ -89,35 +89,33 @@ def _with_new_layers(model: nn.Module, names: Iterable[str], make: Callable[[str
 
 
 def _replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace `old` wherever it is used, so that a layer used in several places stays one layer."""
+    """Replace `old` everywhere, so that a layer used in several places stays one layer."""
     for parent in root.modules():
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = new
 
 
-# The smaller tiers inside a larger one: networks that have no weights of their own.
-#
-# A layer of the larger network, which the smaller one has at rank r, is there
-#
-#     factorized   its leading columns: u[:r], v[:, :r]
-#     dense        L_r (L_rᵀ W), with the server's L of this round: what the weight has in its leading directions
-
-
 @dataclass(frozen=True)
 class NestedTiers:
-    """The networks of the smaller tiers inside another, and their rank plans."""
+    """The smaller tiers inside a larger network. They have no weights of their own.
+
+    A layer that the smaller tier has at rank r takes its weights from the larger network:
+
+        factorized there   the leading columns, u[:r] and v[:, :r]
+        dense there        L_r (L_rᵀ W), the part of W in its leading directions, with the server's L of this round
+    """
 
     networks: Sequence[nn.Module]
     plans: Sequence[RankPlan]
 
     def forward(self, number: int, network: nn.Module, bases: Mapping[str, Tensor], *x: Tensor, **named: Tensor) -> Any:
-        """Return the output of one of them for a batch; `bases` has L, by layer, of those that are dense in `network`.
+        """Return the output of one smaller tier for a batch; its gradients go to the weights of `network`.
 
-        Gradients go to the weights of `network`, of which it is a part.
+        bases  L by layer, of the layers that are dense in `network`
         """
         inner, plan = self.networks[number].train(network.training), self.plans[number]
-        # its running averages are those of what it sees itself: the inner network's go into copies
+        # running averages of `network` are those of its own activations: the inner network's go into copies
         own = dict(network.named_parameters()) | {name: buffer.clone() for name, buffer in network.named_buffers()}
         parts = {n: t for n, t in own.items() if n.rpartition(".")[0] not in plan or n.endswith(".bias")}
         for layer, rank in plan.items():
@@ -135,16 +133,16 @@ def _leading(
 
 
 def nest_tiers(network: nn.Module, inside: NestedTiers, own: float, smaller: float) -> nn.Module:
-    """Put smaller networks inside `network`, whose state they do not add to, and return it.
+    """Declare that smaller tiers train inside `network`, and return it. Its state stays the same.
 
-    own, smaller  the shares of the batches in which the network itself runs, and one of those inside
+    own, smaller  the shares of the batches in which the network itself runs, and in which a smaller tier runs
     """
     each = Fraction(smaller) / len(inside.networks)
     return declare(network, inner=inside, own_share=Fraction(own), inner_share=each)
 
 
 def nested_tiers(network: nn.Module) -> NestedTiers:
-    """Return the smaller tiers inside a network that `nest_tiers` has put there."""
+    """Return the smaller tiers that train inside a network, as `nest_tiers` declared them."""
     inner = info_of(network).inner
     assert isinstance(inner, NestedTiers)
     return inner

@@ -1,13 +1,4 @@
-"""Convolutions along one axis, k×1 or 1×k, of small images: their weight gradient is one matrix product.
-
-oneDNN, by which torch convolves on CPUs, sums a weight gradient row by row of the image, and rows of a few pixels leave
-it at half its speed or less. The gradient of tap j, over all positions p,
-
-    dW[o, c, j] = Σₚ g[p, o] x[p + j − padding, c]
-
-is a product of two matrices once the shifted copies of one of them lie side by side. It is the one with fewer channels:
-between two factors these are as few as the rank.
-"""
+"""Factorized layers: each equals the dense layer whose weight is the product of its two factors."""
 
 from typing import Any, ClassVar, cast
 
@@ -17,8 +8,8 @@ from torch import Tensor, nn
 
 from fedhm.lowrank.svd import Form, factorize, roll, to_layer_factors, to_matrix_factors, unroll, unrolled_shape
 
-ROW = 8  # pixels: in longer rows oneDNN is as fast
-WORTHWHILE = 2**25  # multiply-accumulates: fewer take no longer than calling the operations for them
+ROW = 8  # pixels: for longer rows oneDNN is as fast
+WORTHWHILE = 2**25  # multiply-accumulates: fewer take less time than the calls of the operations
 
 Pair = tuple[int, int]
 
@@ -26,7 +17,16 @@ Pair = tuple[int, int]
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair | str, dilation: Pair
 ) -> Tensor:
-    """Compute `F.conv2d` with a kernel k×1 or 1×k."""
+    """Compute `F.conv2d` with a kernel k×1 or 1×k; for small images, its weight gradient is one matrix product.
+
+    oneDNN, by which torch convolves on CPUs, sums a weight gradient row by row of the image. Rows of a few pixels leave
+    it at half its speed or less. The gradient of tap j, over all positions p,
+
+        dW[o, c, j] = Σₚ g[p, o] x[p + j − padding, c]
+
+    is a product of two matrices once the shifted copies of one of them lie side by side. The copies are made of the one
+    with fewer channels: between two factors there are as few channels as the rank.
+    """
     if isinstance(padding, str) or dilation != (1, 1) or not _pays(x, weight, stride):
         return F.conv2d(x, weight, bias, stride, padding, dilation)
     y = cast(Tensor, _Convolution.apply(x, weight, stride, padding))  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ class _Convolution(torch.autograd.Function):
         (g,) = gradients
         of_x = of_weight = None
         if context.needs_input_grad[0]:
-            # not `nn.grad.conv2d_input`, which makes up an x and loses its memory format
+            # not `nn.grad.conv2d_input`, which makes an x of its own and loses the memory format
             shape = (None, context.stride, context.padding, (1, 1), False, (0, 0), 1)
             of_x = torch.ops.aten.convolution_backward(g, x, weight, *shape, (True, False, False))[0]
         if context.needs_input_grad[1]:
@@ -72,7 +72,7 @@ def weight_gradient(x: Tensor, g: Tensor, shape: torch.Size, stride: Pair, paddi
     axis, (taps, step, pad) = (1, vertical) if horizontal == (1, 1, 0) else (2, horizontal)
     x, g = x.permute(0, 2, 3, 1), g.permute(0, 2, 3, 1)  # (batch, height, width, channels)
     if step == 1 and n < m:
-        # Seen from x, it is g that is shifted, the other way.
+        # The same sum over positions of x: here g is shifted, in the other direction.
         product = _shifted(g, axis, taps, taps - 1 - pad, 1).T @ x.reshape(-1, m)  # (k n, m)
         return product.view(taps, n, m).flip(0).permute(1, 2, 0).reshape(shape)
     product = _shifted(x, axis, taps, pad, step).T @ g.reshape(-1, n)  # (k m, n)
@@ -80,19 +80,16 @@ def weight_gradient(x: Tensor, g: Tensor, shape: torch.Size, stride: Pair, paddi
 
 
 def _shifted(images: Tensor, axis: int, taps: int, pad: int, step: int) -> Tensor:
-    """Lay shifted copies side by side: (batch, height, width, channels) → (positions, taps · channels)."""
+    """Put shifted copies side by side: (batch, height, width, channels) → (positions, taps · channels)."""
     pads = [0, 0, pad, pad] if axis == 2 else [0, 0, 0, 0, pad, pad]
     windows = F.pad(images, pads).unfold(axis, taps, step)  # (batch, height, width, channels, taps)
     return windows.transpose(3, 4).reshape(-1, taps * images.shape[3])
 
 
-# Factorized layers: each equals the dense layer whose weight is the product of its two factors.
-
-
 class LowRank(nn.Module):
-    """The two factors of one layer, and the dense weight that they stand for.
+    """The two factors of one layer, and the dense weight that they represent.
 
-    W = roll(L R), with L (rows, r) held as `u` and R (r, columns) held as `v`; `unroll` tells how.
+    W = roll(L R). L (rows, r) is held as `u` and R (r, columns) as `v`, in the shapes that `to_layer_factors` gives.
     """
 
     form: ClassVar[Form] = "spatial"
@@ -116,7 +113,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the recovered dense weight, for owners that reach for `layer.weight` instead of calling the layer."""
+        """Return the recovered dense weight, for modules that read `layer.weight` instead of calling the layer."""
         left, right = to_matrix_factors(self.u, self.v)
         return roll(left @ right, self.dense_shape)
 
@@ -133,10 +130,10 @@ class LowRankLinear(LowRank):
 
 
 class LowRankTransposed(LowRank):
-    """A factorized Linear layer that holds its weight as (m, n), as `transformers`' Conv1D does: y = (x v) u + b.
+    """A factorized Linear layer that holds its weight as (m, n), as Conv1D of `transformers` does: y = (x v) u + b.
 
-    Everybody else takes that weight for one of a Linear from n to m. So u is (r, n) and v (m, r): what is v u to them
-    is also what x is multiplied by.
+    The rest of the library treats that weight like one of a Linear from n to m. So u is (r, n) and v is (m, r), and the
+    recovered weight v u is also the matrix by which x is multiplied.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +145,7 @@ class LowRankTransposed(LowRank):
 
 
 class LowRankConvolution(LowRank):
-    """A factorized convolution: what all forms take over from the dense one; a bias stays on the second factor."""
+    """A factorized convolution with the settings of the dense one. A bias stays on the second factor."""
 
     def __init__(self, dense: nn.Conv1d | nn.Conv2d, rank: int, *, spectral: bool = True) -> None:
         super().__init__(dense, rank, spectral=spectral)
@@ -156,7 +153,7 @@ class LowRankConvolution(LowRank):
         self.dilation: tuple[int, ...] = dense.dilation
         self.padding: str | tuple[int, ...] = dense.padding
         self.padding_mode = dense.padding_mode
-        # (left, right, top, bottom), worked out by torch for "same" too
+        # (left, right, top, bottom), which torch computes for "same" too
         self._pads: list[int] = list(dense._reversed_padding_repeated_twice)
 
     def extra_repr(self) -> str:
@@ -168,7 +165,8 @@ class LowRankConvolution(LowRank):
 class LowRankConv1d(LowRankConvolution):
     """A convolution of k taps m → r, then one of a single tap r → n: r (m k + n) parameters.
 
-    It is what a Conv2d with a k×1 kernel becomes, in both forms. Stride, padding and dilation are all the first one's.
+    It equals a factorized Conv2d with a k×1 kernel, in both forms. The first convolution has the stride, padding and
+    dilation.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,14 +180,14 @@ class LowRankConv1d(LowRankConvolution):
 class LowRankConv2d(LowRankConvolution):
     """A k₁×1 convolution m → r, then a 1×k₂ convolution r → n: r (m k₁ + n k₂) parameters.
 
-    Stride, padding and dilation are split by axis, so the pair equals the dense convolution also at stride 2.
+    Stride, padding and dilation are split by axis, so the pair equals the dense convolution at any stride.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         vertical: str | tuple[int, int]
         horizontal: str | tuple[int, int]
         if self.padding_mode != "zeros":
-            # Padding by columns commutes with a vertical convolution, so each axis can be padded just before its own.
+            # Padding columns commutes with a vertical convolution, so each axis is padded before its own convolution.
             x = F.pad(x, [0, 0, *self._pads[2:]], mode=self.padding_mode)
             vertical = horizontal = (0, 0)
         elif isinstance(self.padding, str):
@@ -205,7 +203,7 @@ class LowRankConv2d(LowRankConvolution):
 class PufferfishConv2d(LowRankConvolution):
     """A k₁×k₂ convolution m → r, then a 1×1 convolution r → n, as in Pufferfish: r (m k₁ k₂ + n) parameters.
 
-    Stride, padding and dilation are all the first one's.
+    The first convolution has the stride, padding and dilation.
     """
 
     form = "pufferfish"
@@ -218,29 +216,29 @@ class PufferfishConv2d(LowRankConvolution):
         return F.conv2d(x, self.v, self.bias)
 
 
-# Which layers are factorized, by their exact type and the form: a row for each, to which others may be added.
+# The factorized type of every layer, by the layer's exact type and the form. Rows may be added.
 LAYERS: dict[type[nn.Module], dict[Form, type[LowRank]]] = {
     nn.Conv1d: {"spatial": LowRankConv1d, "pufferfish": LowRankConv1d},
     nn.Conv2d: {"spatial": LowRankConv2d, "pufferfish": PufferfishConv2d},
     nn.Linear: {"spatial": LowRankLinear, "pufferfish": LowRankLinear},
 }
-# The same for layers of packages that are not imported here, by the full name of their type.
+# The same for types of packages that are not imported here, by their full names.
 FOREIGN: dict[str, dict[Form, type[LowRank]]] = {
     "transformers.pytorch_utils.Conv1D": {"spatial": LowRankTransposed, "pufferfish": LowRankTransposed},
 }
 
 
 def factorized_types(layer: nn.Module) -> dict[Form, type[LowRank]] | None:
-    """Return what a layer is factorized as, in each form; None if its type is not known."""
+    """Return the factorized type of a layer for each form, or None if its type is unknown."""
     kind = type(layer)
     return LAYERS.get(kind) or FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def rank_at_ratio_one(shape: torch.Size) -> int:
-    """Return the rank that stands for a ratio of 1: as many as output channels, or as a matrix has directions."""
+    """Return the rank at ratio 1: the number of output channels, or min(m, n) of a Linear."""
     return shape[0] if len(shape) > 2 else min(shape)
 
 
 def largest_rank(shape: torch.Size, form: Form = "spatial") -> int:
-    """Return the rank at which a factorized layer can express every weight of `shape`."""
+    """Return the smallest rank at which a factorized layer can represent every weight of `shape`."""
     return min(unrolled_shape(shape, form))

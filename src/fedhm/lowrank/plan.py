@@ -1,8 +1,21 @@
-"""Rank plans: which layers of a network are factorized, at which rank, and why the others are not.
+"""Rank plans: which layers of a network are factorized, at which rank, and why the others stay dense.
 
-The paper's hybrid network [ρ, L, γ]: the first ρ layers, 1×1 convolutions and the classifier stay dense; every
-other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linear). Of a transformer that is attention and
-MLP: embeddings, and heads that are tied to them, stay dense.
+A plan by one ratio is the paper's hybrid network [ρ, L, γ]. The first ρ layers, 1×1 convolutions and the classifier
+stay dense. Every other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linear). In a transformer these
+are the layers of attention and MLP: embeddings, and heads that are tied to them, stay dense.
+
+A plan by budget chooses ranks layer by layer. With singular values σ₁ ≥ σ₂ ≥ … in a layer, and c the cost of one more
+rank of it (parameters, or MACs),
+
+    maximise  Σ over layers  Σ_{i ≤ r} σᵢ²        with  Σ over layers  r c  within the budget
+
+Energies σᵢ² fall with i. So the best ranks take directions by energy per cost, σᵢ² / c, the largest first: this is
+optimal up to one step (the fractional knapsack). It is one order of all directions, and the ranks of every budget are a
+prefix of it. So a smaller budget never has a larger rank in any layer.
+
+A flat spectrum, or that of random numbers, does not say which directions matter: the norm of such a weight only says
+how it was drawn. Unless the spectra of most layers say more, all directions count the same, and layers get their ranks
+in turns, each in proportion to its size. One ratio for all layers gives the same ranks.
 """
 
 import itertools
@@ -30,11 +43,11 @@ TIED = "its weight is tied to another layer's"
 ROOT = "(model)"  # a model that has weights of its own, outside its layers
 
 
-@dataclass(frozen=True, eq=False)  # equal as mappings are: the same ranks
+@dataclass(frozen=True, eq=False)  # plans are equal as mappings are, if their ranks are
 class RankPlan(Mapping[str, int]):
-    """Layer name → rank, for the layers that are factorized. `dense` says of every other layer why it is not."""
+    """Layer name → rank, for the factorized layers. `dense` gives the reason for every other layer."""
 
-    decisions: Mapping[str, int | str]  # a rank, or the reason for none, in the order of the model
+    decisions: Mapping[str, int | str]  # the rank, or the reason to stay dense, in the order of the model
     form: Form = "spatial"  # of the factorized convolutions
 
     @cached_property
@@ -76,11 +89,11 @@ def plan_ranks(
 
     keep        how many layers to leave dense at the start (the paper's ρ), in the order in which the model
                 defines them; 1×1 convolutions and the classifier do not count
-    classifier  the layer that gives the logits and stays dense; "auto" is the model's last layer if that is a
-                Linear, None is no layer
+    classifier  the layer that gives the logits, which stays dense; "auto": the model's last layer if it is a Linear;
+                None: no layer
     pointwise   factorize 1×1 convolutions too
-    dense       further layers to leave as they are, or modules whose layers are left
-    form        of the factors: "spatial", k×1 and 1×k convolutions, or "pufferfish", k×k and 1×1
+    dense       further layers, or modules with layers, that stay dense
+    form        the form of the factors: "spatial", k×1 and 1×k convolutions, or "pufferfish", k×k and 1×1
     """
     if isinstance(ratio, str):
         try:
@@ -127,13 +140,13 @@ def plan_ranks(
 
 
 def find_classifier(model: nn.Module) -> str | None:
-    """Return the name of the layer that gives the logits: the last layer with a weight matrix, if that is a Linear."""
+    """Return the name of the layer that gives the logits: the last layer with a weight matrix, if it is a Linear."""
     layers = list(_weighted_modules(model))
     return layers[-1][0] if layers and isinstance(layers[-1][1], nn.Linear) else None
 
 
 def reason_to_stay_dense(layer: nn.Module, owners: Counter[int]) -> str | None:
-    """Return why a layer of this kind cannot be replaced at all, whatever the ratio; None if it can."""
+    """Return why a layer cannot be factorized at any ratio, or None if it can."""
     if is_parametrized(layer):
         return "its weight is computed from other parameters"
     if any(is_lazy(p) for p in layer.parameters(recurse=False)):
@@ -155,7 +168,7 @@ def reason_to_stay_dense(layer: nn.Module, owners: Counter[int]) -> str | None:
 
 
 def _unknown(layer: nn.Module) -> str:
-    """Return why a layer whose type is not known stays dense."""
+    """Return why a layer of an unknown type stays dense."""
     kind = type(layer).__name__
     if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         return f"an {kind}: rows of it are looked up, and no matrix is multiplied"
@@ -166,22 +179,22 @@ def _unknown(layer: nn.Module) -> str:
 
 
 def _counts(layer: nn.Module) -> bool:
-    """Tell whether a layer is one of those of which the first are kept dense."""
+    """Tell whether a layer counts among the first `keep` layers."""
     return isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) or factorized_types(layer) is not None
 
 
 def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):
-            continue  # a part of the layer that it is computed for
-        # the weight of a parametrized or a lazy layer is not among its own matrices
+            continue  # it is a part of the layer whose weight it computes
+        # the weight of a parametrized or lazy layer is not among its own parameters
         computed = _counts(module) or is_parametrized(module)
         if computed or any(p.ndim >= 2 for p in module.parameters(recurse=False)):
             yield name, module
 
 
 def _affordable_rank(shape: torch.Size, ratio: float, form: Form) -> int | str:
-    """Return the rank at this ratio, or why it does not pay."""
+    """Return the rank at this ratio, or the reason to stay dense if the factors would not save parameters."""
     rank = min(max(1, round(ratio * rank_at_ratio_one(shape))), largest_rank(shape, form))
     factored = rank * sum(unrolled_shape(shape, form))
     if factored >= shape.numel():
@@ -189,46 +202,32 @@ def _affordable_rank(shape: torch.Size, ratio: float, form: Form) -> int | str:
     return rank
 
 
-# Ranks by layer: which directions of a model's layers are worth what they cost.
-#
-# With singular values σ₁ ≥ σ₂ ≥ … in a layer, and c what one more rank of it costs (parameters, or MACs),
-#
-#     maximise  Σ over layers  Σ_{i ≤ r} σᵢ²        with  Σ over layers  r c  within the budget
-#
-# Energies fall with i, so the best ranks take directions by energy per cost, σᵢ² / c, from the largest down: optimal
-# up to one step (the fractional knapsack). That is one order of all directions, of which every budget's ranks are a
-# beginning: a smaller budget has no larger rank in any layer than a larger one.
-#
-# A spectrum that is flat, or that of random numbers, says nothing of which directions matter: how long its layer's
-# weights are only says how they were drawn. Unless most layers' say more, all directions count the same, and layers
-# get their ranks in turns, each in proportion to its size: what one ratio for all layers gives them.
-
-CHANCE = 0.1  # of a layer's energy: so much more than random numbers the leading directions may have by chance
-PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the directions, where that is looked at
+CHANCE = 0.1  # of a layer's energy: leading directions may have so much more than those of random numbers by chance
+PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the directions, at which energies are compared with those of random numbers
 
 
 @dataclass(frozen=True)
 class LayerSpectrum:
-    """What ranks of a layer are to be chosen by."""
+    """The facts about a layer by which its rank is chosen."""
 
-    energies: Sequence[float]  # σ², the largest first: all of them
+    energies: Sequence[float]  # all σ², the largest first
     shape: tuple[int, int]  # of its matrix
     whole: int  # its rank at ratio 1
     cost: float  # of one more rank
 
     @property
     def most(self) -> int:
-        """Return the largest rank at which factorizing saves parameters; one step further it is dense."""
+        """Return the largest rank at which factorizing saves parameters. One step further the layer is dense."""
         return (math.prod(self.shape) - 1) // sum(self.shape)
 
     def kept(self, level: int) -> float:
-        """Return the share of the energy that is kept at a rank, all of it where the layer is dense."""
+        """Return the share of the energy that is kept at a rank; a dense layer keeps all of it."""
         total = sum(self.energies)
         return 1.0 if level > self.most or total <= 0 else sum(self.energies[:level]) / total
 
     @property
     def tells(self) -> bool:
-        """Tell whether the leading directions have more of the energy than random numbers would give them."""
+        """Tell whether the leading directions have more of the energy than those of random numbers."""
         total, count = sum(self.energies), len(self.energies)
         for part in PARTS if total > 0 else ():
             rank = max(1, round(part * count))
@@ -238,15 +237,15 @@ class LayerSpectrum:
 
 
 def random_share(shape: tuple[int, int], part: float) -> float:
-    """Return the share of the energy in this part of the directions, the largest, of a matrix of random numbers.
+    """Return the energy share of the leading `part` of the directions of a matrix of random numbers.
 
-    By the law of Marchenko and Pastur: with aspect β ≤ 1 the energies λ lie between (1 ± √β)², as densely as
+    By the law of Marchenko and Pastur, at aspect β ≤ 1 the energies λ lie between a, b = (1 ± √β)² with the density
     √((b − λ)(λ − a)) / λ.
     """
     root = math.sqrt(min(shape) / max(shape))
     low, high = (1 - root) ** 2, (1 + root) ** 2
-    singular = torch.linspace(1 + root, 1 - root, 2002, dtype=torch.float64)[1:-1]  # the ends have no weight
-    values = singular.square()  # evenly spaced singular values: energies crowd at 0, if the matrix is square
+    singular = torch.linspace(1 + root, 1 - root, 2002, dtype=torch.float64)[1:-1]  # the density is 0 at the ends
+    values = singular.square()  # even steps of singular values, since energies of a square matrix are dense at 0
     counts = ((high - values) * (values - low)).sqrt() / singular
     energy, counts = counts * values, counts.cumsum(0)
     reached = int((counts <= part * counts[-1]).sum())
@@ -254,16 +253,16 @@ def random_share(shape: tuple[int, int], part: float) -> float:
 
 
 def rank_order(layers: Mapping[str, LayerSpectrum]) -> list[str]:
-    """Return the layers in the order in which each gets one rank more, after all have rank 1; the last makes it dense.
+    """Return the layers in the order in which each gets one more rank, after all have rank 1.
 
-    Whatever the budget, its ranks are a beginning of this order.
+    A layer's last step makes it dense. The ranks of every budget are a prefix of this order.
     """
     known = 2 * sum(layer.tells for layer in layers.values()) > len(layers)
 
     def steps() -> Iterator[tuple[float, float, int, str]]:
         for number, (name, layer) in enumerate(layers.items()):
             energies = [energy / layer.cost if known else 0.0 for energy in layer.energies[: layer.most]]
-            # what makes it dense adds all that is left, for less than one more rank would cost
+            # the step to dense adds all that is left, for less than the cost of one more rank
             for rank, energy in enumerate([*energies[1:], energies[-1]], start=2):
                 yield -energy, rank / layer.whole, number, name
 
@@ -271,7 +270,7 @@ def rank_order(layers: Mapping[str, LayerSpectrum]) -> list[str]:
 
 
 def levels_after(layers: Mapping[str, LayerSpectrum], order: Sequence[str], count: int) -> dict[str, int]:
-    """Return each layer's rank after so many steps; `most` + 1 stands for dense."""
+    """Return each layer's rank after `count` steps of the order; `most` + 1 means dense."""
     levels = dict.fromkeys(layers, 1)
     for name in itertools.islice(order, count):
         levels[name] += 1
@@ -279,7 +278,7 @@ def levels_after(layers: Mapping[str, LayerSpectrum], order: Sequence[str], coun
 
 
 def plan_of_levels(start: RankPlan, layers: Mapping[str, LayerSpectrum], levels: Mapping[str, int]) -> RankPlan:
-    """Return the rank plan at these levels; `start` says which layers can be factorized at all."""
+    """Return the rank plan at these levels; `start` has the layers that can be factorized."""
     decisions: dict[str, int | str] = dict(start.decisions)
     for name, level in levels.items():
         within = level <= layers[name].most
@@ -288,12 +287,12 @@ def plan_of_levels(start: RankPlan, layers: Mapping[str, LayerSpectrum], levels:
 
 
 def levels_of_plan(layers: Mapping[str, LayerSpectrum], plan: Mapping[str, int]) -> dict[str, int]:
-    """Return the levels of a rank plan: what it leaves dense is one above the largest rank."""
+    """Return the levels of a rank plan; the level of a dense layer is one above its largest rank."""
     return {name: min(plan.get(name, layer.most + 1), layer.most + 1) for name, layer in layers.items()}
 
 
 def layer_spectra(weights: Mapping[str, Tensor], start: RankPlan) -> dict[str, LayerSpectrum]:
-    """Return what ranks are chosen by, of every layer that `start` factorizes; the cost of a rank is its parameters."""
+    """Return the spectrum of every layer that `start` factorizes; the cost of a rank is its parameters."""
 
     def layer_of(name: str) -> LayerSpectrum:
         weight = weights[f"{name}.weight"].detach()
@@ -314,7 +313,7 @@ def with_rank_costs(layers: Mapping[str, LayerSpectrum], costs: Mapping[str, flo
 def squared_singular_values(matrix: Tensor) -> list[float]:
     """Return the squares of all singular values, the largest first."""
     if not bool(matrix.isfinite().all()):
-        raise FedhmError("a weight matrix holds NaN or infinite values: there is no rank to plan for it")
+        raise FedhmError("a weight matrix holds NaN or infinite values, so its ranks cannot be planned")
     precise = matrix.double() if matrix.shape[0] <= matrix.shape[1] else matrix.double().T
     found: list[float] = torch.linalg.eigvalsh(precise @ precise.T).flip(0).clamp(min=0).tolist()
     return found

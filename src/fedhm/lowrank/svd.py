@@ -1,15 +1,18 @@
-"""Conversions between the weight of a layer and the matrix that is decomposed.
+"""Truncated singular value decompositions of weights: exact, or from a known decomposition of a similar matrix.
 
-spatial     A convolution (n, m, k₁, k₂) unrolls to the matrix with rows (m, k₁) and columns (n, k₂): each row belongs
-            to one input channel and vertical offset, each column to one output channel and horizontal offset. That is
-            a permutation of axes, not a plain reshape, and it is what makes the factors a vertical and a horizontal
-            convolution.
+A weight is unrolled to a matrix first. Two forms say how:
+
+spatial     A convolution (n, m, k₁, k₂) unrolls to the matrix with rows (m, k₁) and columns (n, k₂). Each row belongs
+            to one input channel and vertical offset, each column to one output channel and horizontal offset. This is
+            a permutation of axes, not a plain reshape. It makes the factors a vertical and a horizontal convolution.
 pufferfish  Rows (m, k₁, k₂), columns n: the factors are a convolution of the same size into r channels, and a 1×1
             convolution that mixes them.
 
-A Linear weight (n, m) unrolls to its transpose, which is both rules with k₁ = k₂ = 1, and one of a Conv1d (n, m, k) by
-both rules with k₂ = 1. The forms differ in the shapes of their matrices, and agree where these do (k₂ = 1): only
-unrolling has to be told the form.
+A Linear weight (n, m) unrolls to its transpose, by both rules with k₁ = k₂ = 1. A Conv1d weight (n, m, k) follows both
+rules with k₂ = 1. The forms differ in the shapes of their matrices, and are equal where the shapes are (k₂ = 1). So
+only `unroll` needs to know the form.
+
+A matrix is decomposed once, at the largest rank of all tiers: smaller ranks are prefixes.
 """
 
 import math
@@ -69,13 +72,8 @@ def to_matrix_factors(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return u.flatten(1).T, v.transpose(0, 1).flatten(1)
 
 
-# Truncated singular value decompositions: the spectral initialisation of the paper's factorized layers.
-#
-# A matrix is decomposed once, at the largest rank that anybody asks for: smaller ranks are prefixes.
-
-
 class Factors(NamedTuple):
-    """Factors of a matrix (M, N): `left @ right` is its best approximation of rank k, or as good as a bound says.
+    """Factors of a matrix (M, N): `left @ right` is its best approximation of rank k, or within a bound of it.
 
     The singular values are split evenly, so that both factors start at the same scale.
     Smaller ranks are prefixes: `left[:, :r]`, `right[:r]`.
@@ -89,9 +87,9 @@ class Factors(NamedTuple):
         return self.left[:, :rank], self.right[:rank]
 
     def cut(self, rank: int) -> "Factors":
-        """Return the decomposition of the matrix without what is beyond `rank`, which can still be learnt.
+        """Return the decomposition truncated at `rank`, where the directions beyond it can still be learnt.
 
-        As in LoRA, one factor of such a direction is 0 and the other is not: with both at 0 it would never move.
+        As in LoRA, one factor of such a direction is 0 and the other is not: with both at 0 it would have no gradient.
         """
         right, spectrum = self.right.clone(), self.spectrum.clone()
         right[rank:], spectrum[rank:] = 0, 0
@@ -116,10 +114,11 @@ def _lapack(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Decompose by the eigenvectors of the smaller Gram matrix, in twice the precision that the matrix has.
+    """Decompose by the eigenvectors of the smaller Gram matrix, in float64.
 
-    Squaring costs half of the digits, and float64 has more than twice those of float32: the tail is as right as by an
-    SVD in float32, at a fraction of the time for matrices that are not square, and a little less for square ones.
+    Squaring costs half of the digits, and float64 has more than twice the digits of float32. So the small singular
+    values are as accurate as by an SVD in float32. It takes a fraction of the time for matrices that are not square,
+    and a little less for square ones.
     """
     if matrix.shape[0] > matrix.shape[1]:
         V, spectrum, Ut = _through_gram(matrix.T, rank)
@@ -128,43 +127,42 @@ def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     energies, vectors = torch.linalg.eigh(precise @ precise.T)
     spectrum, U = energies.flip(0).clamp(min=0).sqrt(), vectors.flip(1)[:, :rank]
     scaled = U.T @ precise  # (rank, N): Σ Vᵀ
-    # beyond the rank of the matrix there is no direction to find: the row stays zero
+    # beyond the rank of the matrix there is no direction: the row is zero
     norms = scaled.norm(dim=1, keepdim=True)
     Vt = torch.where(norms > spectrum[0] * 1e-14, scaled / norms, 0)
     return U.float(), spectrum.float(), Vt.float()
 
 
 def squared_norm(weight: Tensor) -> float:
-    """Return ‖W‖²_F, precise enough to subtract from: rows are summed in float32, for speed, their sums in float64."""
+    """Return ‖W‖²_F, accurate enough to subtract from: rows are summed in float32 for speed, their sums in float64."""
     return float(torch.linalg.vector_norm(weight.flatten(1), dim=1).double().square().sum())
 
 
-# A bound on how far from the best an approximation by subspace iteration can be.
-#
-# Let Q hold k orthonormal left vectors, B = Qᵀ A with singular values sᵢ and right vectors V', and C = A − Q B what
-# the vectors leave of A. The approximation keeps the first r; its squared error is ‖A‖² − Σᵢ≤ᵣ sᵢ². The best one has
-# ‖A‖² − Σᵢ≤ᵣ σᵢ², so the question is how large that sum can be. For any t it is
-#
-#     Σᵢ≤ᵣ σᵢ² ≤ r t + tr (Aᵀ A − t)₊
-#
-# In the basis (V', V'⊥), Aᵀ A = [S² + Eᵀ E, Eᵀ F; Fᵀ E, Fᵀ F] with E = C V' and F = C V'⊥. With φ ≥ ‖C‖₂ and t > φ²
-# the lower right block minus t is below −(t − φ²), and completing the square gives
-#
-#     Σᵢ≤ᵣ σᵢ² ≤ r t + tr (S² − t + Eᵀ E t / (t − φ²))₊
-#
-# The vectors come of Q = orthonormal A V, so C V = 0 and E = C (1 − V Vᵀ) V': Eᵀ E ≤ φ² (1 − Tᵀ T), T = Vᵀ V', the
-# angles between the bases before and after. Only φ is estimated: by Lanczos steps from a random vector, which come
-# close to the largest singular value from below, and a margin. A few steps and a wide margin often do.
-
-TOLERANCE = 1.002  # times the smallest possible error; how far beyond it an error is does not matter
-ESTIMATES = ((5, 1.4), (10, 1.07))  # steps, and the margin on the energy: five find 0.8 of it or more, ten 0.95,
-# also where many are almost as large
-NOISE = 1e-7  # of the largest energy: what is found below it is rounding
-ROUNDING = 1e-6  # of the energy of A: a smaller error cannot be told from none in float32
+TOLERANCE = 1.002  # times the smallest possible error
+# Lanczos steps, and the margin on the energy they find: five find 0.8 of it or more, ten 0.95, also if many directions
+# have almost the same energy.
+ESTIMATES = ((5, 1.4), (10, 1.07))
+NOISE = 1e-7  # of the largest energy: smaller estimates are rounding
+ROUNDING = 1e-6  # of the energy of A: a smaller error cannot be told from 0 in float32
 
 
 def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, turned: Tensor) -> float:
-    """Bound the error that the first `rank` directions leave, as a multiple of the smallest possible error.
+    """Bound the error of the first `rank` directions of a pass, as a multiple of the smallest possible error.
+
+    Let Q hold k orthonormal left vectors, B = Qᵀ A with singular values sᵢ and right vectors V', and C = A − Q B the
+    part of A outside their span. The approximation keeps the first r directions; its squared error is ‖A‖² − Σᵢ≤ᵣ sᵢ².
+    The best approximation has ‖A‖² − Σᵢ≤ᵣ σᵢ², so the question is how large that sum can be. For any t
+
+        Σᵢ≤ᵣ σᵢ² ≤ r t + tr (Aᵀ A − t)₊
+
+    In the basis (V', V'⊥), Aᵀ A = [S² + Eᵀ E, Eᵀ F; Fᵀ E, Fᵀ F] with E = C V' and F = C V'⊥. With φ ≥ ‖C‖₂ and t > φ²
+    the lower right block minus t is below −(t − φ²), and completing the square gives
+
+        Σᵢ≤ᵣ σᵢ² ≤ r t + tr (S² − t + Eᵀ E t / (t − φ²))₊
+
+    Since Q = orthonormal A V, C V = 0 and E = C (1 − V Vᵀ) V'. So Eᵀ E ≤ φ² (1 − Tᵀ T), where T = Vᵀ V' has the angles
+    between the bases before and after. Only φ is estimated: by Lanczos steps from a random vector, which approach the
+    largest singular value from below, and a margin. A few steps and a wide margin are often enough.
 
     left    (M, k) orthonormal: Q
     turned  (k, k): T
@@ -187,7 +185,7 @@ def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, turne
 
 
 def _excess(energies: Tensor, rank: int, turned: Tensor, beyond: float, enough: float) -> float:
-    """Bound how much larger than Σᵢ≤ᵣ sᵢ² the best sum can be; somewhat more or infinite, where that settles it."""
+    """Bound how much larger than Σᵢ≤ᵣ sᵢ² the best sum can be. The bound is loose, or infinite, if that decides."""
     kept = energies[:rank].sum()
     above = torch.tensor([1.01, 1.02, 1.04, 1.07, 1.1, 1.15, 1.25, 1.4, 1.7, 2, 3, 5, 10, 20, 50], dtype=torch.float64)
     levels = torch.cat([above * beyond, energies[rank - 1 : rank].clamp(min=1.01 * beyond)])
@@ -211,7 +209,7 @@ def _excess(energies: Tensor, rank: int, turned: Tensor, beyond: float, enough: 
 
 
 class _Lanczos:
-    """An estimate of ‖A − Q Qᵀ A‖₂² that comes closer with every step."""
+    """An estimate of ‖A − Q Qᵀ A‖₂² that improves with every step."""
 
     def __init__(self, matrix: Tensor, left: Tensor) -> None:
         self._matrix, self._left = matrix, left
@@ -221,7 +219,7 @@ class _Lanczos:
         self._beside: list[float] = []
 
     def largest_energy(self, steps: int) -> float:
-        """Return the estimate after `steps` steps, those of earlier calls included."""
+        """Return the estimate after `steps` steps, including those of earlier calls."""
         while len(self._diagonal) < steps and (norm := float(self._next.norm())) > 1e-30:
             if self._diagonal:
                 self._beside.append(norm)
@@ -239,34 +237,23 @@ class _Lanczos:
         return float(torch.linalg.eigvalsh(steps_so_far)[-1]) if bool(steps_so_far.isfinite().all()) else math.inf
 
 
-# Decomposing a matrix that is not far from one whose decomposition is known: subspace iteration, checked by a bound.
-#
-# One pass over A (M, N), with V (N, k) the known right singular vectors, k = r + some more than the rank that counts:
-#
-#     Q = orthonormal A V    what the known directions have become
-#     B = Qᵀ A               its singular values and vectors are the new ones, found through the k×k matrix B Bᵀ
-#
-# costs two products with A in place of a decomposition of it. `bound.py` says how far from the best rank-r
-# approximation the result can be. If that is too far, another pass starts from the result; after a few, the exact way
-# is the shorter.
-
-PASSES = 3
-SPARE = 64
-SMALL = 256  # rows or columns; below, an exact decomposition is quick
-WORTHWHILE = 0.6  # of the full rank; beyond it, an exact decomposition is not dearer
-FALLING = 0.7  # a spectrum that falls so far within the spare directions has left the old ones behind
+PASSES = 3  # after more, an exact decomposition is faster
+SPARE = 64  # directions beyond the rank, at most
+SMALL = 256  # rows or columns: below, an exact decomposition is fast
+WORTHWHILE = 0.6  # of the full rank: above, an exact decomposition is not slower
+FALLING = 0.7  # if the spectrum falls by so much within the spare directions, the old spare ones are of no use
 
 
 def spare_directions(rank: int, full_rank: int) -> int:
-    """Return how many directions to carry beyond `rank`: they make room between what is kept and what is cut off."""
+    """Return the number of spare directions beyond `rank`, between the kept directions and the truncated ones."""
     wanted = min(max(16, rank // 2), SPARE)
     return wanted if full_rank >= SMALL and rank + wanted <= WORTHWHILE * full_rank else 0
 
 
 def decompose(matrix: Tensor, rank: int, known: Factors | None) -> tuple[Factors, bool]:
-    """Decompose `matrix` at `rank` and some spare directions; also return whether that was done the exact way.
+    """Decompose `matrix` at `rank` and some spare directions; also return whether the decomposition is exact.
 
-    known  a decomposition by this function, of a matrix not far from this one
+    known  a decomposition by this function of a similar matrix, such as the weight of the round before
     """
     count = rank + spare_directions(rank, min(matrix.shape))
     if known is not None and count > rank and matrix.dtype == torch.float32:
@@ -278,9 +265,15 @@ def decompose(matrix: Tensor, rank: int, known: Factors | None) -> tuple[Factors
 
 
 def refactorize(matrix: Tensor, rank: int, known: Factors) -> Factors | None:
-    """Decompose `matrix` at as many directions as `known` has, of which the first `rank` are within the tolerance.
+    """Decompose `matrix` by subspace iteration from `known`, with the first `rank` directions within the tolerance.
 
-    Return None if that cannot be said after some passes.
+    One pass over A (M, N) starts from the known right singular vectors V (N, k), with some more than `rank`:
+
+        Q = orthonormal A V    the known directions, after the change
+        B = Qᵀ A               its singular values and vectors are the new ones, found through the k×k matrix B Bᵀ
+
+    It costs two products with A in place of a decomposition. `worst_ratio` bounds how far from the best approximation
+    the result can be. If that is too far, another pass starts from the result. Return None after too many passes.
     """
     if not bool(known.spectrum[len(known.right) - 1] > 0):  # a singular value of 0 has no direction to start from
         return None
@@ -297,6 +290,8 @@ def refactorize(matrix: Tensor, rank: int, known: Factors) -> Factors | None:
 
 
 class Pass(NamedTuple):
+    """The result of one pass of subspace iteration."""
+
     left: Tensor  # (M, k) orthonormal
     spectrum: Tensor  # (k,) in float64
     right: Tensor  # (k, N) orthonormal
@@ -308,11 +303,11 @@ def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
     X, L, unit = _nearly_orthonormal(matrix @ basis.T)
     B = unit @ (X.T @ matrix)
     inner = (B @ B.T).double()
-    if not bool(inner.isfinite().all()):  # the exact way says what is wrong
+    if not bool(inner.isfinite().all()):  # the exact decomposition raises a clear error
         return None
     energies, rotation = torch.linalg.eigh(inner)
     energies, rotation = energies.flip(0), rotation.flip(1).to(X.dtype)
-    if not bool(energies[-1] > 0):  # fewer directions than were asked for
+    if not bool(energies[-1] > 0):  # the matrix has fewer directions
         return None
     spectrum = energies.sqrt()
     scaled = rotation / spectrum.to(X.dtype)
@@ -323,8 +318,8 @@ def _one_pass(matrix: Tensor, basis: Tensor) -> Pass | None:
 def _nearly_orthonormal(Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (X, L, unit) with X unitᵀ = Q orthonormal and Q Lᵀ = Y.
 
-    The columns come of singular vectors, so that they are almost orthogonal already: then X is Y with columns of
-    length 1, and their Gram matrix gives the rest at half the time of a QR decomposition.
+    The columns come from singular vectors, so they are almost orthogonal already. X is Y with columns of length 1, and
+    their Gram matrix gives the rest in half the time of a QR decomposition.
     """
     lengths = Y.norm(dim=0)
     X = Y / lengths
@@ -340,10 +335,10 @@ def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
     """Return the orthonormal right vectors (k, N) to start from."""
     spectrum = known.spectrum[: len(known.right)]
     basis = known.right / spectrum.sqrt()[:, None]
-    if spectrum[-1] < 1e-3 * spectrum[0]:  # each was divided by its singular value, and so were its rounding errors
+    if spectrum[-1] < 1e-3 * spectrum[0]:  # rounding errors were divided by the singular values too
         basis = torch.linalg.qr(basis.T).Q.T
     if spectrum[-1] < FALLING * spectrum[rank - 1]:
-        # What is cut off is new in every round: look for it in the matrix, rather than where it was.
+        # The truncated part is new in every round: start from probes of the matrix, not from the old directions.
         generator = torch.Generator().manual_seed(0)
         probes = torch.randn(len(basis) - rank, len(matrix), generator=generator, dtype=matrix.dtype)
         basis = torch.cat([basis[:rank], _beside(probes @ matrix, basis[:rank])])
@@ -352,7 +347,7 @@ def _start(known: Factors, rank: int, matrix: Tensor) -> Tensor:
 
 def _beside(rows: Tensor, kept: Tensor) -> Tensor:
     """Return orthonormal rows that span the part of `rows` orthogonal to `kept`."""
-    for _ in range(2):  # twice, to be orthogonal to the last digit
+    for _ in range(2):  # twice, for orthogonality to the last digit
         rows = rows - (rows @ kept.T) @ kept
     Q: Tensor = torch.linalg.qr(rows.T).Q
     return Q.T

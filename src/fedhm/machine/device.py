@@ -1,4 +1,4 @@
-"""Where networks run, and with how many threads: the only module that changes torch's number of threads."""
+"""The device on which networks run, torch's generators, and work on several threads."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of this name, which must be there; `auto` is a CUDA device where there is one."""
+    """Return the device of this name, or raise if it cannot be used. `auto` is a CUDA device if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -27,9 +27,9 @@ def find_device(name: str) -> torch.device:
 
 @contextmanager
 def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
-    """Seed the global generators for a while, and restore them afterwards: dropout and the like know no others.
+    """Seed torch's global generators, and restore them afterwards. Dropout and similar layers use no others.
 
-    `torch.manual_seed` would do so for every kind of device, and takes longer than a step of a small network.
+    `torch.manual_seed` seeds every kind of device, which takes longer than a training step of a small network.
     """
     cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if cuda else []):
@@ -44,7 +44,7 @@ def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Let torch use this number of threads for a while, and restore the number afterwards."""
+    """Set torch's number of threads, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -58,11 +58,10 @@ Result = TypeVar("Result")
 
 
 def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return the results of `work` in the order of the items, computed on as many cores as torch has threads.
+    """Return `work` of all items, in their order, computed on as many cores as torch has threads.
 
-    The small decompositions of a server's round gain little from threads that share one decomposition, and nearly
-    everything from threads that have one each. One thread computes each item, so results do not depend on the number
-    of threads.
+    The small decompositions of a server's round gain little from threads that share one decomposition, and much from
+    threads that have one each. One thread computes each item, so results do not depend on the number of threads.
     """
     available = torch.get_num_threads()
     with threads(1):

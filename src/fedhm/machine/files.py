@@ -1,4 +1,4 @@
-"""Files that are either there whole or not at all, and tensors with a header in one of them."""
+"""Files and folders: atomic writes, names that every system accepts, checks before the work, and locks."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from fedhm.errors import FedhmError
 
 
 def check_utf8_name(path: Path) -> None:
-    """Refuse a name that is no text: it could neither be written into files nor shown."""
+    """Raise if a name is not UTF-8: it could neither be written into files nor shown."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -23,7 +23,10 @@ def check_utf8_name(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write a file beside `path`, bring it to disk, then put it in the place of `path` in one step."""
+    """Write a file such that it is either complete or not there.
+
+    The content goes to a file beside `path` and to disk. Then one step replaces `path`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as file:
@@ -31,7 +34,7 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-    with suppress(PermissionError):  # Windows opens no folder
+    with suppress(PermissionError):  # Windows cannot open a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -39,20 +42,18 @@ def write_atomically(path: Path, content: bytes | str) -> None:
             os.close(folder)
 
 
-# Where files can be: names that every system takes, and folders that can be written into.
-
-_REFUSED = re.compile(r'[\x00-\x1f\x7f/\\:*?"<>|]')  # by some system, or a part of a path there
-_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # of Windows, whatever comes after a dot
+_REFUSED = re.compile(r'[\x00-\x1f\x7f/\\:*?"<>|]')  # characters that some system refuses or takes for a path
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)  # of Windows, with any suffix
 
 
 def file_name(name: str) -> str:
-    """Return how files of a tier or an entry are called on every system: 1/8 is 1-8, memory:5MB is memory-5MB."""
+    """Return the file name of a tier or an entry that every system accepts: 1-8 for 1/8, memory-5MB for memory:5MB."""
     plain = _REFUSED.sub("-", name).rstrip(". ")
     return f"_{plain}" if not plain or plain.startswith(".") or _DEVICES.match(plain) else plain
 
 
 def check_file_names(names: Iterable[str]) -> None:
-    """Refuse tiers whose files would be the same one; some systems do not tell capitals from other letters."""
+    """Raise if two tiers would have the same file. Some systems ignore the difference between a and A."""
     known: dict[str, str] = {}
     for name in names:
         other = known.setdefault(file_name(name).casefold(), name)
@@ -61,7 +62,7 @@ def check_file_names(names: Iterable[str]) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder that cannot be made, or not be written into, before anything is done for what it is to hold."""
+    """Raise if a folder cannot be made or written into, before the work for its content begins."""
     try:
         there = next((part for part in (path, *path.absolute().parents) if part.exists()), path)
         if there.exists() and not there.is_dir():
@@ -73,14 +74,14 @@ def check_folder(path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that cannot be written, before anything is done for what it is to hold."""
+    """Raise if a file cannot be written, before the work for its content begins."""
     check_folder(path.parent)
     if path.is_dir():
         raise FedhmError(f"cannot write the file {path}: it is a folder; name a file in it")
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, unless it is there, and make sure that files can be written into it."""
+    """Make a folder if it does not exist, and check that files can be written into it."""
     check_folder(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -91,26 +92,23 @@ def make_folder(path: Path) -> None:
 
 
 def os_error_reason(error: OSError) -> str:
-    """Return why the system refused something, as the end of a sentence."""
-    said = error.strerror or str(error) or type(error).__name__
-    return said[:1].lower() + said[1:]
+    """Return the system's reason for an error, as the end of a sentence."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return reason[:1].lower() + reason[1:]
 
 
 def os_error_sentence(error: OSError) -> str:
-    """Return a sentence for what the system refused."""
+    """Return one sentence for an error of the system."""
     if error.strerror is None or not isinstance(error.filename, str):
         return f"cannot go on: {os_error_reason(error)}"
     return f"cannot read or write {error.filename.removesuffix('.tmp')}: {os_error_reason(error)}"
 
 
-# Locks between processes: a file is locked by one process at a time, and free once that has ended in any way.
-
-
 def take_lock(path: Path, wait: float = 0.0) -> BaseFileLock | None:
-    """Return the lock on `path`, or None if somebody else holds it for `wait` seconds; below 0 there is no limit.
+    """Return the lock on `path`, or None if another process holds it for `wait` seconds; below 0 there is no limit.
 
-    It is held until it is released, is no longer referred to, or the process ends. Forked processes, such as workers,
-    never hold it, since filelock closes it in them: it must not outlive the process that took it.
+    The lock is held until it is released, is no longer referenced, or the process ends in any way. Forked processes,
+    such as workers, never hold it, since filelock closes it in them: it must not outlive the process that took it.
     """
     lock = FileLock(path, timeout=wait, thread_local=False)
     try:
@@ -121,7 +119,7 @@ def take_lock(path: Path, wait: float = 0.0) -> BaseFileLock | None:
 
 
 def is_locked(path: Path) -> bool:
-    """Say whether anybody holds the lock on `path`."""
+    """Tell whether any process holds the lock on `path`."""
     lock = take_lock(path)
     if lock is None:
         return True

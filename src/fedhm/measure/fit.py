@@ -1,8 +1,4 @@
-"""The versions of a model between rank 1 everywhere and the full network, and what each takes to train.
-
-They are numbered by how many steps of the order of `lowrank/plan.py` they are away from the smallest. What they
-take is found on torch's meta device, on which tensors have shapes and no numbers, so that nothing is computed.
-"""
+"""The largest version of a model that a device can afford: ranks by layer, and how to train it."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -34,15 +30,15 @@ from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.saving import can_checkpoint
 from fedhm.networks.structure import copy_network
 
-SMALLEST = 1e-9  # a ratio at which every layer has rank 1
+SMALLEST = 1e-9  # at this ratio every layer has rank 1
 Amount = TypeVar("Amount")
 
 
 @dataclass(frozen=True)
 class TrainingMode:
-    """How a version is trained: what saves memory, at the price of time."""
+    """How a version is trained: two ways to save memory at the cost of time."""
 
-    micro_batch: int = 0  # 0: a batch goes through the network at once
+    micro_batch: int = 0  # 0: the whole batch at once
     checkpointing: bool = False
 
     def __str__(self) -> str:
@@ -53,18 +49,22 @@ class TrainingMode:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """On what, and how, versions are to be trained."""
+    """The inputs and the optimizer with which versions are trained."""
 
     shape: tuple[int, ...]  # of one input
     batch: int
     optimizer: str = "sgd"
-    dtype: torch.dtype | None = None  # of the inputs; None: that of the weights
+    dtype: torch.dtype | None = None  # of the inputs; None: the type of the weights
 
 
 class ModelVersions:
-    """Versions of `model`, whose spectrum is that of `weights`, the model's own or those of a later round.
+    """The versions of `model` between rank 1 in every layer and the full network, and the cost of each.
 
-    by  what directions are weighed against: the parameters of one more rank, or its MACs
+    A version's number is the number of steps in `rank_order` from the smallest version. Costs are found on torch's meta
+    device, where tensors have shapes but no numbers, so that nothing is computed.
+
+    weights  whose spectra decide the order: the model's own, or those of a later round
+    by       the cost of one more rank in the order: its parameters, or its MACs
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class ModelVersions:
         self.layers: dict[str, LayerSpectrum] = layer_spectra(weights or model.state_dict(), self.smallest_plan)
         self._bounds: tuple[Mapping[str, int], Mapping[str, int]] = {}, {}
         self.model, self.keep = model, keep
-        self._costs: _Found[Cost] = _Found(self._network)
-        self._memories: dict[TrainingMode, _Found[int]] = {}
+        self._costs: _MeasuredOnce[Cost] = _MeasuredOnce(self._network)
+        self._memories: dict[TrainingMode, _MeasuredOnce[int]] = {}
         if by == "macs":
             self.layers = with_rank_costs(self.layers, self._macs_of_a_rank())
         self.order = rank_order(self.layers)
@@ -100,21 +100,21 @@ class ModelVersions:
         return plan_of_levels(self.smallest_plan, self.layers, kept)
 
     def between(self, least: Mapping[str, int], most: Mapping[str, int]) -> Self:
-        """Return the versions no smaller in any layer than the plan `least`, and no larger than the plan `most`."""
+        """Return the versions that in every layer have at least the rank of `least` and at most that of `most`."""
         other = copy(self)
         other._bounds = levels_of_plan(self.layers, least), levels_of_plan(self.layers, most)
         return other
 
     def kept(self, plan: Mapping[str, int]) -> dict[str, float]:
-        """Return, by layer, the share of its energy that a plan keeps."""
+        """Return, by layer, the share of the energy that a plan keeps."""
         levels = levels_of_plan(self.layers, plan)
         return {name: layer.kept(levels[name]) for name, layer in self.layers.items()}
 
     def modes(self) -> list[TrainingMode]:
-        """Return the ways to train, the cheapest first: checkpointing gives the same weights, so it comes early."""
+        """Return the training modes, the cheapest first. Checkpointing gives the same weights, so it comes early."""
         given = self.training
         blocks = can_checkpoint(self.model, zero_batch(self.model, 1, given.shape, given.dtype))
-        least = 2 if running_statistic_names(self.model) else 1  # BatchNorm has no variance of a single value
+        least = 2 if running_statistic_names(self.model) else 1  # a single value has no variance for BatchNorm
         found = [TrainingMode(), *([TrainingMode(checkpointing=True)] if blocks else [])]
         size = self.training.batch
         while size // 2 >= least:
@@ -127,8 +127,8 @@ class ModelVersions:
         return copy_network(self.model).to("meta")
 
     def cost(self, plan: RankPlan) -> Cost:
-        """Return what a version costs."""
-        return self._costs.found(plan, lambda network: measure(network, self.training.shape, self.training.dtype))
+        """Return the cost of a version."""
+        return self._costs.get(plan, lambda network: measure(network, self.training.shape, self.training.dtype))
 
     def memory(self, plan: RankPlan, mode: TrainingMode) -> int:
         """Return the memory that training a version takes."""
@@ -138,52 +138,50 @@ class ModelVersions:
             how: dict[str, Any] = {"micro_batch": mode.micro_batch, "checkpointing": mode.checkpointing}
             return training_memory(network, given.shape, given.batch, given.dtype, optimizer=given.optimizer, **how)
 
-        return self._memories.setdefault(mode, _Found(self._network)).found(plan, taken)
+        return self._memories.setdefault(mode, _MeasuredOnce(self._network)).get(plan, taken)
 
     def _macs_of_a_rank(self) -> dict[str, float]:
         smallest = self.smallest_plan
         least = self.cost(smallest).macs
         plans = {name: RankPlan({**smallest.decisions, name: 2}, smallest.form) for name in self.layers}
-        # of a layer that does not run for a sample, ranks cost next to nothing
+        # ranks of a layer that does not run for a sample cost almost nothing
         return {name: max(1, self.cost(plan).macs - least) for name, plan in plans.items()}
 
     def _network(self, plan: RankPlan, abstract: bool) -> nn.Module:
         return to_hybrid(self._abstract if abstract else self.model, plan, spectral=False)
 
 
-class _Found(Generic[Amount]):
-    """What was found of versions, each asked once."""
+class _MeasuredOnce(Generic[Amount]):
+    """Measured amounts by version, each measured once."""
 
     def __init__(self, network: Callable[[RankPlan, bool], nn.Module]) -> None:
         self._network = network
         self._known: dict[tuple[tuple[str, int], ...], Amount] = {}
 
-    def found(self, plan: RankPlan, measured: Callable[[nn.Module], Amount]) -> Amount:
+    def get(self, plan: RankPlan, measured: Callable[[nn.Module], Amount]) -> Amount:
         key = tuple(plan.items())
         if key not in self._known:
             try:
                 self._known[key] = measured(self._network(plan, True))
-            except FedhmError:  # it computes with numbers, which meta tensors have not
+            except FedhmError:  # the model computes with values, which meta tensors do not have
                 self._known[key] = measured(self._network(plan, False))
         return self._known[key]
 
 
-# The largest version of a model that a device can afford: ranks by layer, and how to train it.
-
-FEWEST = 8  # samples in a micro-batch before ranks are lowered: fewer take much longer
-FEWEST_NORMALISED = 16  # likewise where BatchNorm takes its statistics from them
-PLACES = 128  # of versions at which memory is looked at
+FEWEST = 8  # samples in a micro-batch before ranks are lowered: smaller ones take much longer
+FEWEST_NORMALISED = 16  # the same if BatchNorm takes its statistics from micro-batches
+PLACES = 128  # versions whose memory is measured at most
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What training the chosen version takes."""
+    """The expected cost of training the chosen version."""
 
     memory: int  # bytes, of a step
     macs: int  # of one sample's forward pass
     bytes: int  # of one transfer, in one direction
     parameters: int
-    seconds: float | None = None  # of a step, where it was measured
+    seconds: float | None = None  # of a step, if it was measured
 
 
 @dataclass(frozen=True)
@@ -226,8 +224,8 @@ def fit(
     keep, form, classifier  as in `plan_ranks`
     dtype               of the inputs, if not the weights': torch.int64 for a model that reads tokens
 
-    Ranks are chosen layer by layer from the spectrum of the model's weights (`lowrank/plan.py`). Memory is saved by
-    checkpointing, which changes nothing, before micro-batches, and by these before ranks are lowered.
+    Ranks are chosen layer by layer from the spectrum of the model's weights (`lowrank/plan.py`). To save memory, the
+    first choice is checkpointing, which does not change the weights. Then come micro-batches, and then lower ranks.
     """
     given: dict[Kind, float | str | None] = {"memory": memory, "macs": macs, "bytes": bytes, "parameters": parameters}
     try:
@@ -244,7 +242,7 @@ def fit(
 
 
 def fit_versions(versions: ModelVersions, limits: Mapping[Kind, int], modes: list[TrainingMode] | None = None) -> Fit:
-    """Find the largest of a model's versions that meets its limits, trained in one of the modes."""
+    """Find the largest version that meets all limits in one of the training modes."""
     static: dict[Kind, int] = {kind: amount for kind, amount in limits.items() if kind != "memory"}
     for kind, amount in static.items():
         _check_smallest(versions, kind, amount)
@@ -256,7 +254,7 @@ def fit_versions(versions: ModelVersions, limits: Mapping[Kind, int], modes: lis
 
 
 def describe_fit(versions: ModelVersions, plan: RankPlan, mode: TrainingMode, number: int = 0) -> Fit:
-    """Return a version with what it is expected to take."""
+    """Return a version with its expected cost."""
     cost = versions.cost(plan)
     expected = Expected(versions.memory(plan, mode), cost.macs, cost.bytes, cost.parameters)
     return Fit(plan, mode.micro_batch, mode.checkpointing, expected, versions.kept(plan), number)
@@ -267,7 +265,7 @@ def within_limits(cost: Cost, limits: Mapping[Kind, int]) -> bool:
 
 
 def _largest(fits: Callable[[int], bool], last: int) -> int:
-    """Return the number of the largest version that fits; 0 always does. A larger budget never has a smaller one."""
+    """Return the number of the largest version that fits; 0 always does. A larger budget never gives a smaller one."""
     if fits(last):
         return last
     low, high = 0, last
@@ -278,7 +276,7 @@ def _largest(fits: Callable[[int], bool], last: int) -> int:
 
 
 def _in_memory(versions: ModelVersions, number: int, limit: int, modes: list[TrainingMode]) -> tuple[int, TrainingMode]:
-    """Return the largest version up to `number`, and the cheapest mode in which it fits."""
+    """Return the largest version up to `number` that fits, and the cheapest mode in which it does."""
 
     def fits(n: int, mode: TrainingMode) -> bool:
         return versions.memory(versions.plan(n), mode) <= limit
@@ -292,7 +290,7 @@ def _in_memory(versions: ModelVersions, number: int, limit: int, modes: list[Tra
     usual = usual if last in usual else [last]
     if whole := next((mode for mode in usual if fits(number, mode)), None):
         return number, whole
-    grid = -(-versions.last // PLACES)  # memory takes long to find
+    grid = -(-versions.last // PLACES)  # measuring memory is slow
     number = grid * _largest(lambda n: fits(n * grid, last), number // grid)
     return number, next(mode for mode in usual if fits(number, mode))
 

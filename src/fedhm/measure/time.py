@@ -1,4 +1,4 @@
-"""The largest version that is quick enough, by whoever measures how long a step of training takes."""
+"""Time: the largest version of a model whose training step is fast enough, and simulated seconds of clients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,13 +7,13 @@ from fedhm.config.schema import DeviceConfig, TrainConfig
 from fedhm.errors import FedhmError
 from fedhm.measure.fit import Fit, ModelVersions, TrainingMode, describe_fit
 
-TRIES = 5  # times are noise: as often a smaller version is tried
+TRIES = 5  # smaller versions to try, since measured times are noisy
 
 
 def fit_to_seconds(
     versions: ModelVersions, found: Fit, seconds: Callable[[Fit], float], most: float | None = None
 ) -> Fit:
-    """Return a version with the seconds of its step; with `most`, the largest below it that does not take longer."""
+    """Return a version with the measured seconds of its step; with `most`, the largest one that takes no longer."""
     measured = seconds(found)
     for _ in range(TRIES if most is not None else 0):
         assert most is not None
@@ -32,9 +32,7 @@ def fit_to_seconds(
     return replace(found, expected=replace(found.expected, seconds=measured))
 
 
-# Simulated time: what a client's round takes on its device, from MACs or measured steps, and from bytes.
-
-AGAIN = 4 / 3  # forward and backward are three passes' worth of computation, and checkpointing runs forward once more
+AGAIN = 4 / 3  # forward and backward cost three passes, and checkpointing runs forward once more
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,14 @@ class ClientSeconds:
 def computation_seconds(
     device: DeviceConfig, reference: float, network: str, macs: int, passes: int, train: TrainConfig
 ) -> float:
-    """Return the seconds in which a device trains `network` on so many samples, counting each as often as it passes.
+    """Return the seconds in which a device trains `network`.
 
-    By what was measured of this network trained in this way; otherwise by its MACs, at the device's speed.
+    If the device's profile has this network trained in this way, its measured step counts. Otherwise the MACs do, at
+    the device's speed.
 
     reference  MACs a second of a device with speed 1
     macs       of one sample's forward pass
+    passes     samples, each counted as often as it is trained on
     """
     checkpointing, again = bool(train.checkpointing), AGAIN if train.checkpointing else 1.0
     if device.profile is None:
@@ -70,5 +70,5 @@ def computation_seconds(
 
 
 def transfer_seconds(size: int, rate: float | None) -> float:
-    """Return the seconds that bytes take on a link; a device without one is beside the server."""
+    """Return the seconds that a transfer of `size` bytes takes. A device without a rate has an instant link."""
     return size / rate if rate else 0.0

@@ -1,7 +1,7 @@
-"""The networks on which one process does its tasks: prepared once for each spec, and a copy for each task.
+"""The networks of one process: each is prepared once, and every task gets a copy.
 
-A task trains a copy and throws it away, so that what comes of it cannot depend on the tasks before it, whatever a
-network keeps in attributes, lists or buffers that are not saved.
+A task trains its copy and discards it. So the result cannot depend on earlier tasks, even if a network keeps state in
+attributes, lists or buffers that are not saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,32 +18,32 @@ from fedhm.networks.exchange import Tensors, exchanged_tensors, load_unpacked, u
 from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import channels_last, copy_network
 
-MOST = 16  # networks at a time; methods have fewer
+MOST = 16  # prepared networks at a time; methods have fewer
 
 
 @dataclass(frozen=True)
 class PreparedNetwork:
-    """A network that is prepared for training."""
+    """A network that is prepared for a task."""
 
     network: nn.Module
     forward: Callable[..., Any]  # the network, perhaps compiled
-    discarded: bool = True  # nobody uses it after its task
+    discarded: bool = True  # after the task; a compiled network is used again
 
     def hand_over(self, names: Iterable[str]) -> Tensors:
-        """Return what travels of the network under these names, to keep; the network is of no use afterwards."""
+        """Return the exchanged tensors of these names, to keep. The network must not be used afterwards."""
         trained = exchanged_tensors(self.network)
         return {name: self._kept(trained[name]) for name in names}
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself where a copy would be just like it."""
-        # those of four dimensions may lie in channels-last memory, or have odd strides of axes of length 1
+        """Return the tensor itself if a copy would have the same layout."""
+        # a tensor of four dimensions may be channels-last, or have odd strides of axes of length 1
         if self.discarded and tensor.device == CPU and tensor.ndim != 4 and tensor.is_contiguous():
             return tensor
         return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
 
 
 class NetworkPool:
-    """Networks by spec, for one task at a time; `build` makes a new one, whose weights are loaded afterwards."""
+    """Networks by spec, for one task at a time. `build` makes a new network, whose weights are loaded afterwards."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class NetworkPool:
     ) -> None:
         self.device = device
         self._build, self._compiled, self._most = build, compiled, most
-        self._prepared: dict[NetworkSpec, nn.Module] = {}  # the one that was used last comes last
-        self._used: dict[NetworkSpec, PreparedNetwork] = {}  # the compiled ones
+        self._prepared: dict[NetworkSpec, nn.Module] = {}  # in the order of their last use
+        self._used: dict[NetworkSpec, PreparedNetwork] = {}  # compiled networks
 
     @contextmanager
     def loaded(self, spec: NetworkSpec, tensors: Tensors) -> Iterator[PreparedNetwork]:
@@ -77,7 +77,7 @@ class NetworkPool:
         return network
 
     def _compiled_once(self, spec: NetworkSpec, prepared: nn.Module) -> PreparedNetwork:
-        """Return a compiled network, which is too dear to be thrown away, with the values of a new one."""
+        """Return the compiled network, with the values of a new one. Compiling takes too long to do it per task."""
         if spec not in self._used:
             network = copy_network(prepared)
             self._used[spec] = PreparedNetwork(network, torch.compile(network), discarded=False)
@@ -99,7 +99,7 @@ def _tensors(network: nn.Module) -> list[Tensor]:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise where `torch.compile` does not work, as without a C++ compiler."""
+    """Raise if `torch.compile` does not work, for example without a C++ compiler."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(3, device=device))
     except Exception as error:  # whatever the compiler raises

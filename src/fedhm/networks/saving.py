@@ -1,4 +1,4 @@
-"""A batch in parts: their gradients add up to the batch's, and only one part's activations are in memory at a time."""
+"""Less memory in training: batches in parts, and activation checkpointing."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from fedhm.machine.device import seeded
 from fedhm.networks.inputs import Inputs, forward_batch, select_rows
 from fedhm.networks.structure import copy_network
 
-Loss = Callable[[Inputs, Tensor], Tensor]  # mean over the inputs and targets of a part
+Loss = Callable[[Inputs, Tensor], Tensor]  # the mean over the inputs and targets of a part
 
 
 def backward_in_parts(
@@ -24,7 +24,10 @@ def backward_in_parts(
 ) -> Tensor:
     """Leave the gradient of a batch's mean loss in the parameters, and return that loss.
 
-    most  samples in a part; 0: the whole batch is one
+    The gradients of the parts add up to the gradient of the batch, and only the activations of one part are in memory
+    at a time.
+
+    most  samples in a part; 0: the whole batch is one part
     """
     if not most or len(targets) <= most:
         loss = loss_of(inputs, targets)
@@ -33,7 +36,7 @@ def backward_in_parts(
     total = torch.zeros((), device=targets.device)
     before = 0
     for rows in split_batches(torch.arange(len(targets), device=targets.device), most):
-        # Not losses are weighted but what they add to: whatever else a loss does to gradients is weighted with it.
+        # The gradients are weighted instead of the losses: a loss may itself add to gradients, which is weighted too.
         _scale(trained, before / len(rows))
         loss = loss_of(select_rows(inputs, rows), targets[rows])
         loss.backward()
@@ -44,7 +47,7 @@ def backward_in_parts(
 
 
 def split_batches(order: Tensor, size: int) -> list[Tensor]:
-    """Split into batches; a single last sample joins the batch before: BatchNorm has no variance of a single value."""
+    """Split into batches. A single last sample joins the batch before it: one value has no variance for BatchNorm."""
     parts = list(order.split(size))
     if len(parts) > 1 and len(parts[-1]) == 1:
         parts[-2:] = [torch.cat(parts[-2:])]
@@ -59,18 +62,10 @@ def _scale(trained: Sequence[nn.Parameter], share: float) -> None:
                 parameter.grad.mul_(share)
 
 
-# Activation checkpointing: blocks of a network keep their inputs only, and run again when their gradients are needed.
-#
-# It is torch's own, with what it leaves to its users: the second run has the very weights and buffers of the first,
-# also where a smaller network runs with parts of a larger one's, or a pass changes buffers that it computes with; it
-# does not count for running averages; and what draws from Python's or NumPy's generators draws the same numbers, as
-# torch's own generators do.
-
-
 def find_blocks(network: nn.Module) -> list[str]:
-    """Return the names of a network's blocks: what is listed in a Sequential or ModuleList and has layers inside.
+    """Return the names of a network's blocks: modules in a Sequential or ModuleList that have layers inside.
 
-    Of blocks inside one another the outermost.
+    Of nested blocks only the outermost counts.
     """
     found: list[str] = []
     for name, module in network.named_modules():
@@ -81,7 +76,7 @@ def find_blocks(network: nn.Module) -> list[str]:
 
 
 def check_blocks(network: nn.Module, asked: bool | Sequence[str]) -> None:
-    """Refuse blocks that a network does not have."""
+    """Raise if the network does not have the blocks that `train.checkpointing` asks for."""
     known = dict(network.named_modules())
     if asked is True and not find_blocks(network):
         raise FedhmError(
@@ -98,7 +93,12 @@ def check_blocks(network: nn.Module, asked: bool | Sequence[str]) -> None:
 
 
 def checkpoint_blocks(networks: Iterable[nn.Module], asked: bool | Sequence[str]) -> None:
-    """Have blocks of networks, which are to be thrown away after training, run again in the backward pass."""
+    """Make blocks keep only their inputs, and run again in the backward pass. The networks are changed for good.
+
+    This is torch's checkpointing, with three additions. The second run has the weights and buffers of the first, also
+    if a smaller network runs with parts of a larger one's, or a pass changes buffers that it computes with. It does not
+    count for running averages. And Python's and NumPy's generators draw the same numbers again, as torch's do.
+    """
     for network in networks:
         if not asked:
             continue
@@ -135,8 +135,10 @@ class _CheckpointedForward:
 
 
 class Pass:
-    """One pass through a block, which can be repeated: with its weights, which may be parts of another network's, and
-    with the buffers as they were before, so that averages that it makes of its inputs are made once.
+    """One pass through a block that can be repeated.
+
+    The second run has the weights of the first, which may be parts of another network's weights. It has copies of the
+    buffers as they were before, so that running averages are updated once.
     """
 
     def __init__(self, block: nn.Module, plain: Callable[..., Any]) -> None:
@@ -149,7 +151,7 @@ class Pass:
         if self._before is None:
             before = {name: buffer.clone() for name, buffer in self._buffers.items()}
             result = self._again(*arguments, **named)
-            # What was not written to need not be kept twice. Versions do not tell: BatchNorm leaves those as they are.
+            # Only changed buffers are kept. Version counters do not show a change: BatchNorm does not raise them.
             self._before = {n: t for n, t in before.items() if t.is_meta or not torch.equal(t, self._buffers[n])}
             return result
         buffers = self._buffers | {name: tensor.clone() for name, tensor in self._before.items()}
@@ -157,7 +159,7 @@ class Pass:
 
 
 class _Again(nn.Module):
-    """A block without its own hooks, which have run when its `forward` is called."""
+    """A block without its own hooks: they have already run when its `forward` is called."""
 
     def __init__(self, block: nn.Module, plain: Callable[..., Any]) -> None:
         super().__init__()
@@ -168,13 +170,13 @@ class _Again(nn.Module):
 
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what the first pass runs in, and what one that repeats it does; torch sees to its own generators."""
+    """Return the contexts of the first pass and of its repetition. Torch restores its own generators itself."""
     return nullcontext(), _drawing_again(random.getstate(), np.random.get_state())
 
 
 @contextmanager
 def _drawing_again(python: Any, numpy: Any) -> Iterator[None]:
-    """Let a block draw the numbers that it drew before; afterwards others are drawn as if it had not."""
+    """Set Python's and NumPy's generators back for a repetition, and restore them afterwards."""
     after = random.getstate(), np.random.get_state()
     random.setstate(python)
     np.random.set_state(numpy)
@@ -185,16 +187,13 @@ def _drawing_again(python: Any, numpy: Any) -> Iterator[None]:
         np.random.set_state(after[1])
 
 
-# Whether blocks of a network do the same again: with checkpointing they run twice, and both times must be alike.
-
-
 def can_checkpoint(network: nn.Module, sample: Inputs) -> bool:
-    """Tell whether a network has blocks, and all of them do the same again; `sample` is a batch of one input."""
+    """Tell whether a network has blocks, and all of them can be repeated; `sample` is a batch of one input."""
     return bool(find_blocks(network)) and find_unrepeatable_block(network, True, sample) is None
 
 
 def check_repeatable(network: nn.Module, asked: bool | Sequence[str], sample: Inputs) -> None:
-    """Refuse to checkpoint blocks that do not repeat themselves."""
+    """Raise if a block that is to be checkpointed gives other outputs when it runs again."""
     if asked and (name := find_unrepeatable_block(network, asked, sample)) is not None:
         raise FedhmError(
             f"train.checkpointing: '{name}' gives other outputs when it runs again, and its gradients would be wrong: "
@@ -204,10 +203,10 @@ def check_repeatable(network: nn.Module, asked: bool | Sequence[str], sample: In
 
 
 def find_unrepeatable_block(network: nn.Module, asked: bool | Sequence[str], sample: Inputs) -> str | None:
-    """Return the name of a block that gives other outputs when it runs again; None if there is none.
+    """Return the name of a block that gives other outputs when it runs again, or None.
 
-    Such a block draws from a generator of its own, or counts its calls. `sample` is a batch of one input; noise takes
-    its place, since what a network makes of zeros may be zeros whatever it draws.
+    Such a block draws from a generator of its own, or counts its calls. `sample` is a batch of one input. Noise takes
+    its place, since the output for zeros may be zeros whatever the block draws.
     """
     network = copy_network(network).train()
     other: list[str] = []
@@ -234,13 +233,13 @@ def find_unrepeatable_block(network: nn.Module, asked: bool | Sequence[str], sam
     try:
         with torch.no_grad(), seeded(0):
             forward_batch(network, _noise_like(sample))
-    except Exception:  # whatever a foreign model raises: it may train on other batches, and clients will say if not
+    except Exception:  # of the user's model: it may train on other batches, and clients report if it does not
         return None
     return other[0] if other else None
 
 
 def _noise_like(sample: Inputs) -> Inputs:
-    """Return a batch of two inputs, of noise where these are not whole numbers."""
+    """Return a batch of two inputs: noise in place of real numbers, and integers as they are."""
     noise = torch.Generator().manual_seed(0)
 
     def drawn(tensor: Tensor) -> Tensor:

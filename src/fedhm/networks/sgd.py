@@ -1,7 +1,7 @@
-"""Steps of SGD by torch's own function, without the class around it.
+"""SGD by torch's own function, without the class `torch.optim.SGD`.
 
-`torch.optim.SGD` imports torch's compiler, which takes almost as long as importing torch, and longer than what a
-process computes that lives for one small task.
+That class imports torch's compiler, which takes over a second: about as long as importing torch and fedhm. A process
+that lives for one small task computes for less time than that.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch.optim.sgd import sgd
 
 
 class Optimizer(Protocol):
-    """What training needs of an optimizer; those of torch have it."""
+    """The methods of an optimizer that training calls. Torch's optimizers have them."""
 
     def zero_grad(self) -> None: ...
 
@@ -23,13 +23,15 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class ParameterGroup:
+    """Parameters that are trained alike."""
+
     parameters: Sequence[nn.Parameter]
     weight_decay: float = 0.0
-    lr_factor: float = 1.0  # on the learning rate
+    lr_factor: float = 1.0  # times the learning rate
 
 
 class SGD:
-    """Does what `torch.optim.SGD` does with the same arguments, to the last bit."""
+    """Steps that equal those of `torch.optim.SGD` with the same arguments, bit for bit."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class SGD:
     ) -> None:
         self._groups, self._lr, self._momentum, self._dampening = groups, lr, momentum, dampening
         self._nesterov, self._fused = nesterov, fused
-        self._averages: dict[nn.Parameter, Tensor | None] = {}  # of the gradients, from the first step on
+        self._averages: dict[nn.Parameter, Tensor | None] = {}  # momentum buffers, from the first step on
 
     def zero_grad(self) -> None:
         for group in self._groups:

@@ -1,9 +1,4 @@
-"""Deep copies of networks, as `copy.deepcopy` makes them, in a tenth of the time.
-
-A task trains a copy of its network, and of a small one the copying takes longer than a step: each module has a dozen
-empty collections of hooks, and torch copies a tensor in twenty small steps. What is not known here to be ordinary is
-copied by `copy.deepcopy`, with the same memory of what was copied already.
-"""
+"""Operations on any network: copies, shared weights, the networks that train, initial weights, memory format."""
 
 import copy
 import copyreg
@@ -24,7 +19,7 @@ from fedhm.errors import FedhmError
 from fedhm.networks.exchange import shared_parameters
 from fedhm.networks.info import info_of
 
-Memo = dict[Any, Any]
+Memo = dict[Any, Any]  # of `copy.deepcopy`: the copies made so far, by the id of the original
 ATOMIC = {
     *(type(None), bool, int, float, complex, str, bytes, Fraction, type, FunctionType, BuiltinFunctionType),
     *(torch.dtype, torch.Size),
@@ -32,17 +27,75 @@ ATOMIC = {
 COLLECTIONS = {dict, OrderedDict, set}
 
 
+def copy_network(model: nn.Module) -> nn.Module:
+    """Return a copy of a network that may be changed. Parameters of a shared base (`NetworkInfo`) are not copied.
+
+    Tensors that share the memory of a parameter share it in the copy too.
+    """
+    memo: Memo = {}
+    shared = info_of(model).shared
+    try:
+        for name, parameter in model.named_parameters():
+            if name in shared:
+                memo[id(parameter)] = parameter
+            elif type(parameter) is nn.Parameter:  # torch would copy the values alone
+                memo[id(parameter)] = nn.Parameter(_copy_tensor(parameter.data, memo), parameter.requires_grad)
+        copied: nn.Module = deep_copy(model, memo)
+        return copied
+    except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
+        raise FedhmError(f"the model cannot be copied: {error}") from error
+
+
+def copy_sharing_parameters(model: nn.Module) -> nn.Module:
+    """Return a frozen copy of a network that reads the parameters of the original in their memory.
+
+    A base may fill most of the memory. The copy must not be written to: a weight that is trained, or added to, is
+    first replaced by a weight of its own.
+    """
+    memo: Memo = {
+        id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if type(p) is nn.Parameter
+    }
+    try:
+        copied: nn.Module = deep_copy(model, memo)
+    except RuntimeError as error:
+        raise FedhmError(f"the model cannot be copied: {error}") from error
+    return copied.requires_grad_(False)
+
+
+def unshare_base(networks: Iterable[nn.Module]) -> None:
+    """Give networks a base of their own in place of the user's model: one base for all networks that shared it.
+
+    Otherwise merging an adapter into the base, or training the model further, would change both.
+    """
+    own: dict[int, nn.Parameter] = {}
+    keep: list[Tensor] = []  # an id is valid only while its tensor is alive
+    for network in networks:
+        shared = {id(parameter) for parameter in shared_parameters(network).values()}
+        for module in network.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in shared - own.keys():
+                    keep.append(parameter)
+                    own[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+                if parameter is not None and id(parameter) in shared:
+                    module._parameters[name] = own[id(parameter)]
+
+
 def deep_copy(value: Any, memo: Memo) -> Any:
-    """Return a copy of a network, or of anything that one holds; `memo` is that of `copy.deepcopy`."""
+    """Return a copy of a network, or of any value inside one, as `copy.deepcopy` makes it but ten times as fast.
+
+    Every task trains a copy of its network. Copying a small network takes longer than a training step: each module has
+    a dozen empty collections of hooks, and torch copies a tensor in twenty small steps. This function knows the usual
+    types. It leaves all others to `copy.deepcopy`, with the same memo.
+    """
     kind: Any = type(value)
     if kind in ATOMIC:
         return value
     if (known := memo.get(id(value))) is not None:
         return known
     if kind is Tensor:
-        return copied_tensor(value, memo)
+        return _copy_tensor(value, memo)
     if kind in COLLECTIONS:
-        return _entries(value, memo)
+        return _copy_entries(value, memo)
     if kind is list:
         copies = memo[id(value)] = []
         copies.extend(deep_copy(entry, memo) for entry in value)
@@ -50,17 +103,17 @@ def deep_copy(value: Any, memo: Memo) -> Any:
     if kind is tuple and all(type(entry) in ATOMIC for entry in value):
         return value
     if _is_ordinary(kind) and "__deepcopy__" not in vars(value):
-        thing = memo[id(value)] = kind.__new__(kind)
+        new = memo[id(value)] = kind.__new__(kind)
         held = value.__getstate__() or {}
-        memo.setdefault(id(memo), []).append(held)  # as long as its entries' ids stand for them
-        state = _entries(held, memo)
-        thing.__setstate__(state) if isinstance(thing, nn.Module) else vars(thing).update(state)
-        return thing
+        memo.setdefault(id(memo), []).append(held)  # keeps the entries alive while their ids are in the memo
+        state = _copy_entries(held, memo)
+        new.__setstate__(state) if isinstance(new, nn.Module) else vars(new).update(state)
+        return new
     return copy.deepcopy(value, memo)
 
 
-def _entries(collection: Any, memo: Memo) -> Any:
-    """Return a copy of a dict or a set. Most are empty, or have entries that need none."""
+def _copy_entries(collection: Any, memo: Memo) -> Any:
+    """Return a copy of a dict or a set. Most are empty, or have entries that need no copy."""
     if not collection:
         return memo.setdefault(id(collection), type(collection)())
     if type(collection) is set:
@@ -73,9 +126,9 @@ def _entries(collection: Any, memo: Memo) -> Any:
     return entries
 
 
-def copied_tensor(tensor: Tensor, memo: Memo) -> Tensor:
-    """Return a copy of a tensor; those that share their memory share it in the copy, too."""
-    new = _cloned(tensor, memo)
+def _copy_tensor(tensor: Tensor, memo: Memo) -> Tensor:
+    """Return a copy of a tensor. Tensors that share their memory share it in the copy too."""
+    new = _clone(tensor, memo)
     if new is None:
         slowly: Tensor = copy.deepcopy(tensor, memo)
         return slowly
@@ -83,15 +136,15 @@ def copied_tensor(tensor: Tensor, memo: Memo) -> Tensor:
     return new
 
 
-def _cloned(tensor: Tensor, memo: Memo) -> Tensor | None:
-    """Return a copy that is just like the tensor, or None if only torch knows how that is made."""
+def _clone(tensor: Tensor, memo: Memo) -> Tensor | None:
+    """Return a clone that equals torch's deep copy, or None if only torch can make one."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.is_leaf:
         return None
     if vars(tensor) or tensor.grad is not None or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     memory, shared = tensor.untyped_storage(), memo.setdefault("torch", {})
     if memory._cdata in shared or not memory.nbytes() == tensor.numel() * tensor.element_size() > 0:
-        return None  # it is, or may be, a part of what others have, too
+        return None  # the memory is shared with other tensors, or may be
     new = tensor.detach().clone(memory_format=torch.preserve_format)
     if new.stride() != tensor.stride():
         return None
@@ -101,7 +154,7 @@ def _cloned(tensor: Tensor, memo: Memo) -> Tensor | None:
 
 @cache
 def _is_ordinary(kind: type) -> bool:
-    """Tell whether this is a module, or a dataclass, of which a copy is made of a copy of its state."""
+    """Tell whether objects of this type are modules or dataclasses that a copy of their state copies."""
     if not issubclass(kind, nn.Module) and (not is_dataclass(kind) or len(kind.__mro__) > 2):
         return False
     usual = all(getattr(kind, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
@@ -111,68 +164,13 @@ def _is_ordinary(kind: type) -> bool:
     return usual and not slots and not own and (issubclass(kind, nn.Module) or not hasattr(kind, "__setstate__"))
 
 
-# The structure of any network: a copy of it, who holds its weights, and what it runs in training.
-
-
-def copy_network(model: nn.Module) -> nn.Module:
-    """Return a copy of a network, to be changed; tensors that share a parameter's memory share it in the copy too.
-
-    What everybody has (`networks/exchange.py`) is not copied.
-    """
-    memo: Memo = {}
-    shared = info_of(model).shared
-    try:
-        for name, parameter in model.named_parameters():
-            if name in shared:
-                memo[id(parameter)] = parameter
-            elif type(parameter) is nn.Parameter:  # of which torch would copy the values alone
-                memo[id(parameter)] = nn.Parameter(copied_tensor(parameter.data, memo), parameter.requires_grad)
-        copy: nn.Module = deep_copy(model, memo)
-        return copy
-    except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
-        raise FedhmError(f"the model cannot be copied: {error}") from error
-
-
-def copy_sharing_parameters(model: nn.Module) -> nn.Module:
-    """Return a frozen copy of a network that reads the very parameters of the first.
-
-    A base may fill most of the memory. Nobody may write to it; what is trained or added to is parted first.
-    """
-    memo: Memo = {
-        id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if type(p) is nn.Parameter
-    }
-    try:
-        copy: nn.Module = deep_copy(model, memo)
-    except RuntimeError as error:
-        raise FedhmError(f"the model cannot be copied: {error}") from error
-    return copy.requires_grad_(False)
-
-
-def unshare_base(networks: Iterable[nn.Module]) -> None:
-    """Give networks a base of their own in place of that of a user's model, one for all that shared it.
-
-    Whoever merges an adapter into its base, or goes on to train the model, would change both.
-    """
-    own: dict[int, nn.Parameter] = {}
-    keep: list[Tensor] = []  # as long as their ids stand for them
-    for network in networks:
-        shared = {id(parameter) for parameter in shared_parameters(network).values()}
-        for module in network.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in shared - own.keys():
-                    keep.append(parameter)
-                    own[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-                if parameter is not None and id(parameter) in shared:
-                    module._parameters[name] = own[id(parameter)]
-
-
 def weight_owners(model: nn.Module) -> Counter[int]:
-    """Return, by a parameter's id, how many modules of the model hold it."""
+    """Return, by the id of a parameter, how many modules of the model hold it."""
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
 def has_normalisation(network: nn.Module) -> bool:
-    """Tell whether a network has normalisation layers of torch's."""
+    """Tell whether a network has one of torch's normalisation layers."""
     return any(isinstance(m, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm) for m in network.modules())
 
 
@@ -191,9 +189,9 @@ class TrainsSeveral(nn.Module):
 
 
 def networks_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, Fraction]]:
-    """Return the networks that run in training, the widest first, and in which share of the batches each does.
+    """Return the networks that run in training, the widest first, and the share of the batches in which each runs.
 
-    That is `network` itself, in all of them; ordered dropout has several, which share the weights of the first.
+    A plain network runs in all batches. Ordered dropout and nested tiers run others, which share its weights.
     """
     if isinstance(network, TrainsSeveral):
         return network.passes_in_training
@@ -203,18 +201,15 @@ def networks_in_training(network: nn.Module) -> Sequence[tuple[nn.Module, Fracti
 
 
 def heaviest_in_training(network: nn.Module) -> nn.Module:
-    """Return what runs in the batch that takes the most memory, where batches are not all alike."""
+    """Return the network that runs in the batch with the most memory, where batches differ."""
     return network.heaviest_in_training if isinstance(network, TrainsSeveral) else network
 
 
-# How the weights of a network begin, and how to draw them anew.
-
-
 def he_normal(network: nn.Module) -> None:
-    """Draw the weights of convolutions from N(0, 2 / (outputs · kernel size)); all else stays as it is.
+    """Draw the weights of convolutions from N(0, 2 / (outputs · kernel size)), and leave other weights unchanged.
 
-    Torch's own weights are √6 times smaller, so factors, whose gradients grow with each other, would learn more slowly
-    at first.
+    Torch's own weights are √6 times smaller. The gradient of a factor grows with the other factor, so smaller factors
+    learn more slowly at first.
     """
     for layer in network.modules():
         if isinstance(layer, _ConvNd):
@@ -224,7 +219,7 @@ def he_normal(network: nn.Module) -> None:
 def reinitialise(network: nn.Module) -> nn.Module:
     """Draw all weights anew, by the rules with which the network was made, and return it.
 
-    A layer's rule is its `reset_parameters`. A network may have one for its layers, which comes after theirs.
+    The rule of a layer is its `reset_parameters`. A network may have such a rule too, which runs after its layers'.
     """
     return network.apply(_reset)
 
@@ -234,23 +229,21 @@ def _reset(layer: nn.Module) -> None:
         reset()
 
 
-# Channels-last memory, in which convolutions of images run faster, and where it must not be used.
-#
-# oneDNN, by which torch convolves on CPUs, writes past its workspace in the weight gradient of a strided 1×1
-# convolution of channels-last images with fewer input channels than a vector register holds: the process dies, or the
-# gradient is wrong (oneDNN issue 6035). Narrow networks have such layers in their shortcuts. They get their inputs
-# channels-first.
-
 REGISTER = 16  # floats in an AVX-512 register
 
 
 def channels_last(network: nn.Module) -> nn.Module:
-    """Prepare a network for training on channels-last images."""
+    """Prepare a network for training on channels-last images, which convolutions process faster.
+
+    oneDNN, by which torch convolves on CPUs, has a bug for such images (issue 6035). It writes past its workspace in
+    the weight gradient of a strided 1×1 convolution with fewer input channels than a vector register holds. The process
+    dies, or the gradient is wrong. Narrow networks have such layers in their shortcuts: they get channels-first inputs.
+    """
     variants = [dict(each.named_modules()) for each, _ in networks_in_training(network)]
-    endangered = {name for layers in variants for name, layer in layers.items() if _endangered(layer)}
+    endangered = {name for layers in variants for name, layer in layers.items() if _is_endangered(layer)}
     for layers in variants:
         for name in endangered:
-            layers[name].register_forward_pre_hook(_channels_first)
+            layers[name].register_forward_pre_hook(_to_channels_first)
     # torch takes the format of a weight for that of the image
     kept = {id(p) for name in endangered for p in variants[0][name].parameters()}
     for parameter in network.parameters():
@@ -259,12 +252,12 @@ def channels_last(network: nn.Module) -> nn.Module:
     return network
 
 
-def _endangered(layer: nn.Module) -> bool:
+def _is_endangered(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Conv2d) or layer.kernel_size != (1, 1) or layer.stride == (1, 1):
         return False
     return layer.in_channels // layer.groups < REGISTER
 
 
-def _channels_first(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # `contiguous()` would keep the strides of an image with one channel, which is both at once
+def _to_channels_first(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # `contiguous()` would keep the strides of an image with one channel, which is in both formats at once
     return (arguments[0].clone(memory_format=torch.contiguous_format), *arguments[1:])

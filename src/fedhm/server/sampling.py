@@ -27,13 +27,6 @@ def drawings(
         chosen = sorted(order, key=asked.__contains__)[:number]  # a stable order: each part of it stays random
 
 
-def participants(
-    config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
-) -> list[Participant]:
-    """Return who takes part in a round's first attempt."""
-    return next(drawings(config, clients, levels, seed, round_number))
-
-
 def independently(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int, secret: bytes
 ) -> list[Participant]:

@@ -1,4 +1,4 @@
-"""Narrower networks: made of a network and a width plan, and which of the full network's numbers are theirs."""
+"""Narrower networks: made from a network and a width plan, and the part of the full network that each one holds."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from fedhm.networks.exchange import is_averageable
 from fedhm.networks.structure import copy_network
 from fedhm.widths.plan import NORMS, WidthPlan, resize, run_or_refuse
 
-ChannelIndices = tuple[Tensor | None, ...]  # for each leading axis of a tensor the indices, None for all
+ChannelIndices = tuple[Tensor | None, ...]  # indices for each leading axis of a tensor; None: all of them
 
 
 def narrow_network(model: nn.Module, plan: WidthPlan) -> nn.Module:
-    """Return a copy of `model` with the leading channels that `plan` leaves in every layer."""
+    """Return a copy of `model` with the leading channels of every layer that `plan` keeps."""
     network = copy_network(model)
     layers = dict(network.named_modules())
     for name, cut in plan.items():
@@ -24,7 +24,7 @@ def narrow_network(model: nn.Module, plan: WidthPlan) -> nn.Module:
 
 
 def channel_indices(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> ChannelIndices:
-    """Return which part of the full network's tensor `name`, of `ndim` axes, belongs to the narrower one.
+    """Return the indices of the full network's tensor `name`, of `ndim` axes, that the narrower network holds.
 
     The window starts at channel `offset` of every layer.
     """
@@ -39,6 +39,7 @@ def channel_indices(plan: WidthPlan, name: str, ndim: int, offset: int = 0) -> C
 
 
 def select_channels(tensor: Tensor, indices: ChannelIndices) -> Tensor:
+    """Return the part of a tensor at these indices."""
     for axis, chosen in enumerate(indices):
         if chosen is not None:
             tensor = tensor.index_select(axis, chosen)
@@ -46,7 +47,7 @@ def select_channels(tensor: Tensor, indices: ChannelIndices) -> Tensor:
 
 
 def assignable_indices(indices: ChannelIndices, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Return indices for which `tensor[spots(...)]` is what `select_channels` gives, and can be assigned to."""
+    """Return indices such that `tensor[…]` equals `select_channels` and can be assigned to."""
     chosen = [torch.arange(size) if i is None else i for i, size in zip(indices, shape, strict=False)]
     if len(chosen) == 2:
         return chosen[0][:, None], chosen[1]
@@ -54,11 +55,11 @@ def assignable_indices(indices: ChannelIndices, shape: torch.Size) -> tuple[Tens
 
 
 def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
-    """Refuse a plan whose narrower network is not a part of the full one.
+    """Raise if the narrower network of a plan is not a part of the full network.
 
-    It is one if the full network gives the same logits with all other weights at zero, for any window. Where channels
-    of several layers are concatenated it is not: the plan takes the leading ones of all together. Weights and inputs
-    are positive here, so that no activation is switched off and no two differences cancel.
+    It is a part if the full network gives the same outputs with all other weights at zero, for any window. If channels
+    of several layers are concatenated, it is not: the plan takes the leading channels of all layers together. Weights
+    and inputs are positive here, so that no activation is switched off and no two differences cancel.
     """
     generator = torch.Generator().manual_seed(0)
     full, narrow = (_without_mixing_norms(each).eval() for each in (copy_network(model), narrow_network(model, plan)))
@@ -71,7 +72,7 @@ def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
         indices = channel_indices(plan, name, values.ndim, offset=1)
         fan_in = max(1, part.numel() // part.shape[0]) if part.ndim else 1
         if name.endswith("running_var"):
-            values.fill_(1.0)  # of no channel is the variance 0
+            values.fill_(1.0)  # no channel has variance 0
         elif part.ndim:
             values.zero_()
             drawn = torch.rand(part.shape, generator=generator, dtype=torch.float64) / fan_in
@@ -86,13 +87,13 @@ def check_alignment(model: nn.Module, plan: WidthPlan, sample: Tensor) -> None:
 
 
 def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor once, by name, also of a layer that is registered under two names."""
+    """Yield every tensor once with its name, also if its layer has two names."""
     yield from network.named_parameters()
     yield from network.named_buffers()
 
 
 def _without_mixing_norms(network: nn.Module) -> nn.Module:
-    """Remove norms over several channels: they see that channels are missing, which is no fault of the plan."""
+    """Remove norms over several channels: their output changes with missing channels, whatever the plan."""
     for parent in network.modules():
         for name, child in parent.named_children():
             if isinstance(child, NORMS) and not isinstance(child, nn.modules.batchnorm._BatchNorm):

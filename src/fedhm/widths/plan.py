@@ -1,4 +1,8 @@
-"""Making the layers of a network smaller, in place."""
+"""Width plans: how many channels of every layer a narrower network keeps, for any network that runs.
+
+A layer with C output channels keeps round(C · width) of them; the classifier keeps all. The number of inputs of a layer
+follows from the layers before it. It is found by running the network once while its layers are made narrower.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +17,7 @@ from fedhm.networks.structure import copy_network, weight_owners
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm)
-LAYERS = (*CONVOLUTIONS, nn.Linear, *NORMS)  # that can be made narrower
+LAYERS = (*CONVOLUTIONS, nn.Linear, *NORMS)  # layers that can be made narrower
 
 
 def is_depthwise(layer: nn.Module) -> bool:
@@ -42,7 +46,7 @@ def outputs_of(layer: nn.Module) -> int:
 
 
 def sizes_of(network: nn.Module) -> dict[str, list[int]]:
-    """Return [outputs, inputs] by layer name, of the layers that can be resized."""
+    """Return [outputs, inputs] by layer name, for the layers that can be resized."""
     layers = {n: m for n, m in network.named_modules() if type(m) in LAYERS and not _over_several_axes(m)}
     return {name: [outputs_of(layer), inputs_of(layer)] for name, layer in layers.items()}
 
@@ -52,7 +56,7 @@ def _over_several_axes(layer: nn.Module) -> bool:
 
 
 def resize(layer: nn.Module, outputs: int, inputs: int) -> None:
-    """Leave only the first `outputs` and `inputs` channels of a layer."""
+    """Keep only the first `outputs` and `inputs` channels of a layer, in place."""
     if isinstance(layer, CONVOLUTIONS):
         if is_depthwise(layer):
             layer.groups = inputs
@@ -88,22 +92,16 @@ def _leading(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[where].clone(memory_format=torch.contiguous_format)
 
 
-# Width plans: how many channels of every layer a narrower network keeps, for any network that runs.
-#
-# A layer with C output channels keeps round(C · width) of them; the classifier keeps all. How many inputs are left
-# for a layer follows from the layers before it, and is found by running the network once while it is being narrowed.
-
-
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a weight, with `kept` of its `full` indices; they come in blocks of `unit` for each channel."""
+    """One axis of a weight: `kept` of its `full` indices. Each channel has a block of `unit` indices."""
 
     full: int
     kept: int
     unit: int = 1
 
     def window(self, offset: int) -> Tensor | None:
-        """Return the indices of the channels offset, offset + 1, …, around the end; None for all of them, in order."""
+        """Return the indices of the channels offset, offset + 1, …, which wrap around the end; None means all."""
         if self.kept == self.full:
             return None
         channels = (torch.arange(self.kept // self.unit) + offset) % (self.full // self.unit)
@@ -112,11 +110,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class LayerCut:
-    """What a width plan leaves of one layer."""
+    """The part of one layer that a width plan keeps."""
 
     outputs: Axis
-    inputs: Axis | None  # None where a layer has one weight for each of its outputs: norms, depthwise convolutions
-    normalised: bool = False  # a normalisation follows
+    inputs: Axis | None  # None if a layer has one weight for each output: norms, depthwise convolutions
+    normalised: bool = False  # a normalisation follows the layer
 
 
 WidthPlan = dict[str, LayerCut]  # by layer name
@@ -125,14 +123,14 @@ WidthPlan = dict[str, LayerCut]  # by layer name
 def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str | None) -> WidthPlan:
     """Plan the network of `width`, a share of the channels in 0…1; `sample` is a batch of inputs.
 
-    The classifier keeps its outputs; where none is known, the layer that runs last does.
+    The classifier keeps its outputs. If it is unknown, the layer that runs last keeps them.
     """
     network = copy_network(model).eval()
     names = {layer: name for name, layer in _layers(network)}
     scores, order = _running(network, names, sample)
     last = order[-1] if classifier is None and order else classifier
     cuts: WidthPlan = {}
-    made: list[tuple[Tensor, str]] = []  # outputs of the layers that are no norms, in the order in which they ran
+    made: list[tuple[Tensor, str]] = []  # outputs of all layers except norms, in the order in which they ran
 
     def narrow(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         name = names[layer]
@@ -160,24 +158,25 @@ def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str 
         layer.register_forward_pre_hook(narrow)
         layer.register_forward_hook(note)
     narrow_scores = run_or_refuse(lambda: network(sample))
-    if narrow_scores.shape != scores.shape:  # a hard-coded reshape took channels for samples, or the like
+    if narrow_scores.shape != scores.shape:  # for example, a hard-coded reshape took channels for samples
         found, wanted = tuple(narrow_scores.shape), tuple(scores.shape)
         raise FedhmError(f"the model cannot be made narrower: its scores would be {found} instead of {wanted}")
     return cuts
 
 
 def run_or_refuse(forward: Callable[[], Tensor]) -> Tensor:
+    """Run a narrower network, and raise a clear error if it fails."""
     try:
         with torch.no_grad():
             return forward()
     except FedhmError:
         raise
-    except Exception as error:  # whatever a foreign model raises
+    except Exception as error:  # of the user's model
         raise FedhmError(f"the model cannot be made narrower: {error}") from error
 
 
 def _running(network: nn.Module, names: dict[nn.Module, str], sample: Tensor) -> tuple[Tensor, list[str]]:
-    """Return the full network's logits, and its layers that are no norms in the order in which they run."""
+    """Return the full network's output, and its layers except norms in the order in which they run."""
     order: list[str] = []
     hooks = [
         layer.register_forward_hook(lambda layer, *_: order.append(names[layer]))
@@ -191,7 +190,7 @@ def _running(network: nn.Module, names: dict[nn.Module, str], sample: Tensor) ->
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers to narrow; refuse a network that has others with weights."""
+    """Yield the layers to make narrower. Raise if other layers have weights."""
     owners = weight_owners(network)
     for name, layer in network.named_modules():
         own = list(layer.parameters(recurse=False))
@@ -208,11 +207,11 @@ def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _inputs(name: str, full: int, found: int, previous: Axis | None) -> Axis:
-    """Return the input axis of a layer that gets `found` values where the full network gives it `full`."""
+    """Return the input axis of a layer that gets `found` values in place of the `full` network's."""
     if found == full:
         return Axis(full, full)
     if previous is not None and full % previous.full == 0 and found == full // previous.full * previous.kept:
-        return Axis(full, found, full // previous.full * previous.unit)  # a flattened image has many for each channel
+        return Axis(full, found, full // previous.full * previous.unit)  # a flattened image: several per channel
     if found > full:
         raise FedhmError(f"the model cannot be made narrower: '{name}' would get {found} inputs instead of {full}")
     return Axis(full, found)

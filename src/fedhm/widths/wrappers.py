@@ -1,11 +1,4 @@
-"""HeteroFL's scaler: fewer channels add up to as much as all of them do.
-
-What comes out of a narrowed layer is divided by the share of channels that is left, y ← (W x + b) / share. Where a
-normalisation follows, it undoes the division, so there is none. The published scalers act in training only, as
-their networks normalise behind every layer, or are evaluated at full width. A narrow network whose layer has no
-normalisation behind it would be another one in evaluation than it was in training; so a network that is handed out
-has the division in its weights, W / share and b / share, and is a network like any other.
-"""
+"""What methods put around narrower networks: HeteroFL's scaler, ensembles, and FjORD's ordered dropout."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,26 +14,33 @@ from fedhm.widths.plan import WidthPlan
 
 
 def scaled_layers(plan: WidthPlan) -> set[str]:
-    """Return the narrowed layers behind which no normalisation follows; the classifier keeps its outputs."""
+    """Return the narrowed layers that no normalisation follows. The classifier keeps its outputs."""
     return {n for n, cut in plan.items() if cut.inputs and cut.outputs.kept < cut.outputs.full and not cut.normalised}
 
 
 def with_scaler(network: nn.Module, plan: WidthPlan, share: float) -> nn.Module:
-    """Make a narrowed network divide what comes out of its scaled layers, and return it."""
+    """Add HeteroFL's scaler to a narrowed network, and return it: fewer channels add up to as much as all of them.
+
+    The output of a narrowed layer is divided by the share of channels that it keeps, y ← (W x + b) / share. A
+    normalisation would undo the division, so a layer before one is not scaled. The published scalers act in training
+    only: their networks normalise after every layer, or are evaluated at full width. A narrow layer without
+    normalisation would behave differently in evaluation. So the networks that users get have the division in their
+    weights, W / share and b / share (`divide_weights`), and are ordinary networks.
+    """
     for name in scaled_layers(plan):
         network.get_submodule(name).register_forward_hook(Scaler(share))
     return network
 
 
 def divide_weights(tensors: Tensors, plan: WidthPlan, share: float) -> Tensors:
-    """Return the weights of a network with a scaler for the same network without one."""
+    """Return the weights with which a network without a scaler equals one with it."""
     scaled = scaled_layers(plan)
     return {name: t / share if name.rpartition(".")[0] in scaled else t for name, t in tensors.items()}
 
 
 @dataclass(frozen=True)
 class Scaler:
-    """A forward hook that divides outputs; it holds nothing but the share, so that networks with it can be copied."""
+    """A forward hook that divides outputs. It holds only the share, so that networks with it can be copied."""
 
     share: float
 
@@ -48,10 +48,9 @@ class Scaler:
         return output / self.share
 
 
-# Several networks as one: the mean of their logits.
-
-
 class Ensemble(nn.Module):
+    """Several networks as one: its output is the mean of theirs."""
+
     def __init__(self, members: Iterable[nn.Module]) -> None:
         super().__init__()
         self.members = nn.ModuleList(members)
@@ -60,24 +59,21 @@ class Ensemble(nn.Module):
         return torch.stack([member(x) for member in self.members]).mean(0)
 
 
-# Ordered dropout: in training, every batch runs at a width drawn from several that lie inside one another.
-#
-# With distillation, the widest network f learns from the labels in every batch, and the drawn one g from f. The
-# gradient of a batch is that of
-#
-#     loss(f(x), y) + divergence(g(x), f(x))        with f(x) held fixed in the second term
-#
-# where g is narrower than f; drawn itself, f has nothing to learn from itself. The divergence is over all outputs,
-# also those of labels that the loss leaves alone because the client does not hold them.
-
 Divergence = Callable[[Tensor, Tensor], Tensor]  # of a student's outputs from its teacher's
 
 
 class OrderedDropout(TrainsSeveral):
-    """`network` in evaluation; in training, for each batch, one of `narrower` with the leading weights of `network`.
+    """Ordered dropout: in training, every batch runs at a width that is drawn at random; evaluation runs `network`.
 
-    With a `divergence`, `network` runs in training too, and teaches the narrower one. `always` is the place of the
-    network that every batch runs, 0 for the widest; None draws one.
+    The networks of `narrower` have the leading weights of `network`. With a `divergence`, the widest network f learns
+    from the labels in every batch, and the drawn network g from f. The gradient of a batch is that of
+
+        loss(f(x), y) + divergence(g(x), f(x))        with f(x) held fixed in the second term
+
+    if g is narrower than f; if f itself is drawn, the second term is left out. The divergence is over all outputs, also
+    those of labels that the loss masks because the client does not have them.
+
+    always  the position of the network that every batch runs, 0 for the widest; None: a random one
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class OrderedDropout(TrainsSeveral):
     ) -> None:
         super().__init__()
         self.network = network
-        self._narrower = list(narrower)  # a plain list: they have no weights of their own
+        self._narrower = list(narrower)  # a plain list, since they have no weights of their own
         self._divergence, self._always = divergence, always
 
     @property
@@ -127,7 +123,7 @@ class OrderedDropout(TrainsSeveral):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Outputs that carry a loss of their own: whichever loss is computed from them, its gradient has this one's too."""
+    """Outputs with a loss of their own: the gradient of any loss of the outputs includes the gradient of this one."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, loss: Tensor) -> Tensor:

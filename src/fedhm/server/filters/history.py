@@ -57,7 +57,7 @@ class UpdateDelta:
         """
         if not lengths:
             return self
-        parts = {n: each.at_length(lengths[n]) if n in lengths else each for n, each in self.parts.items()}
+        parts = {n: each.scaled_to(lengths[n]) if n in lengths else each for n, each in self.parts.items()}
         found = {name: tensor for each in parts.values() for name, tensor in each.returned.items()}
         update = replace(self.update, tensors={name: found[name] for name in self.update.tensors})
         return replace(self, update=update, parts=parts)
