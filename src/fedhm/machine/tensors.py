@@ -1,10 +1,9 @@
 """Tensors as bytes: safetensors files with a JSON header, and digests."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,7 +54,13 @@ def _read(path: Path, what: Callable[[Any, str], Found]) -> tuple[dict[str, Foun
     return found, header
 
 
-def update_digest(digest: "hashlib._Hash", tensor: Tensor, label: str = "") -> None:
+class Digest(Protocol):
+    """Any hash of `hashlib`."""
+
+    def update(self, data: Any, /) -> None: ...
+
+
+def update_digest(digest: Digest, tensor: Tensor, label: str = "") -> None:
     """Add a label and the bytes of a tensor to a digest. Digests by this function are on disk: it must not change."""
     digest.update(label.encode())
     digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
