@@ -14,7 +14,7 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.result import Result
+from fedhm.runs.history import Result
 from fedhm.server.collect import collect
 from fedhm.server.record import Record
 from fedhm.server.sampling import drawings

@@ -13,7 +13,7 @@ from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
-from fedhm.runs.result import Result
+from fedhm.runs.history import Result
 from fedhm.server.collect import in_task_order
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
 

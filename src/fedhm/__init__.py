@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from fedhm.methods.method import Method, ModelState, State
     from fedhm.networks.spec import NetworkSpec
     from fedhm.run import prepare, resume, run
+    from fedhm.runs.history import Result
     from fedhm.runs.models import load_tier
-    from fedhm.runs.result import Result
     from fedhm.server.callbacks import About, RunWatcher, Watcher
     from fedhm.server.record import Record
     from fedhm.work.messages import Participant, Task, Update
@@ -80,7 +80,7 @@ _HOMES = {
     "methods.method": "Method ModelState State",
     "networks.spec": "NetworkSpec",
     "run": "prepare resume run",
-    "runs.result": "Result",
+    "runs.history": "Result",
     "runs.models": "load_tier",
     "server.record": "Record",
     "server.callbacks": "About RunWatcher Watcher",

@@ -20,8 +20,8 @@ from fedhm.networks.structure import unshare_base
 from fedhm.runs.callbacks import BestModels, Checkpoints, PlanFiles
 from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.history import Result
 from fedhm.runs.privacy import new_secret
-from fedhm.runs.result import Result
 from fedhm.server.callbacks import Callback, EarlyStopping, RunState, Watcher, WatcherCallback
 from fedhm.server.collect import CountedUpdates, collect, last_reason
 from fedhm.server.evaluation import Evaluation

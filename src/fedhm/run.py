@@ -23,8 +23,7 @@ from fedhm.models.build import build_model
 from fedhm.report import save_report
 from fedhm.report.progress import show_rounds
 from fedhm.runs.folder import RunFolder, read_config, read_settings
-from fedhm.runs.history import read_runs
-from fedhm.runs.result import Result
+from fedhm.runs.history import Result, read_runs
 from fedhm.server.callbacks import Watcher
 
 

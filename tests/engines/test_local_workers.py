@@ -29,7 +29,7 @@ from fedhm.engines.workers import WINDOW
 from fedhm.errors import FedhmError
 from fedhm.networks.spec import NetworkSpec
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.result import Result
+from fedhm.runs.history import Result
 from fedhm.server.collect import in_task_order
 from fedhm.server.record import Record
 from fedhm.work.messages import Failure, Participant, Reply, Task, TaskOptions, Update

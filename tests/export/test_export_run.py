@@ -18,7 +18,7 @@ import forked
 from fedhm.cli import main
 from fedhm.data.images import read_digits
 from fedhm.export.formats import FORMATS, open_session
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 
 TINY = ["train.rounds=1", "train.epochs=1", "model.width=0.25", "federation.clients=4"]
 

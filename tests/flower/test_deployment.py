@@ -28,7 +28,7 @@ from fedhm.flower.processes.superlink import flwr_json, run_status, start_run
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.models import load_tier
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from fedhm.server.record import Record
 from fedhm.server.sampling import drawings
 from fedhm.work.messages import Failure, Reply, Task

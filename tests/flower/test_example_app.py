@@ -11,7 +11,7 @@ import torch
 import fedhm
 from fedhm.flower.clients import UserModel
 from fedhm.flower.processes.superlink import run_status, simulation_superlink, start_run
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from flower_up import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

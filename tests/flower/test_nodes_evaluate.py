@@ -20,7 +20,7 @@ from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import Node, NodeRegistry
 from fedhm.flower.wire import RunInfo, introduction_request
 from fedhm.networks.spec import NetworkSpec
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from fedhm.work.messages import Failure, Task, TaskOptions, Update
 from flower_loopback import Loopback, LoopbackNode
 

@@ -16,7 +16,7 @@ from fedhm.flower import client_app
 from fedhm.flower.clients import UserModel
 from fedhm.flower.server import run_on_grid
 from fedhm.runs.privacy import LENGTH
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from flower_loopback import Loopback, LoopbackNode
 
 SETTINGS: dict[str, object] = {

@@ -20,7 +20,7 @@ from fedhm.flower.clients import UserModel
 from fedhm.flower.server import run_on_grid
 from fedhm.methods.tier_work import TierWork
 from fedhm.runs.folder import read_config
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from flower_loopback import Loopback, LoopbackNode
 
 pytestmark = pytest.mark.usefixtures("without_figures")

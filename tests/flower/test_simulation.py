@@ -20,7 +20,7 @@ from fedhm.flower.submit import is_gone, read_status
 from fedhm.report.page import LivePages
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from flower_up import wait_until
 from installed import install
 

@@ -22,7 +22,7 @@ from fedhm.flower.processes.secrets import ensure_client_key
 from fedhm.flower.processes.superlink import Connection, write_connection
 from fedhm.flower.server import run_on_grid
 from fedhm.runs.identities import Identities
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from flower_loopback import Loopback, LoopbackNode
 
 KEYS = [public_key_to_bytes(generate_key_pairs()[1]) for _ in range(5)]

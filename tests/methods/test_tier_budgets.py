@@ -15,7 +15,7 @@ from fedhm.experiment import Experiment
 from fedhm.measure.cost import training_memory
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.result import Result
+from fedhm.runs.history import Result
 from fedhm.work.messages import TaskOptions
 
 TIERS = ["full", "bytes:8kB", {"parameters": "1/8"}]

@@ -11,7 +11,7 @@ from browser import Browser, needs_browser
 from fedhm.report.page import LivePages, PageServer, save_page
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Run
-from fedhm.runs.records import append_record
+from fedhm.runs.rounds import append_record
 from made_runs import eventful_run, made_run
 
 pytestmark = [needs_browser, pytest.mark.slow]

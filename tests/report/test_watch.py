@@ -16,7 +16,7 @@ import pytest
 from fedhm.cli import main
 from fedhm.report.page import LivePages, PageServer
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.records import append_record
+from fedhm.runs.rounds import append_record
 from made_runs import eventful_run
 
 

@@ -12,7 +12,7 @@ from fedhm.errors import FedhmError
 from fedhm.machine.tensors import write_tensors
 from fedhm.methods.method import ModelState, State
 from fedhm.networks.exchange import Tensors
-from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
+from fedhm.runs.rounds import Checkpoint, newest_checkpoint, save_checkpoint
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from fedhm.machine.tensors import read_tensors, write_tensors
 from fedhm.methods.method import ModelState
 from fedhm.report.sections import run_sections
 from fedhm.report.tables import report_csv, report_markdown
-from fedhm.runs.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from fedhm.runs.folder import RunFolder, read_costs, read_data_facts
 from fedhm.runs.history import read_runs
 from fedhm.runs.models import load_tier, save_tier
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import Checkpoint, newest_checkpoint, read_records, save_checkpoint
 from fedhm.server.record import Record, Traffic
 from fedhm.widths.wrappers import Ensemble
 from fedhm.work.messages import Participant

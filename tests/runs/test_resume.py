@@ -22,7 +22,7 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.machine import files
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.result import Result
+from fedhm.runs.history import Result
 from fedhm.server.record import Record
 from run_outcome import outcome
 

@@ -12,8 +12,8 @@ import fedhm
 from fedhm.cli import main
 from fedhm.errors import FedhmError
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.records import read_records
-from fedhm.runs.result import Result
+from fedhm.runs.history import Result
+from fedhm.runs.rounds import read_records
 from run_outcome import outcome
 
 DIGITS = ["train.rounds=3", "data.train_samples=40", "model.width=0.05", "method.name=fedavg", "engine.workers=1"]

@@ -16,8 +16,8 @@ from fedhm.errors import FedhmError
 from fedhm.methods.means import factorized
 from fedhm.methods.method import ModelState
 from fedhm.networks.batchnorm import running_statistic_names
-from fedhm.runs.checkpoint import newest_checkpoint
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.rounds import newest_checkpoint
 from fedhm.server.filters.optimizer import Moments, ServerOptimizer
 from fedhm.server.state import flatten
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fedhm
 from fedhm.errors import FedhmWarning
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from fedhm.tracking.trackers import Tracker, values
 from made_runs import eventful_run, timed_run
 

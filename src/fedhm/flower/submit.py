@@ -19,7 +19,7 @@ from fedhm.flower.processes.secrets import current_umask
 from fedhm.flower.processes.superlink import Connection, run_status, simulation_superlink, start_run, stop_run
 from fedhm.machine.files import is_locked, take_lock
 from fedhm.runs.folder import how_to_resume
-from fedhm.runs.records import read_records
+from fedhm.runs.rounds import read_records
 from fedhm.server.callbacks import Watcher
 from fedhm.server.record import Record
 

@@ -9,10 +9,10 @@ from torch import nn
 from fedhm.measure.cost import Cost
 from fedhm.networks.exchange import set_packing
 from fedhm.networks.spec import NetworkSpec
-from fedhm.runs.checkpoint import Checkpoint
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.models import load_best_models, remove_other_best_models, save_best_models
+from fedhm.runs.rounds import Checkpoint
 from fedhm.server.callbacks import Callback, RunState
 from fedhm.server.filters.optimizer import ServerOptimizer
 from fedhm.server.state import check_state

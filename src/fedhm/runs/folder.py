@@ -19,20 +19,24 @@ from fedhm.errors import FedhmError
 from fedhm.machine.files import check_folder, check_utf8_name, make_folder, take_lock, write_atomically
 from fedhm.machine.printable import quoted_command
 from fedhm.measure.cost import Cost
-from fedhm.runs.checkpoint import (
-    Checkpoint,
-    ForeignCheckpointError,
-    check_checkpoint,
-    existing_checkpoints,
-    newest_checkpoint,
-    round_of,
-    save_checkpoint,
-)
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.identities import IDENTITIES_FILE
 from fedhm.runs.models import best_round_of, save_tier, tier_file
 from fedhm.runs.privacy import ROUNDS_FILE, SECRET_FILE, check_no_round_repeats, read_secret, write_round_count
-from fedhm.runs.records import append_record, check_records, error_summary, read_records, write_records
+from fedhm.runs.rounds import (
+    Checkpoint,
+    ForeignCheckpointError,
+    append_record,
+    check_checkpoint,
+    check_records,
+    error_summary,
+    existing_checkpoints,
+    newest_checkpoint,
+    read_records,
+    round_of,
+    save_checkpoint,
+    write_records,
+)
 from fedhm.server.record import Record
 
 CONFIG_FILE = "config.toml"

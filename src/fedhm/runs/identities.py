@@ -8,7 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
-from fedhm.runs.records import error_summary
+from fedhm.runs.rounds import error_summary
 
 IDENTITIES_FILE = "nodes.json"
 # no checksum: an operator may remove the line of a client that got a new key

@@ -14,8 +14,8 @@ import fedhm
 from fedhm.config.schema import FederationConfig, PrivacyConfig
 from fedhm.errors import FedhmError
 from fedhm.machine import files
+from fedhm.runs.history import Result
 from fedhm.runs.privacy import LENGTH, SECRET_FILE
-from fedhm.runs.result import Result
 from fedhm.server.filters.privacy import ORDERS, epsilon, epsilon_after
 from fedhm.server.record import Record
 from fedhm.server.sampling import expected_to_train, independently
@@ -155,7 +155,7 @@ def test_an_interrupted_run_repeats_its_noise(
         real(path, content)
 
     with monkeypatch.context() as patch:
-        for place in ("fedhm.machine.tensors", "fedhm.runs.folder", "fedhm.runs.records"):
+        for place in ("fedhm.machine.tensors", "fedhm.runs.folder", "fedhm.runs.rounds"):
             patch.setattr(f"{place}.write_atomically", dying)
         with pytest.raises(KilledError):
             run(tmp_path / "cut", **sections)
