@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import fedhm
-from fedhm.compare.select import Reference, entries
+from fedhm.compare.select import Reference, resolve_entries
 from fedhm.config.registry import find
 from fedhm.config.schema import Config
 from fedhm.data.partition import dirichlet_equal, iid
@@ -175,7 +175,7 @@ def main() -> None:
             model = build_model(config, (length,), source.classes)  # the head is drawn by the seed
             for name in names:
                 alone = name == CENTRALIZED
-                (entry,) = entries(["homolora-largest" if alone else name], Reference(config))
+                (entry,) = resolve_entries(["homolora-largest" if alone else name], Reference(config))
                 clients = [train] if alone else parts_of(train, config, options.partition, config.federation.clients)
                 fedhm.run(model, clients, test, settings(config, entry.method, alone), place(name, seed))
                 print(f"{place(name, seed)} is finished", flush=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from fedhm.compare.command import _show
 from fedhm.compare.report import ComparisonReport
 from fedhm.compare.results import EntryRuns, common_target, costs_to_reach
-from fedhm.compare.tables import arrange_table, comparison_csv, metric_sheet, spent
+from fedhm.compare.tables import arrange_table, comparison_csv, cost_sheet, metric_sheet
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.objectives.regression import Regression
@@ -59,8 +59,8 @@ def test_tables_have_the_objectives_metrics() -> None:
         ["full", "1.0 k: 0.8500 ± 0.0707", "1.0 k ×2: **0.9500 ± 0.0000**"],
         ["1/4", "0.3 k: 0.7500 ± 0.0707", ""],
     ]
-    assert sheet.note.startswith("Parameters, and test r2 after the last round, mean ± deviation over 2 seeds;")
-    assert spent(ENTRIES).columns[-1] == "r2"
+    assert sheet.note.startswith("Parameters, and test r2 after the last round, mean ± deviation over 2 seeds. ")
+    assert cost_sheet(ENTRIES).columns[-1] == "r2"
     rows = list(csv.DictReader(io.StringIO(comparison_csv(ENTRIES))))
     assert list(rows[0])[-2:] == ["r2", "mse"]
     assert (rows[0]["r2"], rows[0]["mse"]) == ("0.5", "0.5")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fedhm.compare.report import ComparisonReport
 from fedhm.compare.results import EntryRuns, common_target, costs_to_reach, full_model
-from fedhm.compare.tables import arrange_table, comparison_csv, difference_sheet, metric_sheet, spent
+from fedhm.compare.tables import arrange_table, comparison_csv, cost_sheet, difference_sheet, metric_sheet
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
 from fedhm.report.format import format_total_macs
@@ -67,7 +67,7 @@ def test_the_table_has_sizes_accuracies_shares_and_what_is_clearly_best_in_bold(
         ["1/4", "0.3 k: 75.00 ± 7.07", "", "0.3 k ×2: **81.00 ± 1.41**"],  # 10 and 2 ahead: 6 ± 5.66
     ]
     assert "mean ± deviation over 2 seeds" in sheet.note
-    assert "in bold what is ahead of each other in its row by more than the deviation" in sheet.note
+    assert "Bold: better than every other entry in the row by more than one standard deviation" in sheet.note
 
 
 def full(label: str, *finals: float) -> EntryRuns:
@@ -103,7 +103,7 @@ def test_the_best_must_be_ahead_of_each_other_one() -> None:
 def test_one_seed_has_neither_deviation_nor_bold_and_says_so() -> None:
     sheet = metric_sheet(arrange_table([full("a", 0.5), full("b", 0.4)]), seeds=1)
     assert list(sheet.rows) == [["full", "1.0 k: 50.00", "1.0 k: 40.00"]]
-    assert "nothing is bold, since one seed does not tell what is chance" in sheet.note
+    assert "Nothing is bold, because one seed does not show what is chance" in sheet.note
 
 
 def test_differences_are_paired_by_seed() -> None:
@@ -140,7 +140,7 @@ def test_one_tier_entries_stand_beside_the_nearest_size_and_never_on_each_other(
 
 
 def test_what_each_tier_spent() -> None:
-    rows = list(spent([fedhm(), fedavg()]).rows)
+    rows = list(cost_sheet([fedhm(), fedavg()]).rows)
     # three rounds of one participant: 20 bytes and 100 MACs for each parameter; of 8 clients each had 3 · 2 / 8 turns
     of_client = ["15.00 kB", "0.1 M"]
     costs = ["1,000", "7.0 k", "20.00 kB", *of_client, "60.00 kB", "0.3 M"]
@@ -164,7 +164,7 @@ def test_budgets_are_of_a_client_that_takes_its_turns() -> None:
     for record in run.records:
         record.participants, record.traffic = record.participants[:1], {"full": record.traffic["full"]}
     assert EntryRuns("rare", [run]).budget("1/4") == (None, None)
-    assert list(spent([EntryRuns("rare", [run])]).rows)[1][4:7] == ["–", "–", "–"]
+    assert list(cost_sheet([EntryRuns("rare", [run])]).rows)[1][4:7] == ["–", "–", "–"]
 
 
 def test_bytes_are_counted_per_client_and_not_per_task() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedhm.compare.execute import cells
-from fedhm.compare.select import Entry, Reference, default_names, drop_duplicates, entries, known
+from fedhm.compare.execute import all_cells
+from fedhm.compare.select import Entry, Reference, default_names, drop_duplicates, known_names, resolve_entries
 from fedhm.config.loading import load_config
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
@@ -16,7 +16,7 @@ def paper(*changes: str) -> Config:
 
 
 def named(*names: str, config: Config | None = None) -> dict[str, Entry]:
-    return {entry.label: entry for entry in entries(names, Reference(config or paper()))}
+    return {entry.label: entry for entry in resolve_entries(names, Reference(config or paper()))}
 
 
 def test_fedhm_is_the_presets_own_method() -> None:
@@ -117,11 +117,13 @@ def test_no_name_is_refused() -> None:
 @pytest.mark.parametrize("name", ["lowrank:7", "lowrank:half", "slimmed:0", "slimmed:"])
 def test_sizes_that_are_none_are_refused_in_a_sentence(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.raises(FedhmError, match=r"--methods \w+:.*: method\."):
-        cells(paper(), list(named(name).values()), 1, tmp_path_factory.mktemp("out"), 1)
+        all_cells(paper(), list(named(name).values()), 1, tmp_path_factory.mktemp("out"), 1)
 
 
 def test_every_name_gives_valid_runs_that_differ_in_their_method_only(tmp_path_factory: pytest.TempPathFactory) -> None:
-    planned = cells(paper(), entries(known(), Reference(paper())), 2, tmp_path_factory.mktemp("out"), 1)
+    planned = all_cells(
+        paper(), resolve_entries(known_names(), Reference(paper())), 2, tmp_path_factory.mktemp("out"), 1
+    )
     assert len({cell.folder for cell in planned}) == len(planned)
     for cell in planned:
         assert cell.config.compare is None
@@ -149,14 +151,14 @@ def test_runs_share_the_cores(
 ) -> None:
     monkeypatch.setattr("fedhm.compare.execute.usable_cores", lambda: 8)
     config = load_config("digits", ["engine.threads=0", "engine.server_threads=0", *changes])
-    for cell in cells(config, entries(["fedhm", "fedavg"], Reference(config)), 10, tmp_path, jobs):
+    for cell in all_cells(config, resolve_entries(["fedhm", "fedavg"], Reference(config)), 10, tmp_path, jobs):
         found = cell.config.engine
         assert (found.workers, found.threads, found.server_threads) == engine
 
 
 def test_a_configs_own_section_goes_for_the_method_that_it_names() -> None:
     config = load_config("digits", ["method.name=splitmix", "method.base=0.5", "method.tiers=[2,1]"])
-    found = {entry.label: entry.method for entry in entries(["splitmix", "heterofl"], Reference(config))}
+    found = {entry.label: entry.method for entry in resolve_entries(["splitmix", "heterofl"], Reference(config))}
     assert (found["splitmix"]["base"], found["splitmix"]["tiers"]) == (0.5, [2, 1])
     assert len(found["heterofl"]["tiers"]) == 4
 
@@ -164,4 +166,4 @@ def test_a_configs_own_section_goes_for_the_method_that_it_names() -> None:
 @pytest.mark.parametrize("change", ["compare.widths=[1,0.5]", "compare.bases=[3,1]"])
 def test_there_must_be_a_size_for_each_tier(change: str) -> None:
     with pytest.raises(FedhmError, match=r"compare\.\w+ has 2 sizes, but FedHM has 4 tiers to match"):
-        entries(["heterofl", "splitmix"], Reference(load_config("digits", [change])))
+        resolve_entries(["heterofl", "splitmix"], Reference(load_config("digits", [change])))

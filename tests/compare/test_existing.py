@@ -8,7 +8,7 @@ import torch
 import fedhm
 from conftest import small_model
 from fedhm.compare.report import ComparisonReport
-from fedhm.compare.results import existing
+from fedhm.compare.results import read_entries
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.runs.folder import read_data_facts
@@ -27,7 +27,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_entry(federation: Federatio
     for seed in (0, 1):
         run(federation, tmp_path / f"ours-seed{seed}", {"name": "fedhm"}, seed)
         run(federation, tmp_path / f"theirs-seed{seed}", {"name": "fedavg"}, seed)
-    entries = existing([tmp_path])
+    entries = read_entries([tmp_path])
     assert [(entry.label, entry.seeds) for entry in entries] == [("ours", [0, 1]), ("theirs", [0, 1])]
     written = ComparisonReport(entries, "fedhm compare --runs", {}).save(tmp_path / "comparison")
     assert "cost-to-target.png" in {path.name for path in written}
@@ -43,11 +43,11 @@ def test_other_data_are_found_out(federation: Federation, tmp_path: Path) -> Non
     settings = {**SETTINGS, "method": {"name": "fedavg"}}
     fedhm.run(small_model(), changed, federation.test, settings, tmp_path / "theirs")
     with pytest.raises(FedhmError, match="cannot be compared: ours has data digest with seed 0 = "):
-        ComparisonReport(existing([tmp_path]), "…", {})
+        ComparisonReport(read_entries([tmp_path]), "…", {})
 
 
 def test_runs_of_the_same_name_are_told_apart(federation: Federation, tmp_path: Path) -> None:
     run(federation, tmp_path / "a" / "run", {"name": "fedhm"})
     run(federation, tmp_path / "b" / "run", {"name": "fedavg"})
-    labels = [entry.label for entry in existing([tmp_path / "a", tmp_path / "b" / "run"])]
+    labels = [entry.label for entry in read_entries([tmp_path / "a", tmp_path / "b" / "run"])]
     assert labels == [str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedhm.cli import main
-from fedhm.compare.execute import cells
-from fedhm.compare.select import Reference, entries, known
+from fedhm.compare.execute import all_cells
+from fedhm.compare.select import Reference, known_names, resolve_entries
 from fedhm.config.loading import load_config
 from fedhm.errors import FedhmError
 
@@ -45,23 +45,23 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: st
 
 def test_its_entries_are_known_and_run_as_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "somebodys_method", "mine", MODULE)
-    assert known()[0] == "fedhm"
-    assert known().index("mine") < known().index("lowrank") < known().index("mine-at")
+    assert known_names()[0] == "fedhm"
+    assert known_names().index("mine") < known_names().index("lowrank") < known_names().index("mine-at")
     config = load_config("digits", ["compare.widths=[1, 0.5, 0.4, 0.2]"])
-    found = entries(["mine", "mine-at"], Reference(config))
+    found = resolve_entries(["mine", "mine-at"], Reference(config))
     assert {entry.label: entry.method["share"] for entry in found} == {
         "mine": 0.125, "mine-at:0.5": "0.5", "mine-at:0.4": "0.4", "mine-at:0.2": "0.2",
     }  # fmt: skip
-    assert [c.config.method.model_dump() for c in cells(config, found[:1], 1, tmp_path, 1)] == [
+    assert [c.config.method.model_dump() for c in all_cells(config, found[:1], 1, tmp_path, 1)] == [
         {"name": "mine", "share": 0.125}
     ]
     own = load_config("digits", ["method.name=mine", "method.share=0.75"])
-    assert entries(["mine"], Reference(own))[0].method == {"name": "mine", "share": 0.75}
+    assert resolve_entries(["mine"], Reference(own))[0].method == {"name": "mine", "share": 0.75}
 
 
 def test_one_that_cannot_be_loaded_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, "somebodys_broken_method", "broken", "import no_such_module")
     assert main(["presets"]) == 0
-    assert "broken" not in known()
+    assert "broken" not in known_names()
     with pytest.raises(FedhmError, match="the method 'broken' cannot be loaded from somebodys_broken_method:Mine"):
-        entries(["broken"], Reference(load_config("digits")))
+        resolve_entries(["broken"], Reference(load_config("digits")))

@@ -1,6 +1,6 @@
 """Tiers of other methods are matched to FedHM's by their parameters."""
 
-from fedhm.compare.select import RATIOS, WIDTHS, Reference, entries
+from fedhm.compare.select import RATIOS, WIDTHS, Reference, resolve_entries
 from fedhm.config.loading import load_config
 from fedhm.config.section import tier_name
 
@@ -52,7 +52,10 @@ def test_budgets_are_matched_by_what_they_afford() -> None:
         assert abs(sizes[ratio] - size) == min(abs(other - size) for other in sizes.values())
     assert (reference.ratios[0], reference.ratios[-1]) == (1, 1 / 8)
     assert reference.widths[0] == 1 > reference.widths[1] == reference.widths[2] > reference.widths[3]
-    found = {entry.label: entry.method for entry in entries(["fedhm-v2", "fedhm-v3", "lowrank", "capable"], reference)}
+    found = {
+        entry.label: entry.method
+        for entry in resolve_entries(["fedhm-v2", "fedhm-v3", "lowrank", "capable"], reference)
+    }
     assert found["fedhm-v2"]["tiers"] == ["bytes:200kB", "bytes:200kB", "bytes:200kB", "parameters:1/8"]
     assert [label for label in found if label.startswith("lowrank")] == [
         f"lowrank:{tier_name(reference.ratios[1])}", "lowrank:1/8"
@@ -62,5 +65,5 @@ def test_budgets_are_matched_by_what_they_afford() -> None:
 
 def test_what_replaces_budgets_by_ratios_is_not_planned_again() -> None:
     reference = Reference(load_config("digits", ['method.tiers=["bytes:200kB", 1/8]', "method.replan=[1]"]))
-    (entry,) = entries(["fedhm-v2"], reference)
+    (entry,) = resolve_entries(["fedhm-v2"], reference)
     assert (entry.method["tiers"], entry.method["replan"]) == ([1 / 8, 1 / 8], [])

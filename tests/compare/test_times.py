@@ -24,7 +24,7 @@ def test_time_to_a_target_is_the_mean_over_seeds() -> None:
     fast = entry("fast", {"name": "fedavg"}, 2.0, (0.1, 0.5, 0.9), (0.6, 0.7, 0.8))
     slow = entry("slow", {"name": "fedpara"}, 30.0, (0.6, 0.7, 0.8), (0.1, 0.2, 0.3))
     found = times_to_reach(0.5, [fast, slow])
-    assert [(each.entry.label, each.to_target, each.of_run) for each in found] == [
+    assert [(each.entry.label, each.to_target, each.whole_run) for each in found] == [
         ("fast", pytest.approx((4 + 2) / 2), 6.0),
         ("slow", None, 90.0),
     ]

@@ -1,15 +1,16 @@
 """What --tune asks for, and how the best is chosen; `test_tune_command.py` has real runs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedhm.cli import main
-from fedhm.compare.execute import cells, config_of
+from fedhm.compare.execute import all_cells, config_of
 from fedhm.compare.report import ComparisonReport
 from fedhm.compare.results import EntryRuns
-from fedhm.compare.select import Entry, Reference, entries, known
-from fedhm.compare.tuning import Candidate, TuningResult, read_tuning, shared_tuning
+from fedhm.compare.select import Entry, Reference, known_names, resolve_entries
+from fedhm.compare.tuning import Candidate, TuningResult, TuningSetup, read_tuning, shared_tuning
 from fedhm.config.loading import load_config
 from fedhm.config.objective import Metric
 from fedhm.config.schema import Config
@@ -17,11 +18,11 @@ from fedhm.errors import FedhmError
 from made_runs import made_run
 
 ACCURACY = Metric("accuracy", percent=True)
-HOW = {"candidates": {"train.lr": [0.02, 0.05, 0.1]}, "share": 0.2, "rounds": 5, "seed": 0}
+SETUP = TuningSetup({"train.lr": [0.02, 0.05, 0.1]}, share=0.2, rounds=5, seed=0)
 
 
 def named(*names: str, config: Config) -> list[Entry]:
-    return entries(names, Reference(config))
+    return resolve_entries(names, Reference(config))
 
 
 def tried(*means: float | None) -> list[Candidate]:
@@ -65,7 +66,7 @@ def test_candidates_are_read_as_settings_are() -> None:
         (["--tune", "seed=1,2"], "--tune seed: entries are compared with the same one"),
         (["--tune", "train.lr=1,2", "--tune-share", "1"], "--tune-share takes a share between 0 and 1, such as 0.2"),
         (["--tune", "train.lr=1,2", "--tune-rounds", "0"], "--tune-rounds takes a whole number from 1 on, not '0'"),
-        (["--tune-rounds", "3"], "--tune-rounds is of the runs that --tune chooses by"),
+        (["--tune-rounds", "3"], "--tune-rounds needs --tune KEY=A,B"),
         (["--tune", "train.lr=1,2", "--set", "data.validation=0.1"], "data.validation leaves the runs"),
     ],
 )  # fmt: skip
@@ -124,14 +125,17 @@ def test_an_entry_is_tuned_by_the_settings_that_it_has(tmp_path: Path) -> None:
 def test_the_seeds_run_on_all_training_data_with_what_was_chosen(tmp_path: Path) -> None:
     config = load_config("digits")
     chosen = [Entry(e.label, e.method, {"train.lr": 0.05}) for e in named("fedhm", "fedavg", config=config)]
-    for cell in cells(config, chosen, 2, tmp_path, 1):
+    for cell in all_cells(config, chosen, 2, tmp_path, 1):
         assert cell.config.data is not None
         assert (cell.config.train.lr, cell.config.data.validation, cell.config.train.rounds) == (0.05, 0, 40)
 
 
 def test_the_servers_optimizer_is_everybodys(tmp_path: Path) -> None:
     config = load_config("digits", ["server.optimizer=momentum", "server.lr=0.5", "data.public=held-out"])
-    found = {cell.entry.label: cell.config for cell in cells(config, named(*known(), config=config), 1, tmp_path, 1)}
+    found = {
+        cell.entry.label: cell.config
+        for cell in all_cells(config, named(*known_names(), config=config), 1, tmp_path, 1)
+    }
     assert {"fedhm", "heterofl", "splitmix", "fedavg", "lowrank:1/8"} < found.keys()
     for own in found.values():
         assert (own.server.optimizer, own.server.learning_rate) == ("momentum", 0.5)
@@ -141,19 +145,19 @@ def test_the_servers_optimizer_is_everybodys(tmp_path: Path) -> None:
 
 
 def test_the_best_mean_over_the_tiers_is_chosen() -> None:
-    tuned = TuningResult(HOW, ACCURACY, {"a": tried(0.5, 0.7, 0.6), "b": tried(0.5, 0.5), "c": tried(None, 0.2, 0.3)})
-    assert [tuned.chosen(label) for label in "abcd"] == [
+    tuned = TuningResult(SETUP, ACCURACY, {"a": tried(0.5, 0.7, 0.6), "b": tried(0.5, 0.5), "c": tried(None, 0.2, 0.3)})
+    assert [tuned.best_settings(label) for label in "abcd"] == [
         {"train.lr": 0.05}, {"train.lr": 0.02}, {"train.lr": 0.1}, {},
     ]  # fmt: skip
-    less = TuningResult(HOW, Metric("mse", more_is_better=False), {"a": tried(0.5, 0.7, 0.6)})
-    assert less.chosen("a") == {"train.lr": 0.02}
+    less = TuningResult(SETUP, Metric("mse", more_is_better=False), {"a": tried(0.5, 0.7, 0.6)})
+    assert less.best_settings("a") == {"train.lr": 0.02}
     tuned.check()
-    with pytest.raises(FedhmError, match="no candidate can be used for d, of the last one NaN"):
-        TuningResult(HOW, ACCURACY, {"d": tried(None, None)}).check()
+    with pytest.raises(FedhmError, match="all candidates failed for d; the last one: NaN"):
+        TuningResult(SETUP, ACCURACY, {"d": tried(None, None)}).check()
 
 
 def test_the_table_says_what_was_chosen_and_where_the_range_ends() -> None:
-    sheet = TuningResult(HOW, ACCURACY, {"a": tried(0.5, 0.7, 0.6), "b": tried(None, 0.2, 0.3)}).sheet
+    sheet = TuningResult(SETUP, ACCURACY, {"a": tried(0.5, 0.7, 0.6), "b": tried(None, 0.2, 0.3)}).sheet
     assert sheet.columns == ["entry", "chosen", "train.lr=0.02", "train.lr=0.05", "train.lr=0.1"]
     assert list(sheet.rows) == [
         ["a", "train.lr=0.05", "50.00", "70.00", "60.00"],
@@ -162,7 +166,7 @@ def test_the_table_says_what_was_chosen_and_where_the_range_ends() -> None:
     assert (
         "Validation accuracy in percent, mean over the tiers after round 5, with seed 0, on 20 % held out" in sheet.note
     )
-    assert sheet.note.endswith("At the end of what was tried, so that more may lie beyond: b.")
+    assert sheet.note.endswith("The best is at the end of the candidates, so better values may lie beyond, for: b.")
 
 
 def made(label: str, lr: float, method: str) -> EntryRuns:
@@ -178,7 +182,7 @@ def test_tuned_settings_may_differ_and_no_others(tmp_path: Path) -> None:
     ours, theirs = made("fedhm", 0.05, "fedhm"), made("fedavg", 0.1, "fedavg")
     with pytest.raises(FedhmError, match=r"fedhm-seed0 has train\.lr = 0\.05, fedavg-seed0 has 0\.1"):
         ComparisonReport([ours, theirs], "…", {})
-    tuned = TuningResult(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6), "fedavg": tried(0.5, 0.6, 0.7)})
+    tuned = TuningResult(SETUP, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6), "fedavg": tried(0.5, 0.6, 0.7)})
     report = ComparisonReport([ours, theirs], "…", {}, tuned=tuned)
     assert tmp_path / "tune.json" in report.save(tmp_path)
     text = (tmp_path / "comparison.md").read_text()
@@ -186,23 +190,23 @@ def test_tuned_settings_may_differ_and_no_others(tmp_path: Path) -> None:
     assert "| fedavg | name = fedavg, " in text
     assert "train.lr = 0.1" in text
     assert "### What was chosen" in text
-    other = TuningResult({**HOW, "candidates": {"train.momentum": [0, 0.9]}}, ACCURACY, {})
+    other = TuningResult(replace(SETUP, candidates={"train.momentum": [0, 0.9]}), ACCURACY, {})
     with pytest.raises(FedhmError, match=r"has train\.lr = 0\.05"):
         ComparisonReport([ours, theirs], "…", {}, tuned=other)
 
 
 def test_what_was_tuned_is_read_back(tmp_path: Path) -> None:
     entries = [made("fedhm", 0.05, "fedhm"), made("fedavg", 0.1, "fedavg")]
-    tuned = TuningResult(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6), "other": tried(0.5, 0.6, 0.7)})
+    tuned = TuningResult(SETUP, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6), "other": tried(0.5, 0.6, 0.7)})
     folders = [tmp_path / "a" / "fedhm-seed0", tmp_path / "b" / "fedavg-seed0"]
     assert shared_tuning(folders, entries) is None
     tuned.save(tmp_path / "a")
     assert shared_tuning(folders, entries) is None
     found = shared_tuning(folders[:1], entries)
-    assert found == TuningResult(HOW, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6)})
-    TuningResult({**HOW, "rounds": 4}, ACCURACY, {"fedavg": tried(0.5, 0.6, 0.7)}).save(tmp_path / "b")
+    assert found == TuningResult(SETUP, ACCURACY, {"fedhm": tried(0.5, 0.7, 0.6)})
+    TuningResult(replace(SETUP, rounds=4), ACCURACY, {"fedavg": tried(0.5, 0.6, 0.7)}).save(tmp_path / "b")
     assert shared_tuning(folders, entries) is None  # the one had more rounds to be chosen by than the other
-    TuningResult(HOW, ACCURACY, {"fedavg": tried(0.5, 0.6, 0.7)}).save(tmp_path / "b")
+    TuningResult(SETUP, ACCURACY, {"fedavg": tried(0.5, 0.6, 0.7)}).save(tmp_path / "b")
     found = shared_tuning(folders, entries)
     assert found is not None
     assert list(found.tried) == ["fedhm", "fedavg"]

@@ -15,7 +15,7 @@ from torch import nn
 import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
-from fedhm.compare.select import known as known_entries
+from fedhm.compare.select import known_names
 from fedhm.config import registry as plugins
 from fedhm.config.loading import load_config, parse
 from fedhm.config.registry import known
@@ -73,7 +73,7 @@ def test_an_installed_method_is_found_by_its_name(tmp_path: Path, monkeypatch: p
     config = load_config("digits", ["method.name=fedmedian", "method.strength=0.5"])
     assert config.method.model_dump() == {"name": "fedmedian", "strength": 0.5}
     assert "fedmedian" in known("methods")
-    assert "fedmedian" in known_entries()
+    assert "fedmedian" in known_names()
     with pytest.raises(FedhmError, match=r"unknown key 'method.strenght', did you mean 'method.strength'"):
         load_config("digits", ["method.name=fedmedian", "method.strenght=0.5"])
     with pytest.raises(FedhmError, match=r"there is no method 'fedmedia', known are fedhm, capable, fedavg.*fedmedian"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedhm.compare.select import Reference, entries
+from fedhm.compare.select import Reference, resolve_entries
 from fedhm.config.loading import load_config, parse
 from fedhm.lowrank.plan import find_classifier
 from fedhm.methods.method import Setup
@@ -73,7 +73,7 @@ def test_sizes_are_the_papers(
     model = models[preset]
     setup = Setup(find_classifier(model), torch.zeros(1, 3, 16, 16))
     found: list[tuple[float, int]] = []
-    for entry in entries([method], references[preset]):  # a family has one for each size
+    for entry in resolve_entries([method], references[preset]):  # a family has one for each size
         built = parse({"method": entry.method}, "test").method.build(model, setup)
         found += [(parameters(built.network(built.spec(tier))), list(built.levels).count(tier)) for tier in built.tiers]
     expected = TABLE[preset][method]

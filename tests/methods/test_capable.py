@@ -11,7 +11,7 @@ import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.compare.results import EntryRuns
-from fedhm.compare.select import Reference, entries
+from fedhm.compare.select import Reference, resolve_entries
 from fedhm.compare.tables import arrange_table
 from fedhm.config.loading import load_config
 from fedhm.data.federation import Federation
@@ -149,7 +149,7 @@ def test_levels_are_the_fleets_and_the_only_tier_is_full() -> None:
 
 def test_in_comparisons_the_fleet_is_fedhms() -> None:
     config = load_config("digits", ["method.tiers=[1, 1/4, 1/4]"])
-    (entry,) = entries(["capable"], Reference(config))
+    (entry,) = resolve_entries(["capable"], Reference(config))
     assert entry.method == {"name": "capable", "tiers": [1, 0.25, 0.25]}
 
 

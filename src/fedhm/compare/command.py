@@ -1,4 +1,4 @@
-"""A comparison that lies on disk, reported once more: `comparison.json` in its folder says what it is made of."""
+"""`fedhm compare`: run what is missing of a comparison and report it, or report runs that exist."""
 
 import argparse
 import json
@@ -12,11 +12,10 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from fedhm.compare import SPEC_FILE
-from fedhm.compare.execute import Cell, Failed, cells, check, execute, settings_text
+from fedhm.compare.execute import Cell, Failed, all_cells, check, execute, settings_text
 from fedhm.compare.report import ComparisonReport
-from fedhm.compare.results import EntryRuns, existing, find_run_folders
-from fedhm.compare.select import Reference, default_names, drop_duplicates, layer_costs
-from fedhm.compare.select import entries as entries_of
+from fedhm.compare.results import EntryRuns, find_run_folders, read_entries
+from fedhm.compare.select import Reference, default_names, drop_duplicates, layer_costs, resolve_entries
 from fedhm.compare.tuning import (
     Tuning,
     TuningResult,
@@ -39,24 +38,24 @@ from fedhm.runs.history import read_runs
 
 @dataclass(frozen=True)
 class ComparisonSpec:
-    """What was compared. Folders are named as seen from that of the comparison."""
+    """`comparison.json`: the content of a comparison. Paths are relative to its folder."""
 
     command: str
     target: float | None = None
-    entries: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the runs of each
-    runs: Sequence[str] = ()  # in place of entries: runs that existed before
+    entries: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the runs of each entry
+    runs: Sequence[str] = ()  # runs that existed before, in place of entries
 
     def save(self, out: Path) -> None:
         write_atomically(out / SPEC_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def relative_paths(paths: Sequence[Path], out: Path) -> list[str]:
-    """Return paths as they are seen from a comparison's folder."""
+    """Return paths relative to a comparison's folder."""
     return [os.path.relpath(path, out) for path in paths]
 
 
 def read_spec(folder: Path) -> ComparisonSpec:
-    """Read what a comparison was made of."""
+    """Read `comparison.json`."""
     file = folder / SPEC_FILE
     try:
         return TypeAdapter(ComparisonSpec).validate_json(file.read_bytes())
@@ -65,26 +64,23 @@ def read_spec(folder: Path) -> ComparisonSpec:
 
 
 def report_from_folder(folder: Path) -> ComparisonReport:
-    """Return the report on what a comparison's folder holds: on all entries whose runs are complete."""
-    stated = read_spec(folder)
-    folders = {label: [folder / name for name in names] for label, names in stated.entries.items()}
+    """Return the report of a comparison on disk, on all entries whose runs are complete."""
+    spec = read_spec(folder)
+    folders = {label: [folder / name for name in names] for label, names in spec.entries.items()}
     found = [EntryRuns(label, read_runs(own)) for label, own in folders.items() if all(map(_complete, own))]
     paths = [path for own in folders.values() for path in own] or find_run_folders(
-        [folder / name for name in stated.runs]
+        [folder / name for name in spec.runs]
     )
-    if stated.runs:
-        found = existing(paths)
+    if spec.runs:
+        found = read_entries(paths)
     if not found:
-        raise FedhmError(f"none of the comparison in {folder} is complete: {stated.command} resumes it")
+        raise FedhmError(f"none of the comparison in {folder} is complete: {spec.command} resumes it")
     tuned = shared_tuning(paths, found)
-    return ComparisonReport(found, stated.command, layer_costs(found), stated.target, tuned)
+    return ComparisonReport(found, spec.command, layer_costs(found), spec.target, tuned)
 
 
 def _complete(folder: Path) -> bool:
     return (folder / "config.toml").exists() and is_complete(folder, read_config(folder))
-
-
-# `fedhm compare`: several methods on one setting, or runs that exist, in one table.
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:
@@ -95,7 +91,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
             if getattr(options, name):
                 option = "set" if name == "changes" else name.replace("_", "-")
                 raise FedhmError(f"--runs takes runs as they are: --{option} does not go with it")
-        found = existing(options.runs)
+        found = read_entries(options.runs)
         target = _target(options, found[0].metric)
         tuned = shared_tuning(find_run_folders(options.runs), found)
         report = ComparisonReport(found, options.command, layer_costs(found), target, tuned)
@@ -113,20 +109,22 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     names = (
         [n.strip() for n in options.methods.split(",") if n.strip()] if options.methods else default_names(reference)
     )
-    entries, twins = drop_duplicates(entries_of(names, reference))
-    for label, same in twins.items():
+    entries, duplicates = drop_duplicates(resolve_entries(names, reference))
+    for label, same in duplicates.items():
         console.print(f"{label} is left out: with these settings it is the same as {same}", highlight=False)
     out = options.out or _default_folder(options.config, config)
     check_folder(out)
     tuning, tuned = _tuning(options), None
     options.resume_hint = "; the same command resumes what is missing"
     if tuning:
-        shorter, _ = drop_duplicates(entries_of(names, reference.with_rounds(tuning.rounds or config.train.rounds)))
-        to_choose_by = tuning.cells(config, shorter, out, jobs)
-        tuning.check(config, entries, seeds, out, to_choose_by)
-        tuned = _tuned(tuning, to_choose_by, out, jobs, console)
-        entries = [replace(entry, changes=tuned.chosen(entry.label)) for entry in entries]
-    planned = cells(config, entries, seeds, out, jobs)
+        shorter, _ = drop_duplicates(
+            resolve_entries(names, reference.with_rounds(tuning.rounds or config.train.rounds))
+        )
+        tuning_runs = tuning.cells(config, shorter, out, jobs)
+        tuning.check(config, entries, seeds, out, tuning_runs)
+        tuned = _tuned(tuning, tuning_runs, out, jobs, console)
+        entries = [replace(entry, changes=tuned.best_settings(entry.label)) for entry in entries]
+    planned = all_cells(config, entries, seeds, out, jobs)
     check(planned)
     make_folder(out)
     ComparisonSpec(options.command, target, {e.label: [c.name for c in planned if c.entry is e] for e in entries}).save(
@@ -140,7 +138,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
 
 
 def rewrite_report(options: argparse.Namespace, console: Console) -> None:
-    """Write the report of a comparison that lies on disk, and of what is complete in it, once more."""
+    """Write the report of a comparison on disk again."""
     (folder,) = options.folders
     make_folder(options.out or folder)
     _show(report_from_folder(folder), options.out or folder, console)
@@ -151,25 +149,28 @@ def _tuning(options: argparse.Namespace) -> Tuning | None:
         return read_tuning(options.tune, options.tune_share, options.tune_rounds)
     for name, given in (("rounds", options.tune_rounds), ("share", options.tune_share)):
         if given is not None:
-            raise FedhmError(f"--tune-{name} is of the runs that --tune chooses by: name what to tune, too")
+            raise FedhmError(f"--tune-{name} needs --tune KEY=A,B,…: name the setting to tune")
     return None
 
 
-def _tuned(tuning: Tuning, to_choose_by: Sequence[Cell], out: Path, jobs: int, console: Console) -> TuningResult:
-    """Run what is to be chosen by, and keep what came of it."""
+def _tuned(tuning: Tuning, tuning_runs: Sequence[Cell], out: Path, jobs: int, console: Console) -> TuningResult:
+    """Run the tuning runs and save their results."""
     make_folder(out)
-    before = previously_diverged(to_choose_by)
-    left = [cell for cell in to_choose_by if cell not in [failed.cell for failed in before]]
+    before = previously_diverged(tuning_runs)
+    left = [cell for cell in tuning_runs if cell not in [failed.cell for failed in before]]
     failures = _execute(left, "tuning runs", out, jobs, console)
     mark_diverged(failed for failed in failures if failed.diverged)
     if broken := [failed.sentence for failed in failures if not failed.diverged]:
         raise FedhmError("\n".join(broken))
-    tuned = collect_tuning(tuning, to_choose_by, [*before, *failures])
+    tuned = collect_tuning(tuning, tuning_runs, [*before, *failures])
     tuned.save(out)
     tuned.check()
     for label in tuned.tried:
         console.print(
-            f"chosen for {label}: {settings_text(tuned.chosen(label))}", highlight=False, soft_wrap=True, markup=False
+            f"chosen for {label}: {settings_text(tuned.best_settings(label))}",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
         )
     return tuned
 
@@ -187,7 +188,7 @@ def _show(report: ComparisonReport, out: Path, console: Console) -> None:
     metric = report.comparison.metric.name
     for sheet in report.sheets:
         if metric in sheet.columns and len(sheet.split(console.width)) > 1:
-            sheet = sheet.without(metric)  # stands in the table above
+            sheet = sheet.without(metric)  # the table above has it
         for part in sheet.split(console.width):
             console.print(rich_table(part))
         console.print(sheet.note + "\n", highlight=False, markup=False)
@@ -226,12 +227,12 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _default_folder(name: str, config: Config) -> Path:
-    assert config.data is not None  # load_config sees to that
+    assert config.data is not None  # load_config requires it
     return Path("runs") / f"compare-{Path(name).stem}-{config.federation.heterogeneity}-{config.data.partition}"
 
 
 def _complete_entries(planned: Sequence[Cell]) -> list[EntryRuns]:
-    """Return the entries whose runs are all there."""
+    """Return the entries whose runs are all complete."""
     compared: list[EntryRuns] = []
     for label in dict.fromkeys(cell.entry.label for cell in planned):
         own = [cell for cell in planned if cell.entry.label == label]

@@ -1,4 +1,7 @@
-"""The cells of a comparison: every entry with every seed is one run, with its config and its folder."""
+"""The runs of a comparison, and running those that are missing.
+
+A cell is one run: an entry with a seed, its config and its folder. Cells run as processes, several at a time.
+"""
 
 import json
 import signal
@@ -28,7 +31,7 @@ from fedhm.machine.process import usable_cores
 from fedhm.models.build import build_model
 from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 
-# How and where a run went does not make it another, nor does what follows from the other settings
+# a run with other values of these is the same run: they say where and how it runs, or follow from other settings
 IGNORED_SETTINGS = ("engine.", "checkpoints.", "data.folder", "federation.plan", "federation.checkpointed")
 
 
@@ -37,7 +40,7 @@ class Cell:
     entry: Entry
     config: ResolvedConfig
     folder: Path
-    name: str  # its folder, as seen from the comparison's
+    name: str  # of its folder, relative to the comparison's
 
     @property
     def rounds_done(self) -> int:
@@ -57,28 +60,28 @@ class Cell:
                 folder.write_config(self.config)
 
 
-def cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs: int) -> list[Cell]:
+def all_cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, jobs: int) -> list[Cell]:
     """Return all runs, seed by seed, so that an interrupted comparison has some seeds of every entry."""
     every = [(entry, seed) for seed in range(config.seed, config.seed + seeds) for entry in entries]
-    return plan(config, [(e, seed, f"{file_name(e.label)}-seed{seed}") for e, seed in every], out, jobs)
+    return plan_cells(config, [(e, seed, f"{file_name(e.label)}-seed{seed}") for e, seed in every], out, jobs)
 
 
-def plan(config: Config, wanted: Sequence[tuple[Entry, int, str]], out: Path, jobs: int) -> list[Cell]:
-    """Return a run for each entry, seed and name, with its share of this machine."""
+def plan_cells(config: Config, wanted: Sequence[tuple[Entry, int, str]], out: Path, jobs: int) -> list[Cell]:
+    """Return a cell for each entry, seed and name, with its share of this machine."""
     table = config.model_dump(mode="json", exclude={"compare"})
     table["engine"] |= _share(config.engine, max(1, min(jobs, len(wanted))))
     return [Cell(entry, config_of(table, entry, seed).resolved(), out / name, name) for entry, seed, name in wanted]
 
 
 def _share(engine: EngineConfig, runs: int) -> dict[str, int]:
-    """Return what one of several runs side by side may use of this machine."""
+    """Return the threads and workers for one of several runs at a time."""
     cores, threads = max(1, usable_cores() // runs), engine.threads or 1
     workers = max(1, cores // threads) if engine.workers == "auto" else engine.workers
     return {"threads": threads, "workers": workers, "server_threads": engine.server_threads or cores}
 
 
 def config_of(table: dict[str, Any], entry: Entry, seed: int) -> Config:
-    """Return the settings of an entry's run; `table` holds what all entries share."""
+    """Return the settings of an entry's run. `table` has the settings that all entries share."""
     own = {**table, "method": entry.method, "seed": seed}
     for key, value in entry.changes.items():
         section, dot, name = key.partition(".")
@@ -88,19 +91,19 @@ def config_of(table: dict[str, Any], entry: Entry, seed: int) -> Config:
 
 
 def settings_text(changes: Settings) -> str:
-    """Return how an entry's own changes are called: train.lr=0.05,train.momentum=0."""
+    """Return settings as text: train.lr=0.05,train.momentum=0."""
     return ",".join(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changes.items())
 
 
 def check(planned: Sequence[Cell]) -> None:
-    """Find what is wrong with folders, data and methods before anything runs."""
+    """Find errors in folders, data and methods before anything runs."""
     for cell in planned:
         check_folder(cell)
     check_buildable(planned)
 
 
 def check_buildable(planned: Sequence[Cell]) -> None:
-    """Find what is wrong with the data and the methods of the runs that are still to do."""
+    """Find errors in the data and the methods of the missing runs."""
     missing = [cell for cell in planned if not cell.complete]
     checked: set[str] = set()
     for seed in sorted({cell.config.seed for cell in missing}):
@@ -109,7 +112,7 @@ def check_buildable(planned: Sequence[Cell]) -> None:
         for cell in of_seed:
             parts = f"{cell.entry.label} {cell.config.method!r} {cell.config.server!r}"
             if parts in checked:
-                continue  # another seed makes no other network
+                continue  # the networks do not depend on the seed
             checked.add(parts)
             try:
                 model = build_model(cell.config, federation.input_shape, federation.classes)
@@ -128,7 +131,7 @@ def check_folder(cell: Cell) -> None:
 
 
 def changed_setting(cell: Cell) -> str:
-    """Return the first setting in which a run differs from the one in its folder, as part of a sentence."""
+    """Return the first setting that differs from the run in the cell's folder, as part of a sentence."""
     old, new = read_config(cell.folder).dotted(), cell.config.dotted()
     for key in [*new, *old]:
         if old.get(key) != new.get(key) and not key.startswith(IGNORED_SETTINGS):
@@ -136,15 +139,15 @@ def changed_setting(cell: Cell) -> str:
     return ""
 
 
-# Running what a comparison lacks: each cell in a process of its own, some side by side, and showing how it goes.
+# Running the missing cells.
 
 POLL = 0.2  # seconds between two looks at the runs
-UNUSABLE = ("cannot be used: ", "could be used in round ")  # how a run speaks of updates that it refused
+UNUSABLE = ("cannot be used: ", "could be used in round ")  # parts of the sentence in which a run refuses its updates
 PATIENCE = 10.0  # seconds that a run is given to stop by itself
 
 
 class Failed(NamedTuple):
-    """A run that did not come to its end, and why."""
+    """A run that failed, and the reason."""
 
     cell: Cell
     reason: str
@@ -155,23 +158,23 @@ class Failed(NamedTuple):
 
     @property
     def diverged(self) -> bool:
-        """Tell whether the server refused what training made of the weights: the run would fail again."""
+        """Tell whether the server refused the trained weights, so that the run would fail again."""
         return any(said in self.reason for said in UNUSABLE) and "nobody answered" not in self.reason
 
 
 class _Child:
-    """A process that runs `fedhm resume` on one cell. Of its output, only complaints are kept."""
+    """A process that runs `fedhm resume` on one cell. Of its output, only stderr is kept."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         cell.open()
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         # A session of its own: Ctrl-C reaches it from here, once, and not from the terminal as well.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fedhm", "resume", str(cell.folder)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=self._complaints,
+            stderr=self._stderr,
             start_new_session=True,
         )
 
@@ -185,8 +188,8 @@ class _Child:
         code = self._process.returncode
         if code == 0:
             return None
-        self._complaints.seek(0)
-        return Failed(self.cell, _reason(self._complaints.read().decode(errors="replace").strip(), code))
+        self._stderr.seek(0)
+        return Failed(self.cell, _reason(self._stderr.read().decode(errors="replace").strip(), code))
 
     def interrupt(self) -> None:
         if self.running:
@@ -198,11 +201,11 @@ class _Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._complaints.close()
+        self._stderr.close()
 
 
 def _reason(said: str, code: int) -> str:
-    """Return why a run failed: its own sentence, or the last line of a traceback."""
+    """Return the reason of a failure: the run's own sentence, or the last line of a traceback."""
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name}"
     if "fedhm: " in said:
@@ -211,7 +214,7 @@ def _reason(said: str, code: int) -> str:
 
 
 def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[Failed]:
-    """Bring all cells to their end; return those that failed. No process is left behind in any case."""
+    """Run all cells that are not complete, and return those that failed. No process is left behind in any case."""
     waiting = [cell for cell in cells if not cell.complete]
     children: list[_Child] = []
     failures: list[Failed] = []
@@ -222,7 +225,7 @@ def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[Failed]:
                     cell = waiting.pop(0)
                     try:
                         children.append(_Child(cell))
-                    except FedhmError as error:  # someone else is at work in its folder
+                    except FedhmError as error:  # another process works in its folder
                         failures.append(Failed(cell, str(error)))
                 shown.update([child.cell for child in children])
                 time.sleep(POLL)
@@ -245,7 +248,7 @@ def execute(cells: Sequence[Cell], jobs: int, console: Console) -> list[Failed]:
 
 @contextmanager
 def _requests_to_stop() -> Iterator[list[int]]:
-    """Note Ctrl-C, SIGTERM and the end of the terminal, and do not raise: a run that was just started is not lost."""
+    """Note Ctrl-C, SIGTERM and the end of the terminal without raising, so that a run that just started is not lost."""
     stops: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
@@ -261,7 +264,7 @@ def _requests_to_stop() -> Iterator[list[int]]:
 
 
 class _LiveBar:
-    """A bar of the rounds of all runs, with what runs now beside it."""
+    """A bar of the rounds of all runs, with the current runs beside it."""
 
     def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
         self._console = console
@@ -297,7 +300,7 @@ class _LiveBar:
             self._console.print(failure, style="red", highlight=False, markup=False)
 
 
-class _Lines:
+class _LogLines:
     """A line for each run that begins or ends, for logs."""
 
     def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
@@ -305,7 +308,7 @@ class _Lines:
         self._done = sum(cell.complete for cell in cells)
         self._begun: dict[str, float] = {}
 
-    def __enter__(self) -> "_Lines":
+    def __enter__(self) -> "_LogLines":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -327,5 +330,5 @@ class _Lines:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _progress(console: Console, cells: Sequence[Cell]) -> _LiveBar | _Lines:
-    return _LiveBar(console, cells) if console.is_terminal else _Lines(console, cells)
+def _progress(console: Console, cells: Sequence[Cell]) -> _LiveBar | _LogLines:
+    return _LiveBar(console, cells) if console.is_terminal else _LogLines(console, cells)

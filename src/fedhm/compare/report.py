@@ -1,4 +1,4 @@
-"""A whole comparison: the tables that are printed, and everything that it leaves on disk."""
+"""The report of a comparison: the tables that are printed, and all files that it writes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from fedhm.compare.tables import (
     Comparison,
     arrange_table,
     comparison_csv,
+    cost_sheet,
     difference_sheet,
     metric_sheet,
-    spent,
-    time_to_target,
-    to_target,
+    target_cost_sheet,
+    target_time_sheet,
 )
 from fedhm.compare.tuning import TUNE_FILE, TuningResult
 from fedhm.errors import FedhmError
@@ -41,7 +41,7 @@ NOT_SHOWN = ("engine.", "data.folder", "seed", "tracking.", "federation.plan", "
 
 @dataclass(frozen=True)
 class ComparisonReport:
-    """The report on entries that are comparable: others are refused."""
+    """The report on entries. Entries that are not comparable are refused."""
 
     entries: Sequence[EntryRuns]
     command: str
@@ -67,7 +67,7 @@ class ComparisonReport:
 
     @cached_property
     def reached(self) -> list[TargetCost]:
-        """Return what the target cost each entry; nothing where the full model is not among the entries."""
+        """Return the cost of the target for each entry; none if the full model is not among the entries."""
         full = full_model(self.entries)
         return costs_to_reach(self.target, self.entries, full) if full else []
 
@@ -79,11 +79,11 @@ class ComparisonReport:
             tables.append(difference_sheet(self.comparison))
         if self.tuned and self.tuned.tried:
             tables.append(self.tuned.sheet)
-        tables.append(spent(self.entries))
+        tables.append(cost_sheet(self.entries))
         if self.reached:
-            tables.append(to_target(self.comparison.metric, self.target, self.reached))
+            tables.append(target_cost_sheet(self.comparison.metric, self.target, self.reached))
         if timed := times_to_reach(self.target, self.entries):
-            tables.append(time_to_target(self.comparison.metric, self.target, timed))
+            tables.append(target_time_sheet(self.comparison.metric, self.target, timed))
         return tables
 
     @cached_property
@@ -122,21 +122,21 @@ class ComparisonReport:
         apart = (LAYERS_PNG, ENERGY_PNG)
         figures = [plot for name, plots in self.plots.items() if name not in apart for plot in plots]
         sections = [
-            Section("The paper's table", [self._in_words, paper]),
+            Section("The paper's table", [self._summary, paper]),
             Section("The paper's figures", figures),
             Section("Tables", others),
             Section("Spectrum", self.plots.get(ENERGY_PNG, [])),
             Section("Layers", self.plots.get(LAYERS_PNG, [])),
-            Section("Settings", [f"Made by: {self.command}", self._entries]),
+            Section("Settings", [f"Made by: {self.command}", self._entry_sheet]),
         ]
         return [section for section in sections if section.parts]
 
     def _settings(self) -> str:
-        """Return the settings of the comparison, as they stand above its tables."""
-        return "\n\n".join(["# Comparison", f"`{self.command}`", self._in_words, markdown_table(self._entries)])
+        """Return the head of `comparison.md`: the command and the settings."""
+        return "\n\n".join(["# Comparison", f"`{self.command}`", self._summary, markdown_table(self._entry_sheet)])
 
     @property
-    def _in_words(self) -> str:
+    def _summary(self) -> str:
         config = self.entries[0].first.config
         federation, seeds = config.federation, ", ".join(map(str, self.entries[0].seeds))
         tiers = next((e.first.config.federation.heterogeneity for e in self.entries if len(e.tiers) > 1), None)
@@ -144,24 +144,24 @@ class ComparisonReport:
         model = f"{config.model.name} on " if config.model and data else ""
         share = f"{100 * federation.participation:g} %"
 
-        def said(key: str) -> str:
+        def setting(key: str) -> str:
             return "tuned" if f"train.{key}" in self._tuned_keys else f"{getattr(config.train, key):g}"
 
         return (
             f"{model}{data}{federation.clients} clients, of which {share} take part in a round"
-            f"{f', with {tiers} tiers' if tiers else ''}; {config.train.rounds} rounds; local epochs {said('epochs')}, "
-            f"batch {said('batch')}, learning rate {said('lr')}; seeds {seeds}."
+            f"{f', with {tiers} tiers' if tiers else ''}; {config.train.rounds} rounds; "
+            f"local epochs {setting('epochs')}, batch {setting('batch')}, learning rate {setting('lr')}; seeds {seeds}."
         )
 
     @property
-    def _entries(self) -> Sheet:
+    def _entry_sheet(self) -> Sheet:
         labels = [entry.label for entry in self.entries]
         rows = [list(row) for row in zip(labels, _own_settings(self.entries, self._tuned_keys), strict=True)]
         return Sheet(["entry", "settings"], [rows], left=2)
 
 
 def _own_settings(entries: Sequence[EntryRuns], tuned: Sequence[str]) -> list[str]:
-    """Return each entry's method, what was tuned for it, and whatever else it does not share with all others."""
+    """Return each entry's method, its tuned settings, and all other settings in which entries differ."""
     all_settings = [{"method.name": "", **entry.first.config.dotted()} for entry in entries]  # the name comes first
     shared = set.intersection(*({(key, str(value)) for key, value in own.items()} for own in all_settings))
     return [

@@ -1,4 +1,4 @@
-"""One entry of a comparison: the runs of one method with the same settings, one for each seed, and their statistics."""
+"""The results of a comparison: the runs of each entry, one for each seed, their statistics and their costs."""
 
 import math
 import re
@@ -30,12 +30,14 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class EntryRuns:
+    """The runs of one method with the same settings, one for each seed."""
+
     label: str
     runs: Sequence[Run]
 
     @property
     def first(self) -> Run:
-        """Return any run, to read off what does not depend on the seed."""
+        """Return one of the runs, for everything that does not depend on the seed."""
         return self.runs[0]
 
     @property
@@ -54,7 +56,7 @@ class EntryRuns:
 
     @cached_property
     def levels(self) -> list[str]:
-        """Return the tier of each capability level, strongest first: one with two shares of the clients comes twice."""
+        """Return the tier of each capability level, strongest first. A tier of two levels comes twice."""
         sizes = sorted(self.first.config.method.shares, reverse=True)
         distinct = list(dict.fromkeys(sizes))
         if len(distinct) != len(self.tiers):
@@ -66,7 +68,7 @@ class EntryRuns:
         return {record.round: record.metrics[tier][self.metric.name] for record in run.evaluated}
 
     def finals(self, tier: str) -> dict[int, float]:
-        """Return the metric after the last round by seed, as comparisons show it: in percent where it is a share."""
+        """Return the metric after the last round by seed, scaled as tables show it: a share in percent."""
         return {
             run.config.seed: self.metric.scaled(list(self.values(run, tier).values())[-1])
             for run in sorted(self.runs, key=lambda run: run.config.seed)
@@ -76,26 +78,26 @@ class EntryRuns:
         return spread(list(self.finals(tier).values()))
 
     def curve(self, tier: str) -> list[tuple[int, Spread]]:
-        """Return the metric by round, scaled as `final`, at the rounds in which every run was evaluated."""
+        """Return the metric by round, scaled as `final`, at the rounds in which all runs were evaluated."""
         values = [self.values(run, tier) for run in self.runs]
         shared = sorted(set.intersection(*(set(of_run) for of_run in values)))
         return [(number, spread([self.metric.scaled(of_run[number]) for of_run in values])) for number in shared]
 
     def client_bytes(self, tier: str) -> float | None:
-        """Return what training cost one participant of the tier in a round, both ways; None if it never had one."""
+        """Return the bytes of one participant of the tier in a round, down and up; None if the tier never had one."""
         return _known_mean(run.bytes_per_client(tier) for run in self.runs)
 
     def budget(self, tier: str) -> tuple[float | None, float | None]:
-        """Return bytes and MACs that the whole training cost a client of the tier which took its turns like any other.
+        """Return the bytes and MACs of a client of the tier in the whole training, with an average number of turns.
 
-        So it does not matter how often the tier's clients happened to be drawn, nor whether clients keep their tier.
+        So it does not matter how often clients of the tier were drawn, nor whether clients keep their tier.
         """
         a_turn = [(run.turns, run.bytes_per_client(tier), run.macs_per_client(tier)) for run in self.runs]
         spent_bytes = _known_mean(None if sent is None else turns * sent for turns, sent, _ in a_turn)
         return spent_bytes, _known_mean(None if macs is None else turns * macs for turns, _, macs in a_turn)
 
     def bytes(self, tier: str | None = None) -> float:
-        """Return the bytes of the whole training, by the tier's participants or by all; mean over the seeds."""
+        """Return the bytes of the whole training of the tier's participants, or of all; mean over the seeds."""
         return statistics.fmean(_total(run.records, bytes_sent, tier) for run in self.runs)
 
     def macs(self, tier: str | None = None) -> float:
@@ -125,7 +127,7 @@ def _total(records: Sequence[Record], cost: Callable[[Traffic], int], tier: str 
 
 
 def incomparable_entries(entries: Sequence[EntryRuns], tuned: Collection[str] = ()) -> str | None:
-    """Return what keeps entries from being compared; their seeds must agree, too, and their runs must be finished."""
+    """Return why entries cannot be compared, or None. Seeds must agree, too, and runs must be complete."""
     runs = [run for entry in entries for run in entry.runs]
     for run in runs:
         if not run.complete:
@@ -141,8 +143,8 @@ def incomparable_entries(entries: Sequence[EntryRuns], tuned: Collection[str] = 
     return None
 
 
-def existing(paths: Sequence[Path]) -> list[EntryRuns]:
-    """Read runs: those with the same settings but the seed are one entry, called as their folders are."""
+def read_entries(paths: Sequence[Path]) -> list[EntryRuns]:
+    """Read runs. Those that differ only in the seed form one entry, named after their folders."""
     groups: dict[str, list[Run]] = {}
     for run in read_runs(find_run_folders(paths)):
         groups.setdefault(_settings(run), []).append(run)
@@ -154,7 +156,7 @@ def existing(paths: Sequence[Path]) -> list[EntryRuns]:
 
 
 def find_run_folders(paths: Sequence[Path]) -> list[Path]:
-    """Return the runs that paths stand for: each its own folder, or one that holds several."""
+    """Return the folders of runs: each path is one, or a folder that holds several."""
     folders = [folder for path in paths for folder in _run_folders(path)]
     if not folders:
         raise FedhmError("there are no runs to compare: name their folders, or one that holds them")
@@ -162,7 +164,7 @@ def find_run_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
-    """Yield `path` itself, or the runs in it. A glob brings along what lies beside them: tables, figures, tuning."""
+    """Yield `path` itself, or the runs in it. Tables, plots and tuning runs, which globs match, are skipped."""
     if (path / "config.toml").exists():
         yield path
     elif path.is_dir():
@@ -179,12 +181,12 @@ def _settings(run: Run) -> str:
     return str([(key, value) for key, value in run.config.dotted().items() if not key.startswith(apart)])
 
 
-# What it took until a tier first reached a target, as the paper counts it, relative to the full model.
+# The cost until a tier first reaches a target, relative to the full model, as in the paper.
 
 
 @dataclass(frozen=True)
 class TargetCost:
-    """Ratios to the full model on every client; None where a seed never got there."""
+    """Costs relative to the full model on every client; None if a seed never reached the target."""
 
     entry: EntryRuns
     tier: str
@@ -193,28 +195,28 @@ class TargetCost:
 
 
 def full_model(entries: Sequence[EntryRuns]) -> EntryRuns | None:
-    """Return the entry that the others are measured by."""
+    """Return the entry that trains the full model on every client, if there is one."""
     return next((entry for entry in entries if entry.first.config.method.is_full_model), None)
 
 
 def common_target(entries: Sequence[EntryRuns]) -> float:
-    """Return the best rounded value that the smallest tier of every entry reaches with every seed."""
+    """Return the best round number that the smallest tier of every entry reaches with every seed."""
     metric = entries[0].metric
     best = [metric.best(entry.values(run, entry.tiers[-1]).values()) for entry in entries for run in entry.runs]
     return _easier(metric, metric.worst(best))
 
 
 def _easier(metric: Metric, value: float) -> float:
-    """Round to a whole percent, or to two digits where it is no share, never to what is harder to reach."""
+    """Round to a whole percent, or to two digits if it is no share, in the direction that is easier to reach."""
     digits = 2 if metric.percent or not value else 1 - math.floor(math.log10(abs(value)))
     scale = 10.0**digits
     down = math.floor(value * scale + 1e-9)
     rounded = (down if metric.more_is_better else -math.floor(-value * scale + 1e-9)) / scale
-    return rounded if metric.reaches(value, rounded) else value  # which differ in their last bit
+    return rounded if metric.reaches(value, rounded) else value  # rounding may differ in the last bit
 
 
 def costs_to_reach(target: float, entries: Sequence[EntryRuns], reference: EntryRuns) -> list[TargetCost]:
-    """Return what it took every entry's largest and smallest tier, or its only one, to reach the target."""
+    """Return the costs until the largest and the smallest tier of each entry reach the target."""
     full = reference.tiers[0]
     of_reference = [_cost(reference, full, target, cost) for cost in (bytes_sent, macs_computed)]
     reached: list[TargetCost] = []
@@ -232,22 +234,22 @@ class TargetTime:
 
     entry: EntryRuns
     tier: str
-    to_target: float | None  # None where a seed never got there
-    of_run: float
+    to_target: float | None  # None if a seed never reached the target
+    whole_run: float
 
 
 def times_to_reach(target: float, entries: Sequence[EntryRuns]) -> list[TargetTime]:
-    """Return how long every entry's largest and smallest tier took to reach the target; nothing without devices."""
+    """Return the times until the largest and the smallest tier of each entry reach the target; none without devices."""
     if not all(run.seconds_so_far() for entry in entries for run in entry.runs):
         return []
     return [
-        TargetTime(entry, tier, _spent(entry, tier, target, Run.seconds_so_far), _whole(entry))
+        TargetTime(entry, tier, _spent(entry, tier, target, Run.seconds_so_far), _whole_run(entry))
         for entry in entries
         for tier in dict.fromkeys((entry.tiers[0], entry.tiers[-1]))
     ]
 
 
-def _whole(entry: EntryRuns) -> float:
+def _whole_run(entry: EntryRuns) -> float:
     return statistics.fmean(run.seconds_so_far()[-1] for run in entry.runs)
 
 
@@ -256,7 +258,7 @@ def _cost(entry: EntryRuns, tier: str, target: float, cost: Callable[[Traffic], 
 
 
 def _spent(entry: EntryRuns, tier: str, target: float, so_far: Callable[[Run], Sequence[float]]) -> float | None:
-    """Return what the whole federation spent to reach the target, mean over the seeds; None if a seed never did."""
+    """Return the cost of all clients until the target is reached, mean over the seeds; None if a seed never did."""
     spent: list[float] = []
     for run in entry.runs:
         rounds = (number for number, value in entry.values(run, tier).items() if entry.metric.reaches(value, target))

@@ -1,4 +1,4 @@
-"""FedHM's tiers on a config's model, which the tiers of all other methods in a comparison are matched to."""
+"""The entries of a comparison: the methods that `--methods` names, with tiers of the same sizes as FedHM's."""
 
 import difflib
 from bisect import bisect_right
@@ -31,7 +31,7 @@ RATIOS = [parts / 64 for parts in range(1, 65)]  # all have a name that is a fra
 
 
 class Reference:
-    """The `Sizes` that methods match theirs to."""
+    """FedHM's tiers on the config's model: the `Sizes` that other methods match theirs to."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -53,7 +53,7 @@ class Reference:
 
     @property
     def adapters(self) -> Settings:
-        """Return the settings of the config's adapters, which those of other methods share."""
+        """Return the settings of the config's adapters, which all methods share."""
         return self._config.method.adapters
 
     @property
@@ -63,23 +63,23 @@ class Reference:
 
     @cached_property
     def ratios(self) -> list[float]:
-        """Return FedHM's tiers, largest first; one with two shares of the clients comes twice.
+        """Return FedHM's tiers, largest first. A tier of two capability levels comes twice.
 
-        In place of a budget stands the ratio with as many parameters as what it affords of the first weights.
+        A budget is replaced by the ratio with the same number of parameters as the network that the budget affords.
         """
         tiers: list[float | str] = self.fedhm["tiers"]
-        sizes = self._sizes if has_budgets(tiers) else [0] * len(tiers)  # ratios alone need no model
+        sizes = self._sizes if has_budgets(tiers) else [0] * len(tiers)  # without budgets, no model is needed
         both = zip(tiers, sizes, strict=True)
         return sorted((self._nearest_ratio(n) if isinstance(tier, str) else tier for tier, n in both), reverse=True)
 
     def given_settings(self, method: str) -> Settings | None:
-        """Return a config's own [method] section, for the method that it names."""
+        """Return the config's own [method] section if it is for this method."""
         own = self._config.method
         return own.model_dump(mode="json") if own.name == method else None
 
     @cached_property
     def widths(self) -> list[float]:
-        """Return the widths of methods that slim the model: given, or with as many parameters as FedHM's tiers."""
+        """Return the widths for methods of widths: as given, or with as many parameters as FedHM's tiers."""
         given = self._one_for_each_tier("widths", sorted(self._given.widths, reverse=True))
         return given or [self._nearest_width(size) for size in self._sizes]
 
@@ -134,15 +134,17 @@ class Reference:
 
 
 def layer_costs(entries: Sequence[EntryRuns]) -> dict[str, dict[str, LayerCost]]:
-    """Return costs by tier and layer of the model that a config names; nothing where it was handed over in Python."""
+    """Return the costs by tier and layer of the config's model; none if the model was passed in Python."""
     configs = [entry.first.config for entry in entries if entry.first.config.model and entry.first.config.data]
-    configs.sort(key=lambda config: not config.method.rank_ratios)  # whose tiers are the ones to show
+    configs.sort(
+        key=lambda config: not config.method.rank_ratios
+    )  # methods with rank ratios first: their tiers are shown
     return Reference(configs[0]).layers() if configs else {}
 
 
 def _nearest(choices: Sequence[float], size_of: Callable[[float], int], size: int) -> float:
-    """Return the choice, of which larger ones are larger, at which the number of parameters is nearest to `size`."""
-    above = bisect_right(choices, size, key=size_of)  # of equal ones, the largest
+    """Return the choice whose number of parameters is nearest to `size`. Choices are in ascending order."""
+    above = bisect_right(choices, size, key=size_of)  # the largest of equal ones
     return min(choices[max(0, above - 1) : above + 1], key=lambda choice: abs(size_of(choice) - size))
 
 
@@ -150,64 +152,64 @@ def _parameters(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 
-# What the names in --methods stand for: each is one entry of a comparison, or a family of them.
+# The names in `--methods`: each stands for one entry of a comparison, or for a family of entries.
 #
-# Every method adds its own names, also one that another installed package brings.
+# Every method adds its own names, also a method from another installed package.
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method with its settings, which is run once for each seed."""
+    """A method with its settings. It is run once for each seed."""
 
     label: str
     method: Settings
-    changes: Settings = field(default_factory=dict)  # of its own, by dotted key: what was tuned for it
+    changes: Settings = field(default_factory=dict)  # tuned settings by dotted key
 
 
-def entries(names: Sequence[str], reference: Reference) -> list[Entry]:
+def resolve_entries(names: Sequence[str], reference: Reference) -> list[Entry]:
     """Return the entries that `names` stand for, each once."""
     found: dict[str, Entry] = {}
     for name in names:
         for entry in _entries(name, reference):
             found.setdefault(entry.label, entry)
     if not found:
-        raise FedhmError(f"there is no method to compare: known are {', '.join(known())}")
+        raise FedhmError(f"there is no method to compare: known are {', '.join(known_names())}")
     return list(found.values())
 
 
 def default_names(reference: Reference) -> list[str]:
-    """Return the names that are compared if nothing is said, but for a method that would have no clients."""
+    """Return the default names, without a method that would have no clients."""
     return [name for name in METHODS.split(",") if name != "capable" or 1 in reference.ratios]
 
 
 def drop_duplicates(found: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]]:
-    """Return the entries without those that have the very settings of an earlier one, and these with that one's name.
+    """Return the entries without duplicates, and the name of the earlier entry for each duplicate.
 
-    On the paper's own settings `fedhm` is `fedhm-paper`: the same weights twice would only take twice the time.
+    With the paper's own settings, `fedhm` is `fedhm-paper`: the same weights twice would only take twice the time.
     """
     first: list[Entry] = []
-    twins: dict[str, str] = {}
+    duplicates: dict[str, str] = {}
     for entry in found:
         if same := next((earlier.label for earlier in first if earlier.method == entry.method), None):
-            twins[entry.label] = same
+            duplicates[entry.label] = same
         else:
             first.append(entry)
-    return first, twins
+    return first, duplicates
 
 
-def known() -> list[str]:
-    """Return every name that stands for an entry, and then those that stand for several."""
+def known_names() -> list[str]:
+    """Return all names: those of single entries first, then those of families."""
     provided = _provided()
     return sorted(provided, key=lambda name: isinstance(provided[name], Family))
 
 
 def _provided() -> dict[str, NamedEntry | Family]:
-    """Return what the methods say of themselves, by name; of two that use the same name the first has it."""
+    """Return the entries and families of all methods by name. If two use the same name, the first has it."""
     provided: dict[str, NamedEntry | Family] = {}
     for name in plugins.known("methods"):
         try:
             given = plugins.find("methods", name).entries()
-        except Exception:  # another package's fault, which is told to who asks for that method
+        except Exception:  # an error of another package, raised again for users who name that method
             continue
         for entry in given:
             provided.setdefault(entry.name, entry)
@@ -222,7 +224,9 @@ def _entries(name: str, reference: Reference) -> Iterator[Entry]:
         sizes = [size] if colon else [f"{value:.12g}" for value in entry.members(reference) if value < 1]
         if not sizes:
             raise FedhmError(f"{kind} has nothing to train: there is no tier below the full model")
-        yield from (Entry(f"{kind}:{_called(entry, value)}", entry.settings(reference, value)) for value in sizes)
+        yield from (
+            Entry(f"{kind}:{_canonical_size(entry, value)}", entry.settings(reference, value)) for value in sizes
+        )
     elif entry is None:
         raise FedhmError(f"--methods: {_unknown(kind, name)}")
     elif colon:
@@ -234,14 +238,14 @@ def _entries(name: str, reference: Reference) -> Iterator[Entry]:
 
 def _unknown(kind: str, name: str) -> str:
     if kind in plugins.known("methods"):
-        plugins.find("methods", kind).entries()  # says why it could not
-    near = difflib.get_close_matches(kind, known(), n=1)
+        plugins.find("methods", kind).entries()  # raises its own error
+    near = difflib.get_close_matches(kind, known_names(), n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    return f"there is no '{name}', {hint}known are {', '.join(known())}"
+    return f"there is no '{name}', {hint}known are {', '.join(known_names())}"
 
 
-def _called(family: Family, value: str) -> str:
-    """Return the one name of a size, however it was written; what is no number is refused where settings are read."""
+def _canonical_size(family: Family, value: str) -> str:
+    """Return the one name of a size, however it was written. Other texts are refused when settings are read."""
     try:
         numerator, _, denominator = value.partition("/")
         return family.called(float(numerator) / float(denominator or 1))

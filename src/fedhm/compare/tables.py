@@ -1,4 +1,4 @@
-"""The paper's table: a row for each capability level, a column for each method or family of one-tier methods."""
+"""The tables of a comparison. The first is the paper's: rows are capability levels, columns are methods."""
 
 import csv
 import io
@@ -25,7 +25,7 @@ from fedhm.runs.history import Run
 
 @dataclass(frozen=True)
 class TableCell:
-    """What one entry has in one row."""
+    """One tier of an entry: a cell of the paper's table."""
 
     entry: EntryRuns
     tier: str
@@ -44,20 +44,22 @@ class TableCell:
         return self.entry.curve(self.tier)
 
     def spent_so_far(self, spent: Callable[[Run], Sequence[float]]) -> list[float]:
-        """Return what was spent up to each evaluated round, mean over the seeds."""
+        """Return the cost up to each evaluated round, mean over the seeds."""
         sums = [spent(run) for run in self.entry.runs]
         return [statistics.fmean(of_run[n - 1] for of_run in sums) for n, _ in self.curve]
 
     def minus(self, other: "TableCell") -> Spread:
-        """Return by how much the metric differs from another's, seed by seed: what a seed does to both cancels."""
+        """Return the difference of the metric, paired by seed: effects of the seed on both cancel."""
         own, others = self.entry.finals(self.tier), other.entry.finals(other.tier)
         return spread([own[seed] - others[seed] for seed in own])
 
 
 @dataclass(frozen=True)
 class Comparison:
+    """The paper's table. A column is a method, or a family of methods with one tier each."""
+
     rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
-    columns: dict[str, dict[int, TableCell]]  # column → row number → what is there
+    columns: dict[str, dict[int, TableCell]]  # column → row number → cell
     reference: EntryRuns  # whose tiers are the rows
 
     @property
@@ -72,7 +74,7 @@ class Comparison:
         return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
 
     def best(self, row: int) -> TableCell | None:
-        """Return what is better than each other in its row by more than the difference varies over the seeds."""
+        """Return the cell that is better than every other in its row by more than one deviation of their difference."""
         places = [places[row] for places in self.columns.values() if row in places]
         for place in places:
             others = [other for other in places if other is not place]
@@ -82,17 +84,17 @@ class Comparison:
 
     def _better(self, difference: Spread) -> bool:
         gain = difference.mean if self.metric.more_is_better else -difference.mean
-        # with one seed nobody knows how much it varies
+        # with one seed, the deviation is unknown
         return difference.deviation is not None and gain > difference.deviation
 
 
 def arrange_table(entries: Sequence[EntryRuns]) -> Comparison:
-    """Put entries into a table: the one with the most tiers gives the rows, the others stand beside their rivals."""
+    """Arrange entries in a table. The entry with the most tiers gives the rows."""
     reference = max(entries, key=lambda entry: len(entry.tiers))
     sizes = [reference.first.costs[tier].parameters for tier in reference.tiers]
     columns: dict[str, dict[int, TableCell]] = {}
     for entry in entries:
-        places = _places(entry, sizes)
+        places = _rows_of(entry, sizes)
         column = entry.first.config.method.column or entry.label
         if places.keys() & columns.get(column, {}).keys():
             column = entry.label
@@ -100,13 +102,13 @@ def arrange_table(entries: Sequence[EntryRuns]) -> Comparison:
     return Comparison(reference.tiers, columns, reference)
 
 
-def _places(entry: EntryRuns, sizes: Sequence[int]) -> dict[int, TableCell]:
-    """Find rows by capability level where the entry has as many; otherwise by the nearest size, and a free one."""
+def _rows_of(entry: EntryRuns, sizes: Sequence[int]) -> dict[int, TableCell]:
+    """Find the row of each tier: by capability level if there are as many, otherwise by the nearest size."""
     places: dict[int, TableCell] = {}
     for tier in entry.tiers:
-        everybodys = len(entry.tiers) == 1 and len(set(entry.first.config.method.shares)) < 2
-        shares = len(sizes) if everybodys else entry.levels.count(tier)
-        shares = 1 if entry.first.config.federation.devices else shares  # levels have nothing to say then
+        for_everybody = len(entry.tiers) == 1 and len(set(entry.first.config.method.shares)) < 2
+        shares = len(sizes) if for_everybody else entry.levels.count(tier)
+        shares = 1 if entry.first.config.federation.devices else shares  # devices choose the tier, not levels
         if len(entry.levels) == len(sizes):
             row = len(sizes) - 1 - entry.levels[::-1].index(tier)
         else:
@@ -116,8 +118,6 @@ def _places(entry: EntryRuns, sizes: Sequence[int]) -> dict[int, TableCell]:
         places[row] = TableCell(entry, tier, shares)
     return places
 
-
-# A comparison as tables: the metric by capability level, what each tier spent, and what a target cost.
 
 CSV = (
     *("entry", "seed", "round", "tier", "parameters", "macs"),
@@ -133,26 +133,26 @@ def metric_sheet(comparison: Comparison, seeds: int) -> Sheet:
     ]
     over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
     bold = (
-        "in bold what is ahead of each other in its row by more than the deviation of their difference over the seeds"
+        "Bold: better than every other entry in the row by more than one standard deviation of the paired difference"
         if seeds > 1
-        else "nothing is bold, since one seed does not tell what is chance"
+        else "Nothing is bold, because one seed does not show what is chance"
     )
     note = (
-        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}; {bold}. "
+        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}. {bold}. "
         "×n: n of the capability levels train this model."
     )
     return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
 
 
 def difference_sheet(comparison: Comparison) -> Sheet:
-    """Return how far each method is from the one whose tiers are the rows, paired by seed."""
+    """Return the difference of each method from the one whose tiers are the rows, paired by seed."""
     base = comparison.column(comparison.reference)
     others = [name for name in comparison.columns if name != base]
     rows = [
         [level, *(_difference(comparison, number, name, base) for name in others)]
         for number, level in enumerate(comparison.rows)
     ]
-    note = f"The metric is {comparison.metric.quoted}; mean ± deviation over the seeds, each paired with its like."
+    note = f"The metric is {comparison.metric.quoted}; mean ± deviation of the differences, paired by seed."
     return Sheet(["tier", *others], [rows], left=1, title=f"Difference from {base}", note=note)
 
 
@@ -170,8 +170,8 @@ SPENT = (
 )
 
 
-def spent(entries: Sequence[EntryRuns]) -> Sheet:
-    """Return what training cost, tier by tier: a client in a round and in the whole run, and all clients together."""
+def cost_sheet(entries: Sequence[EntryRuns]) -> Sheet:
+    """Return the training costs by tier: of a client in a round and in the whole run, and of all clients together."""
     seeds = len(entries[0].runs)
     note = (
         "Bytes per round: one client's training, down and up. Per client: its training in all rounds, if it took part "
@@ -196,7 +196,7 @@ def _spent(entry: EntryRuns) -> list[list[str]]:
     return rows
 
 
-def to_target(metric: Metric, target: float, reached: Sequence[TargetCost]) -> Sheet:
+def target_cost_sheet(metric: Metric, target: float, reached: Sequence[TargetCost]) -> Sheet:
     rows = [[r.entry.label, r.tier, _ratio(r.communication), _ratio(r.computation)] for r in reached]
     note = (
         "Communication and computation of all clients until the tier first reaches the target, relative to the full "
@@ -206,11 +206,11 @@ def to_target(metric: Metric, target: float, reached: Sequence[TargetCost]) -> S
     return Sheet(["entry", "tier", "communication", "computation"], [rows], left=2, title=title, note=note)
 
 
-def time_to_target(metric: Metric, target: float, timed: Sequence[TargetTime]) -> Sheet:
+def target_time_sheet(metric: Metric, target: float, timed: Sequence[TargetTime]) -> Sheet:
     rows = [
         [
             *(t.entry.label, t.tier, "not reached" if t.to_target is None else f"{t.to_target:,.1f}"),
-            *(f"{t.of_run:,.1f}", f"{t.of_run / len(t.entry.first.records):.3g}"),
+            *(f"{t.whole_run:,.1f}", f"{t.whole_run / len(t.entry.first.records):.3g}"),
             _shown(t.entry.final(t.tier), metric),
         ]
         for t in timed
@@ -224,7 +224,7 @@ def time_to_target(metric: Metric, target: float, timed: Sequence[TargetTime]) -
 
 
 def comparison_csv(entries: Sequence[EntryRuns]) -> str:
-    """Return plain numbers, a line for each entry, seed, evaluated round and tier."""
+    """Return plain numbers: a line for each entry, seed, evaluated round and tier."""
     out = io.StringIO()
     writer = csv.writer(out)
     metrics = [metric.name for metric in entries[0].first.config.objective.metrics]

@@ -1,13 +1,13 @@
-"""What `--tune` asks for: candidates for settings, of which every entry gets its own best before the seeds run.
+"""`--tune`: every entry gets the best of several candidate settings before its seeds run.
 
-The runs to choose by are ordinary ones with the first seed, evaluated on samples held out of the training data.
+Tuning runs are ordinary runs with the first seed. They are evaluated on samples held out of the training data.
 """
 
 import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from fedhm.compare import TUNE_SHARE
 from fedhm.compare.execute import (
     Cell,
     Failed,
-    cells,
+    all_cells,
     changed_setting,
     check,
     check_buildable,
     check_folder,
     config_of,
-    plan,
+    plan_cells,
     settings_text,
 )
 from fedhm.compare.results import EntryRuns
@@ -36,20 +36,22 @@ from fedhm.machine.files import file_name, write_atomically
 from fedhm.report.sheets import Sheet
 from fedhm.runs.history import read_runs
 
-FOLDER = "tune"  # of the runs to choose by, in the comparison's
-TUNABLE = ("train", "server", "method")  # how an entry trains is its own; data, clients and model are everybody's
-SHARED = ("train.rounds", "method.name", "method.tiers")  # but these are what is compared
+FOLDER = "tune"  # of the tuning runs, in the comparison's
+TUNABLE = ("train", "server", "method")  # sections; data, clients and model are the same for all entries
+SHARED = ("train.rounds", "method.name", "method.tiers")  # the same for all entries, too
 USAGE = "--tune takes KEY=A,B,…, such as train.lr=0.02,0.05,0.1"
 
 
 @dataclass(frozen=True)
 class Tuning:
+    """The options of `--tune`."""
+
     candidates: dict[str, list[Any]]  # by dotted key
     share: float = TUNE_SHARE
-    rounds: int | None = None  # of the runs to choose by; None: as many as the others have
+    rounds: int | None = None  # of the tuning runs; None: as many as the other runs have
 
     def variants(self, entry: Entry, config: Config) -> list[Entry]:
-        """Return the entry with every combination of the candidates for those keys that it has."""
+        """Return the entry with every combination of the candidates, for the keys that its method has."""
         table = config.model_dump(mode="json", exclude={"compare"})
         own = config_of(table, entry, config.seed)
         keys = [key for key in self.candidates if _has(own, key)]
@@ -57,28 +59,28 @@ class Tuning:
         return [replace(entry, changes=point) for point in points]
 
     def cells(self, config: Config, entries: Sequence[Entry], out: Path, jobs: int) -> list[Cell]:
-        """Return the runs to choose by; none of an entry that has nothing to choose."""
+        """Return the tuning runs; none for an entry without a key to tune."""
         short = self._shortened(config)
         variants = [variant for entry in entries for variant in self.variants(entry, short) if variant.changes]
-        return plan(short, [(variant, short.seed, _name(variant)) for variant in variants], out, jobs)
+        return plan_cells(short, [(variant, short.seed, _name(variant)) for variant in variants], out, jobs)
 
-    def check(self, config: Config, entries: Sequence[Entry], seeds: int, out: Path, to_choose_by: list[Cell]) -> None:
-        """Find what is wrong before anything runs, whatever will be chosen."""
+    def check(self, config: Config, entries: Sequence[Entry], seeds: int, out: Path, tuning_runs: list[Cell]) -> None:
+        """Find errors before anything runs, for every possible choice."""
         variants = [self.variants(entry, config) for entry in entries]
         self._check_keys(config, entries)
         folders: dict[Path, list[Cell]] = {}
-        for cell in cells(config, [variant for of_entry in variants for variant in of_entry], seeds, out, 1):
+        for cell in all_cells(config, [variant for of_entry in variants for variant in of_entry], seeds, out, 1):
             folders.setdefault(cell.folder, []).append(cell)
         for possible in folders.values():
             _check_one_fits(possible)
-        names = [cell.name for cell in to_choose_by]
+        names = [cell.name for cell in tuning_runs]
         if len(set(names)) < len(names):
             raise FedhmError("--tune: two candidates have the same name as folders")
-        check(to_choose_by)
+        check(tuning_runs)
         check_buildable([possible[0] for possible in folders.values()])
 
     def _shortened(self, config: Config) -> Config:
-        """Return the settings of the runs to choose by; where they have fewer rounds, milestones come earlier, too."""
+        """Return the settings of the tuning runs. With fewer rounds, milestones come earlier, too."""
         if config.data is None:
             raise FedhmError("--tune holds samples out of the data that a config names: there is no [data] section")
         if config.data.validation:
@@ -97,12 +99,14 @@ class Tuning:
         table = config.model_dump(mode="json", exclude={"compare"})
         for key, values in self.candidates.items():
             if not any(_has(config_of(table, entry, config.seed), key) for entry in entries):
-                config_of(table, replace(entries[0], changes={key: values[0]}), config.seed)  # says what is wrong
+                config_of(
+                    table, replace(entries[0], changes={key: values[0]}), config.seed
+                )  # raises an error for an unknown key
                 raise FedhmError(f"--tune {key}: none of the entries has such a setting")
 
 
 def read_tuning(options: Sequence[str], share: float | None, rounds: int | None) -> Tuning:
-    """Read KEY=A,B,… as often as it was given; several keys make a grid."""
+    """Read all options KEY=A,B,…. Several keys make a grid."""
     candidates: dict[str, list[Any]] = {}
     for option in options:
         key, _, text = (part.strip() for part in option.partition("="))
@@ -122,7 +126,7 @@ def read_tuning(options: Sequence[str], share: float | None, rounds: int | None)
 
 def _values(option: str, text: str) -> list[Any]:
     values: list[Any] = []
-    for part in _parts(text):
+    for part in _split_at_commas(text):
         if not part:
             raise FedhmError(f"{USAGE}, not '{option}'")
         value = read_value(part)
@@ -133,8 +137,8 @@ def _values(option: str, text: str) -> list[Any]:
     return values
 
 
-def _parts(text: str) -> Iterator[str]:
-    """Yield what stands between commas, but for those in a list or in quotes."""
+def _split_at_commas(text: str) -> Iterator[str]:
+    """Yield the texts between commas. Commas in lists and quotes do not count."""
     depth, quote, start = 0, "", 0
     for place, letter in enumerate(text):
         if quote or letter in "\"'":
@@ -153,15 +157,15 @@ def _has(config: Config, key: str) -> bool:
 
 
 def _name(variant: Entry) -> str:
-    return f"{FOLDER}/{file_name(variant.label)}/{_place(variant.changes)}"
+    return f"{FOLDER}/{file_name(variant.label)}/{_folder_name(variant.changes)}"
 
 
-def _place(point: Settings) -> str:
+def _folder_name(point: Settings) -> str:
     return file_name(settings_text(point)).replace(" ", "")
 
 
 def _check_one_fits(possible: Sequence[Cell]) -> None:
-    """Accept a run that was made with any of the candidates: which one is chosen is not known yet."""
+    """Accept a folder that fits any of the candidates, since the best is not known yet."""
     refused: FedhmError | None = None
     for cell in possible:
         try:
@@ -173,16 +177,16 @@ def _check_one_fits(possible: Sequence[Cell]) -> None:
     return None
 
 
-# What tuning came to: the validation results of all candidates, and each entry's best, kept in `tune.json`.
+# The results of tuning, kept in `tune.json`: the validation metrics of all candidates, and each entry's best.
 
 TUNE_FILE = "tune.json"
-DIVERGED = "diverged.txt"  # in the folder of a run that did, and why
-ENOUGH = 3  # candidates, of which the first or last one may be best because the range ends there
+DIVERGED = "diverged.txt"  # the reason, in the folder of a run that diverged
+ENOUGH = 3  # with so many candidates, a best one at the end of the range suggests that better ones lie beyond
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate of an entry: its metric by tier after the last round, or why it has none."""
+    """A candidate of an entry: its metric by tier after the last round, or the reason why it failed."""
 
     point: Settings
     metrics: Mapping[str, float]
@@ -190,58 +194,70 @@ class Candidate:
 
     @property
     def mean(self) -> float | None:
-        """Return the mean over the tiers; None if it has none."""
+        """Return the mean over the tiers; None if the candidate failed."""
         return statistics.fmean(self.metrics.values()) if self.metrics else None
+
+
+@dataclass(frozen=True)
+class TuningSetup:
+    """How the tuning runs were made: entries are comparable if theirs were made in the same way."""
+
+    candidates: Mapping[str, Sequence[Any]]  # by dotted key
+    share: float  # of the training samples, held out
+    rounds: int
+    seed: int
 
 
 @dataclass(frozen=True)
 class TuningResult:
     """All candidates of all entries."""
 
-    how: Mapping[str, Any]  # candidates by key, share held out, rounds and seed of the runs
+    setup: TuningSetup
     metric: Metric
     tried: Mapping[str, Sequence[Candidate]]  # by entry
 
     @property
     def keys(self) -> list[str]:
-        return list(self.how["candidates"])
+        return list(self.setup.candidates)
 
-    def chosen(self, label: str) -> Settings:
-        """Return the settings of an entry's best candidate, of equal ones the first; nothing if it had none."""
+    def best_settings(self, label: str) -> Settings:
+        """Return the settings of an entry's best candidate, the first of equal ones; none if it has no candidate."""
         means = [tried.mean for tried in self.tried.get(label, ())]
         known = [mean for mean in means if mean is not None]
         return dict(self.tried[label][means.index(self.metric.best(known))].point) if known else {}
 
     def check(self) -> None:
-        """Refuse an entry of which no candidate could be trained."""
+        """Refuse an entry whose candidates all failed."""
         for label, of_entry in self.tried.items():
             if all(tried.mean is None for tried in of_entry):
-                raise FedhmError(f"--tune: no candidate can be used for {label}, of the last one {of_entry[-1].failed}")
+                raise FedhmError(f"--tune: all candidates failed for {label}; the last one: {of_entry[-1].failed}")
 
     @property
     def sheet(self) -> Sheet:
-        """Return a row for each entry: what was chosen, and the validation metric of every candidate."""
+        """Return a row for each entry: its best settings, and the validation metric of every candidate."""
         points = list(
             dict.fromkeys(settings_text(tried.point) for of_entry in self.tried.values() for tried in of_entry)
         )
         rows: list[list[str]] = []
         for label, of_entry in self.tried.items():
             shown = {settings_text(tried.point): self._shown(tried) for tried in of_entry}
-            rows.append([label, settings_text(self.chosen(label)), *(shown.get(point, "") for point in points)])
+            rows.append([label, settings_text(self.best_settings(label)), *(shown.get(point, "") for point in points)])
         note = (
-            f"Validation {self.metric.quoted}, mean over the tiers after round {self.how['rounds']}, with seed "
-            f"{self.how['seed']}, on {100 * self.how['share']:g} % held out of every client's training samples."
+            f"Validation {self.metric.quoted}, mean over the tiers after round {self.setup.rounds}, with seed "
+            f"{self.setup.seed}, on {100 * self.setup.share:g} % held out of every client's training samples."
         )
         if edges := [label for label in self.tried if self._at_an_edge(label)]:
-            note += f" At the end of what was tried, so that more may lie beyond: {', '.join(edges)}."
+            note += (
+                f" The best is at the end of the candidates, so better values may lie beyond, for: {', '.join(edges)}."
+            )
         return Sheet(["entry", "chosen", *points], [rows], left=2, title="What was chosen", note=note)
 
     def _shown(self, tried: Candidate) -> str:
         return "failed" if tried.mean is None else f"{self.metric.scaled(tried.mean):.{self.metric.decimals}f}"
 
     def _at_an_edge(self, label: str) -> bool:
-        for key, value in self.chosen(label).items():
-            values = self.how["candidates"][key]
+        for key, value in self.best_settings(label).items():
+            values = self.setup.candidates[key]
             numbers = all(type(v) in (int, float) for v in values)
             if numbers and len(values) >= ENOUGH and value in (min(values), max(values)):
                 return True
@@ -250,7 +266,7 @@ class TuningResult:
     def save(self, out: Path) -> Path:
         entries = {
             label: {
-                "chosen": self.chosen(label),
+                "chosen": self.best_settings(label),
                 "tried": [
                     {"settings": t.point, self.metric.name: t.metrics, "mean": t.mean, "failed": t.failed}
                     for t in of_entry
@@ -259,13 +275,14 @@ class TuningResult:
             for label, of_entry in self.tried.items()
         }
         write_atomically(
-            out / TUNE_FILE, json.dumps({**self.how, "metric": self.metric.name, "entries": entries}, indent=2)
+            out / TUNE_FILE,
+            json.dumps({**asdict(self.setup), "metric": self.metric.name, "entries": entries}, indent=2),
         )
         return out / TUNE_FILE
 
 
 def previously_diverged(runs: Sequence[Cell]) -> list[Failed]:
-    """Return the runs that diverged when the same command ran last: they would again."""
+    """Return the runs that diverged when the same command ran before. They would diverge again."""
     notes = ((cell, cell.folder / DIVERGED) for cell in runs)
     return [Failed(cell, note.read_text()) for cell, note in notes if note.exists() and not changed_setting(cell)]
 
@@ -276,19 +293,19 @@ def mark_diverged(failures: Iterable[Failed]) -> None:
 
 
 def collect_tuning(tuning: Tuning, runs: Sequence[Cell], failures: Iterable[Failed]) -> TuningResult:
-    """Read what the runs to choose by came to; those that diverged are there without a number."""
+    """Read the results of the tuning runs. Runs that diverged have no number."""
     why = {failed.cell.name: failed.reason for failed in failures}
     tried: dict[str, list[Candidate]] = {}
     for cell in runs:
         metrics, failed = ({}, why[cell.name]) if cell.name in why else _last_metrics(cell)
         tried.setdefault(cell.entry.label, []).append(Candidate(cell.entry.changes, metrics, failed))
     config = runs[0].config
-    how = {"candidates": tuning.candidates, "share": tuning.share, "rounds": config.train.rounds, "seed": config.seed}
-    return TuningResult(how, config.objective.headline, tried)
+    setup = TuningSetup(tuning.candidates, tuning.share, config.train.rounds, config.seed)
+    return TuningResult(setup, config.objective.headline, tried)
 
 
 def _last_metrics(cell: Cell) -> tuple[dict[str, float], str]:
-    """Return the headline metric of every tier, or nothing and why."""
+    """Return the headline metric of every tier, or nothing and the reason."""
     (run,) = read_runs([cell.folder])
     headline = run.config.objective.headline.name
     metrics = {tier: metrics[headline] for tier, metrics in run.evaluated[-1].metrics.items()}
@@ -298,7 +315,7 @@ def _last_metrics(cell: Cell) -> tuple[dict[str, float], str]:
 
 
 def shared_tuning(folders: Sequence[Path], entries: Sequence[EntryRuns]) -> TuningResult | None:
-    """Read how runs that exist were tuned; None unless all of them were, in the same way."""
+    """Read how existing runs were tuned; None unless all of them were tuned in the same way."""
     metric, names = entries[0].metric, {file_name(entry.label) for entry in entries}
     found: list[TuningResult] = []
     for out in dict.fromkeys(folder.resolve().parent for folder in folders):
@@ -311,11 +328,11 @@ def shared_tuning(folders: Sequence[Path], entries: Sequence[EntryRuns]) -> Tuni
             }
             if table.pop("metric") != metric.name:
                 return None
-            found.append(TuningResult(table, metric, tried))
+            found.append(TuningResult(TuningSetup(**table), metric, tried))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FedhmError(f"cannot read {out / TUNE_FILE}: {error!r}") from None
-    if any(one.how != found[0].how for one in found):
+    if any(one.setup != found[0].setup for one in found):
         return None
-    return TuningResult(found[0].how, metric, {label: tried for one in found for label, tried in one.tried.items()})
+    return TuningResult(found[0].setup, metric, {label: tried for one in found for label, tried in one.tried.items()})

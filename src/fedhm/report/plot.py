@@ -298,7 +298,7 @@ def _json_numbers(values: Sequence[float]) -> list[float | None]:
 
 # matplotlib, for PNG files and for pages without scripts.
 
-STYLES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+STYLES: dict[str, Literal["-", "--", ":", "-."]] = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 MARKERS = {"circle": "o", "x": "x", "circle-open": "o", "square": "s", "diamond": "D"}
 PANEL = (7.2, 4.4)  # inches of a PNG file with one plot
 PAIR = (11.0, 4.6)  # of one with two plots side by side

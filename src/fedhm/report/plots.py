@@ -44,9 +44,10 @@ def save_run_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
         if plots := _known(client_plot(run, measured) for run in measured):
             clients.append(save_png(plots, folder / f"{metric.stem}-at-clients.png"))
     written += clients
-    for file, plot in (("energy-beyond-rank.png", energy_plot(runs)), ("epsilon-by-round.png", epsilon_plot(runs))):
-        if plot:
-            written.append(save_png([plot], folder / file))
+    if energy := energy_plot(runs):
+        written.append(save_png([energy], folder / "energy-beyond-rank.png"))
+    if epsilon := epsilon_plot(runs):
+        written.append(save_png([epsilon], folder / "epsilon-by-round.png"))
     return written
 
 
@@ -375,8 +376,9 @@ def participation_plot(run: Run, runs: Sequence[Run]) -> Plot:
         lines.append(Line("dropped", rounds, clients, REFUSED, kind="points", run=run.name, hints=hints, symbol="x"))
     if cut := [(r.round, entry["client"], describe_cut(entry)) for r in records for entry in r.clipped]:
         rounds, clients, hints = zip(*cut, strict=True)
-        symbol = "circle-open"
-        lines.append(Line("cut", rounds, clients, CHANGED, kind="points", run=run.name, hints=hints, symbol=symbol))
+        lines.append(
+            Line("cut", rounds, clients, CHANGED, kind="points", run=run.name, hints=hints, symbol="circle-open")
+        )
     tasks = sum(len(record.participants) for record in records)
     return Plot(
         title=f"who took part in {run.name}",
