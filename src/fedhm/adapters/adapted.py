@@ -244,11 +244,11 @@ def describe_adapter(network: nn.Module) -> dict[str, Any] | None:
     return {"rank": config.r, "scale": scale, "target": target, "head": head, "folded": folded, "base": base}
 
 
-def rebuild_adapted(model: nn.Module, told: dict[str, Any]) -> nn.Module:
+def rebuild_adapted(model: nn.Module, description: dict[str, Any]) -> nn.Module:
     """Return the described network around a model, without a packing: its tensors have their own names."""
-    adapting = AdapterSettings(tuple(told["target"]), float(told["scale"]), tuple(told["head"]))
-    network = FrozenBase(model, adapting).network(int(told["rank"]), folded=bool(told["folded"]))
-    if told.get("base", base_digest(network)) != base_digest(network):
+    adapting = AdapterSettings(tuple(description["target"]), float(description["scale"]), tuple(description["head"]))
+    network = FrozenBase(model, adapting).network(int(description["rank"]), folded=bool(description["folded"]))
+    if description.get("base", base_digest(network)) != base_digest(network):
         raise FedhmError("the adapter was trained on another base: give the model with which the run began")
     unshare_base([network])
     return set_packing(network, None)

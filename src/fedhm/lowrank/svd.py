@@ -143,7 +143,7 @@ TOLERANCE = 1.002  # times the smallest possible error
 # have almost the same energy.
 ESTIMATES = ((5, 1.4), (10, 1.07))
 NOISE = 1e-7  # of the largest energy: smaller estimates are rounding
-ROUNDING = 1e-6  # of the energy of A: a smaller error cannot be told from 0 in float32
+ROUNDING = 1e-6  # of the energy of A: a smaller error is rounding in float32
 
 
 def worst_ratio(matrix: Tensor, rank: int, left: Tensor, spectrum: Tensor, turned: Tensor) -> float:

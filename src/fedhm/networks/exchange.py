@@ -94,7 +94,7 @@ def size_in_bytes(tensors: Tensors) -> int:
 
 
 def structure_digest(network: nn.Module, input_shape: tuple[int, ...]) -> str:
-    """Return a digest of names, shapes and types, by which networks of different structure are told apart."""
+    """Return a digest of the names, shapes and types of a network's tensors and of its inputs' shape."""
     travelling = sorted(exchanged_tensors(network).items())
     structure = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in travelling]
     return hashlib.sha256(f"{structure}{tuple(input_shape)}".encode()).hexdigest()[:16]
