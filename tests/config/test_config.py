@@ -96,7 +96,10 @@ def test_a_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> No
         ("method.tiers=[0]", "method.tiers.0: input should be greater than 0"),
         ("method.tiers=[2]", "method.tiers.0: input should be less than or equal to 1"),
         ("method.tiers=[]", "method.tiers: tuple should have at least 1 item"),
-        ("method.tiers=[0.1234561, 0.1234562]", "two tiers differ too little to be told apart"),
+        (
+            "method.tiers=[0.1234561, 0.1234562]",
+            "two tiers are so close that they have the same name: make them differ more",
+        ),
         ("model.width=inf", "model.width: input should be a finite number"),
         ("method.name=fedsgd", "method.name: there is no method 'fedsgd', known are fedhm, capable, fedavg"),
         ("data.partition=even", "data.partition: input should be 'iid', 'dirichlet', 'dirichlet-unequal' or 'by-tier'"),

@@ -96,7 +96,7 @@ def test_a_form_travels_as_a_line(inputs: torch.Tensor | Tokens, line: str) -> N
     ],
 )
 def test_what_is_no_form_of_an_input_is_refused_in_a_line(line: str) -> None:
-    with pytest.raises(FedhmError, match="does not say what an input is like") as caught:
+    with pytest.raises(FedhmError, match="is no input spec") as caught:
         InputSpec.read(line)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 200
@@ -104,9 +104,9 @@ def test_what_is_no_form_of_an_input_is_refused_in_a_line(line: str) -> None:
 
 def test_one_liar_does_not_decide_what_inputs_are_like() -> None:
     assert majority_spec({0: ROW, 1: IMAGE, 2: IMAGE}) == (IMAGE, [0])
-    with pytest.raises(FedhmError, match=r"do not agree on what an input is like \(float32 12, uint8 1x8x8\)"):
+    with pytest.raises(FedhmError, match=r"report different input specs \(float32 12, uint8 1x8x8\)"):
         majority_spec({0: ROW, 1: IMAGE})
-    with pytest.raises(FedhmError, match="no client says"):
+    with pytest.raises(FedhmError, match="no client reports an input spec"):
         majority_spec({})
 
 

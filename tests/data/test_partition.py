@@ -107,5 +107,5 @@ def test_another_seed_gives_a_level_other_labels() -> None:
 
 
 def test_more_levels_than_labels_are_one_sentence() -> None:
-    with pytest.raises(FedhmError, match=r"data\.by_tier_levels = 4, but 3 labels cannot be dealt out"):
+    with pytest.raises(FedhmError, match=r"data\.by_tier_levels = 4, but 3 labels are too few for so many levels"):
         by_tier(np.arange(30) % 3, 5, 4, 0.8, np.random.default_rng(0))

@@ -227,5 +227,5 @@ def test_a_private_run_asks_for_no_inputs() -> None:
 def test_the_form_of_inputs_in_an_introduction_is_checked(inputs: object) -> None:
     content = Node(0, 20).encode()
     content.config_records["fedhm"]["inputs"] = inputs  # type: ignore[assignment]
-    with pytest.raises((ValueError, FedhmError), match=r"wrong types|does not say what an input is like"):
+    with pytest.raises((ValueError, FedhmError), match=r"wrong types|is no input spec"):
         Node.decode(content)

@@ -36,7 +36,7 @@ def add_compare(verbs: Verbs) -> None:
     parser.add_argument(
         "--target",
         metavar="VALUE",
-        help="an accuracy, or a value of another headline metric: what it costs to get there (default: what all reach)",
+        help="a target accuracy, or value of another headline metric, to show its costs (default: what all reach)",
     )
     parser.add_argument(
         "--jobs",

@@ -31,7 +31,7 @@ def add_export(verbs: Verbs) -> None:
         metavar="onnx|torch|executorch",
         help="one format or several (default: onnx)",
     )
-    parser.add_argument("--int8", action="store_true", help="8-bit ONNX files, too, with what they cost in accuracy")
+    parser.add_argument("--int8", action="store_true", help="8-bit ONNX files, too, and their accuracy")
     parser.add_argument(
         "--card", action="store_true", help="measure latency and memory here: a card for each tier, and a plot"
     )

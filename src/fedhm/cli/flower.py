@@ -39,7 +39,7 @@ def add_flower(verbs: Verbs) -> None:
         "--port", type=whole_number("--port", 65535), metavar="P", help="of the SuperLink (default: one that is free)"
     )
     parser.add_argument(
-        "--insecure", action="store_true", help="plain text, and whoever connects is let in: without TLS and keys"
+        "--insecure", action="store_true", help="without TLS and keys: plain text, and anyone may connect"
     )
     parser.set_defaults(action=flower_up, imports="")
 

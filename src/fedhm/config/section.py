@@ -28,7 +28,7 @@ def as_ratio(value: object) -> object:
 
 def _distinct(ratios: tuple[float, ...]) -> tuple[float, ...]:
     if len({f"{ratio:g}" for ratio in ratios}) != len(set(ratios)):
-        raise ValueError("two tiers differ too little to be told apart")
+        raise ValueError("two tiers are so close that they have the same name: make them differ more")
     return ratios
 
 

@@ -124,7 +124,7 @@ class Federation:
         if named := self._named():
             return named[0]
         if self.placeholder is None:
-            raise FedhmError("a federation of remote clients needs a test set, or a sample that is like theirs")
+            raise FedhmError("a federation of remote clients needs a test set, or a placeholder sample")
         return "the sample of the server", self.placeholder
 
     def _check_kind(self, name: str, samples: Samples) -> None:

@@ -53,7 +53,7 @@ class InputSpec:
         found = _LINE.fullmatch(line)
         spec = cls(found[1], tuple(int(size) for size in (found[2] or "").split("x") if size)) if found else None
         if spec is None or not spec._possible:
-            raise FedhmError(f"'{printable(line, 60)}' does not say what an input is like; 'float32 3x32x32' would")
+            raise FedhmError(f"'{printable(line, 60)}' is no input spec: write it like 'float32 3x32x32'")
         return spec
 
     def __str__(self) -> str:
@@ -91,11 +91,11 @@ def majority_spec(reported: Mapping[int, InputSpec]) -> tuple[InputSpec, list[in
     """
     votes = Counter(spec.comparable for spec in reported.values())
     if not votes:
-        raise FedhmError("no client says what its inputs are like: tell the server by inputs=")
+        raise FedhmError("no client reports an input spec: give the server inputs=")
     (most, times), *_ = votes.most_common(1)
     if 2 * times <= len(reported):
         lines = ", ".join(dict.fromkeys(str(spec) for spec in list(reported.values())[:5]))
-        raise FedhmError(f"clients do not agree on what an input is like ({lines}): tell the server by inputs=")
+        raise FedhmError(f"clients report different input specs ({lines}): give the server inputs=")
     majority = [spec for spec in reported.values() if spec.comparable == most]
     typical = sorted(majority, key=lambda spec: spec.shape)[(len(majority) - 1) // 2]
     return typical, sorted(client for client, spec in reported.items() if spec.comparable != most)

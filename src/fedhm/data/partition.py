@@ -70,7 +70,7 @@ def by_tier(labels: Indices, clients: int, levels: int, share: float, rng: np.ra
     """
     classes = int(labels.max()) + 1
     if classes < levels:
-        raise FedhmError(f"data.by_tier_levels = {levels}, but {classes} labels cannot be dealt out to so many levels")
+        raise FedhmError(f"data.by_tier_levels = {levels}, but {classes} labels are too few for so many levels")
     sizes = np.array([len(part) for part in np.array_split(labels, clients)])
     parts: list[list[Indices]] = [[] for _ in range(clients)]
     shared: list[Indices] = []

@@ -1,4 +1,4 @@
-"""Text: tokenizing it, reading what users hand in and what lies in files, and the limits of models that read it.
+"""Text: tokenizing it, reading users' data and files, and the limits of models that read it.
 
 Inside the library, text is `Tokens`. Users hand in texts with a tokenizer, a tokenizer's result, or a data set of
 Hugging Face. `data.source = "text:NAME"` names CSV, JSON or parquet files.

@@ -36,8 +36,8 @@ class Identities:
                 raise ValueError("it gives two clients the same key")
         except (OSError, ValueError) as error:
             raise FedhmError(
-                f"cannot read {file}: {error_summary(error)}; put it back, or remove it if all clients that are "
-                "connected are the right ones: they are then taken for what they say"
+                f"cannot read {file}: {error_summary(error)}; put it back, or remove it if all "
+                "connected clients are the right ones: the numbers that they claim are then trusted"
             ) from None
         read = cls(keys)
         read._folder = folder
