@@ -256,6 +256,6 @@ def test_other_verbs_say_what_a_comparisons_folder_is(finished: Path, capsys: py
 
 
 def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "neither the folder of a run nor holds any" in failure(capsys, "compare", "--runs", str(tmp_path))
+    assert "is not the folder of a run, and holds none" in failure(capsys, "compare", "--runs", str(tmp_path))
     (tmp_path / "table.md").write_text("")
     assert "there are no runs to compare" in failure(capsys, "compare", "--runs", str(tmp_path / "table.md"))

@@ -61,13 +61,13 @@ def test_candidates_are_read_as_settings_are() -> None:
         (["--tune", "method.nothing=1,2"], "unknown key 'method.nothing'"),
         (["--tune", "train.lr=0.1,-1"], "--tune train.lr=-1: train.lr: input should be greater than 0 (got -1)"),
         (["--tune", "method.keep=1,9"], "--methods fedhm --tune method.keep=9: there is nothing to factorize"),
-        (["--tune", "data.alpha=0.1,0.2"], "--tune data.alpha: entries are compared with the same one"),
-        (["--tune", "train.rounds=1,2"], "--tune train.rounds: entries are compared with the same one"),
-        (["--tune", "seed=1,2"], "--tune seed: entries are compared with the same one"),
+        (["--tune", "data.alpha=0.1,0.2"], "--tune data.alpha: all entries share this setting"),
+        (["--tune", "train.rounds=1,2"], "--tune train.rounds: all entries share this setting"),
+        (["--tune", "seed=1,2"], "--tune seed: all entries share this setting"),
         (["--tune", "train.lr=1,2", "--tune-share", "1"], "--tune-share takes a share between 0 and 1, such as 0.2"),
         (["--tune", "train.lr=1,2", "--tune-rounds", "0"], "--tune-rounds takes a whole number from 1 on, not '0'"),
         (["--tune-rounds", "3"], "--tune-rounds needs --tune KEY=A,B"),
-        (["--tune", "train.lr=1,2", "--set", "data.validation=0.1"], "data.validation leaves the runs"),
+        (["--tune", "train.lr=1,2", "--set", "data.validation=0.1"], "needs the test set: remove data.validation"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_runs(

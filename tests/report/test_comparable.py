@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fedhm.compare.results import EntryRuns, incomparable_entries
-from fedhm.report.comparable import difference
+from fedhm.report.comparable import find_difference
 from fedhm.report.tables import report_markdown
 from made_runs import FACTS, made_run
 
@@ -17,8 +17,8 @@ DONE = [{"full": 0.5, "1/4": 0.4}, {"full": 0.6, "1/4": 0.5}]
 def test_the_same_settings_and_other_methods_are_comparable() -> None:
     fedhm = made_run("a", SIZES, DONE)
     heterofl = made_run("b", {"full": 100, "w0.5": 25}, [{"full": 0.1, "w0.5": 0.2}] * 2, {"name": "heterofl"})
-    assert difference([fedhm, heterofl]) is None
-    assert difference([]) is None
+    assert find_difference([fedhm, heterofl]) is None
+    assert find_difference([]) is None
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_same_settings_and_other_methods_are_comparable() -> None:
     ],
 )  # fmt: skip
 def test_other_budgets_are_named(changes: dict[str, Any], sentence: str) -> None:
-    assert difference([made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, **changes)]) == sentence
+    assert find_difference([made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, **changes)]) == sentence
 
 
 @pytest.mark.parametrize(
@@ -56,33 +56,33 @@ def test_other_budgets_are_named(changes: dict[str, Any], sentence: str) -> None
 )  # fmt: skip
 def test_other_data_are_named(changes: dict[str, Any], sentence: str) -> None:
     runs = [made_run(name, SIZES, DONE, data=own) for name, own in (("a", {}), ("b", changes))]
-    assert difference(runs) == sentence
+    assert find_difference(runs) == sentence
 
 
 def test_where_the_files_are_makes_no_difference() -> None:
     section = {"source": "digits", "folder": "/elsewhere"}
-    assert difference([made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, data=section)]) is None
+    assert find_difference([made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, data=section)]) is None
 
 
 def test_other_models_are_named() -> None:
     runs = [made_run("a", SIZES, DONE, model={"width": 1.0}), made_run("b", SIZES, DONE, model={"width": 0.5})]
-    assert difference(runs) == "a has model.width = 1.0, b has 0.5"
+    assert find_difference(runs) == "a has model.width = 1.0, b has 0.5"
 
 
 def test_the_tiers_of_one_tier_methods_are_neither_fixed_nor_dynamic() -> None:
     one = made_run("b", {"full": 100}, [{"full": 0.5}] * 2, {"name": "fedavg"}, federation={"heterogeneity": "dynamic"})
-    assert difference([made_run("a", SIZES, DONE), one]) is None
-    assert difference([one, made_run("a", SIZES, DONE)]) is None
+    assert find_difference([made_run("a", SIZES, DONE), one]) is None
+    assert find_difference([one, made_run("a", SIZES, DONE)]) is None
 
 
 def test_data_from_python_are_told_apart() -> None:
     a = made_run("a", SIZES, DONE)
     hundred = made_run("b", SIZES, DONE, facts=replace(FACTS, classes=100))
-    assert difference([a, hundred]) == "a has classes = 4, b has 100"
+    assert find_difference([a, hundred]) == "a has classes = 4, b has 100"
     other = made_run("b", SIZES, DONE, facts=replace(FACTS, digest="xyz"))
-    assert difference([a, other]) == "a has data digest with seed 0 = abc, b has xyz"
+    assert find_difference([a, other]) == "a has data digest with seed 0 = abc, b has xyz"
     other_seed = made_run("b", SIZES, DONE, seed=1, facts=replace(FACTS, digest="xyz"))
-    assert difference([a, other_seed]) is None, "another seed deals the samples out in another way"
+    assert find_difference([a, other_seed]) is None, "another seed deals the samples out in another way"
 
 
 def test_seeds_must_agree() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fedhm.config.objective import Metric, Metrics
 from fedhm.report import save_report
-from fedhm.report.comparable import difference
+from fedhm.report.comparable import find_difference
 from fedhm.report.progress import LiveBar, LogLines
 from fedhm.report.tables import report_csv, report_markdown
 from fedhm.runs.history import Run
@@ -57,7 +57,7 @@ def test_the_plots_are_named_by_the_headline(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_runs_of_several_objectives_stand_in_one_report_that_says_so(tmp_path: Path) -> None:
     runs = [classified(), regressed()]
-    assert difference(runs) == "classes has objective.name = classification, numbers has regression"
+    assert find_difference(runs) == "classes has objective.name = classification, numbers has regression"
     text = report_markdown(runs)
     assert text.splitlines()[0].endswith("| accuracy | loss | r2 | mse |")
     assert "| 87.50 % | 0.1250 |  |  |" in text

@@ -41,7 +41,7 @@ def show_report(folders: Sequence[Path], out: Path, console: "Console") -> None:
     """Write the report of runs to a folder, and print its tables and the paths of its files."""
     from fedhm.machine.files import make_folder
     from fedhm.report import save_report
-    from fedhm.report.comparable import difference
+    from fedhm.report.comparable import find_difference
     from fedhm.report.tables import rich_tables
     from fedhm.runs.history import read_runs
 
@@ -56,7 +56,7 @@ def show_report(folders: Sequence[Path], out: Path, console: "Console") -> None:
     written = save_report(runs, out)
     for table in rich_tables(runs, console.width):
         console.print(table)
-    if found := difference(runs):
+    if found := find_difference(runs):
         console.print(f"Not comparable: {found}.", highlight=False, markup=False)
     for path in written:
         console.print(str(path), highlight=False, soft_wrap=True, markup=False)

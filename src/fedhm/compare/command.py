@@ -74,7 +74,7 @@ def report_from_folder(folder: Path) -> ComparisonReport:
     if spec.runs:
         found = read_entries(paths)
     if not found:
-        raise FedhmError(f"none of the comparison in {folder} is complete: {spec.command} resumes it")
+        raise FedhmError(f"no entry of the comparison in {folder} is complete: {spec.command} resumes it")
     tuned = shared_tuning(paths, found)
     return ComparisonReport(found, spec.command, layer_costs(found), spec.target, tuned)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
-from fedhm.report.comparable import difference
+from fedhm.report.comparable import find_difference
 from fedhm.runs.history import Run, read_runs
 from fedhm.server.record import Record, Traffic
 
@@ -132,7 +132,7 @@ def incomparable_entries(entries: Sequence[EntryRuns], tuned: Collection[str] = 
     for run in runs:
         if not run.complete:
             return f"{run.name} has done {len(run.records)} of its {run.config.train.rounds} rounds"
-    if found := difference(runs, tuned):
+    if found := find_difference(runs, tuned):
         return found
     for entry in entries:
         if len(set(entry.seeds)) < len(entry.seeds):
@@ -170,7 +170,7 @@ def _run_folders(path: Path) -> Iterator[Path]:
     elif path.is_dir():
         found = sorted(file.parent for file in path.glob("*/config.toml"))
         if not found and not any(path.glob("*/*/config.toml")):
-            raise FedhmError(f"{path} is neither the folder of a run nor holds any")
+            raise FedhmError(f"{path} is not the folder of a run, and holds none: name the folders of runs")
         yield from found
     elif not path.exists():
         raise FedhmError(f"there is no folder {path}")

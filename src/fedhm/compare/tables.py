@@ -71,15 +71,15 @@ class Comparison:
         return self.reference.first.config.evaluated_on
 
     def column(self, entry: EntryRuns) -> str:
-        return next(name for name, places in self.columns.items() if entry in (p.entry for p in places.values()))
+        return next(name for name, cells in self.columns.items() if entry in (p.entry for p in cells.values()))
 
     def best(self, row: int) -> TableCell | None:
         """Return the cell that is better than every other in its row by more than one deviation of their difference."""
-        places = [places[row] for places in self.columns.values() if row in places]
-        for place in places:
-            others = [other for other in places if other is not place]
-            if others and all(self._better(place.minus(other)) for other in others):
-                return place
+        cells = [cells[row] for cells in self.columns.values() if row in cells]
+        for cell in cells:
+            others = [other for other in cells if other is not cell]
+            if others and all(self._better(cell.minus(other)) for other in others):
+                return cell
         return None
 
     def _better(self, difference: Spread) -> bool:
@@ -94,17 +94,17 @@ def arrange_table(entries: Sequence[EntryRuns]) -> Comparison:
     sizes = [reference.first.costs[tier].parameters for tier in reference.tiers]
     columns: dict[str, dict[int, TableCell]] = {}
     for entry in entries:
-        places = _rows_of(entry, sizes)
+        cells = _rows_of(entry, sizes)
         column = entry.first.config.method.column or entry.label
-        if places.keys() & columns.get(column, {}).keys():
+        if cells.keys() & columns.get(column, {}).keys():
             column = entry.label
-        columns.setdefault(column, {}).update(places)
+        columns.setdefault(column, {}).update(cells)
     return Comparison(reference.tiers, columns, reference)
 
 
 def _rows_of(entry: EntryRuns, sizes: Sequence[int]) -> dict[int, TableCell]:
     """Find the row of each tier: by capability level if there are as many, otherwise by the nearest size."""
-    places: dict[int, TableCell] = {}
+    cells: dict[int, TableCell] = {}
     for tier in entry.tiers:
         for_everybody = len(entry.tiers) == 1 and len(set(entry.first.config.method.shares)) < 2
         shares = len(sizes) if for_everybody else entry.levels.count(tier)
@@ -113,10 +113,10 @@ def _rows_of(entry: EntryRuns, sizes: Sequence[int]) -> dict[int, TableCell]:
             row = len(sizes) - 1 - entry.levels[::-1].index(tier)
         else:
             size = math.log(entry.first.costs[tier].parameters)
-            free = [number for number in range(len(sizes)) if number not in places]
+            free = [number for number in range(len(sizes)) if number not in cells]
             row = min(free, key=lambda number: abs(math.log(sizes[number]) - size))
-        places[row] = TableCell(entry, tier, shares)
-    return places
+        cells[row] = TableCell(entry, tier, shares)
+    return cells
 
 
 CSV = (
@@ -128,7 +128,7 @@ CSV = (
 def metric_sheet(comparison: Comparison, seeds: int) -> Sheet:
     """Return the paper's table: the metric by capability level, a column for each method."""
     rows = [
-        [level, *(_cell(comparison, places.get(number), number) for places in comparison.columns.values())]
+        [level, *(_cell_text(comparison, cells.get(number), number) for cells in comparison.columns.values())]
         for number, level in enumerate(comparison.rows)
     ]
     over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
@@ -157,10 +157,10 @@ def difference_sheet(comparison: Comparison) -> Sheet:
 
 
 def _difference(comparison: Comparison, row: int, name: str, base: str) -> str:
-    place, from_this = (comparison.columns[column].get(row) for column in (name, base))
-    if place is None or from_this is None:
+    cell, from_this = (comparison.columns[column].get(row) for column in (name, base))
+    if cell is None or from_this is None:
         return ""
-    shown = _shown(place.minus(from_this), comparison.metric)
+    shown = _spread_text(cell.minus(from_this), comparison.metric)
     return shown if shown.startswith("-") else f"+{shown}"
 
 
@@ -175,21 +175,21 @@ def cost_sheet(entries: Sequence[EntryRuns]) -> Sheet:
     seeds = len(entries[0].runs)
     note = (
         "Bytes per round: one client's training, down and up. Per client: its training in all rounds, if it took part "
-        "as often as clients did in the mean. In all: the tier's clients together"
+        "as often as the average client. In all: the tier's clients together"
         + (f"; mean over {seeds} seeds." if seeds > 1 else ".")
     )
-    groups = [_spent(entry) for entry in entries]
+    groups = [_cost_rows(entry) for entry in entries]
     return Sheet([*SPENT, entries[0].metric.name], groups, left=2, title="What each tier spent", note=note)
 
 
-def _spent(entry: EntryRuns) -> list[list[str]]:
+def _cost_rows(entry: EntryRuns) -> list[list[str]]:
     rows: list[list[str]] = []
     for tier in entry.tiers:
         cost, (client_bytes, client_macs) = entry.first.costs[tier], entry.budget(tier)
         sizes = (f"{cost.parameters:,}", format_macs(cost.macs), format_bytes(entry.client_bytes(tier)))
         of_client = (format_bytes(client_bytes), format_total_macs(client_macs))
         totals = (format_bytes(entry.bytes(tier)), format_total_macs(entry.macs(tier)))
-        rows.append([entry.label, tier, *sizes, *of_client, *totals, _shown(entry.final(tier), entry.metric)])
+        rows.append([entry.label, tier, *sizes, *of_client, *totals, _spread_text(entry.final(tier), entry.metric)])
     if len(entry.tiers) > 1:
         totals = (format_bytes(entry.bytes()), format_total_macs(entry.macs()))
         rows.append([entry.label, "all", "", "", "", "", "", *totals, ""])
@@ -211,13 +211,13 @@ def target_time_sheet(metric: Metric, target: float, timed: Sequence[TargetTime]
         [
             *(t.entry.label, t.tier, "not reached" if t.to_target is None else f"{t.to_target:,.1f}"),
             *(f"{t.whole_run:,.1f}", f"{t.whole_run / len(t.entry.first.records):.3g}"),
-            _shown(t.entry.final(t.tier), metric),
+            _spread_text(t.entry.final(t.tier), metric),
         ]
         for t in timed
     ]
     note = (
         "Simulated seconds of training on the clients' devices: until the tier first reaches the target, of the whole "
-        "run, and of a round in the mean. Evaluating takes no time here."
+        "run, and of an average round. Evaluation takes no simulated time."
     )
     columns = ["entry", "tier", "s to target", "s in all", "s per round", metric.name]
     return Sheet(columns, [rows], left=2, title=f"Time to {metric.goal(target)}", note=note)
@@ -244,15 +244,15 @@ def comparison_csv(entries: Sequence[EntryRuns]) -> str:
     return out.getvalue()
 
 
-def _cell(comparison: Comparison, place: TableCell | None, row: int) -> str:
-    if place is None:
+def _cell_text(comparison: Comparison, cell: TableCell | None, row: int) -> str:
+    if cell is None:
         return ""
-    size = format_parameters(place.parameters) + (f" ×{place.shares}" if place.shares > 1 else "")
-    shown = _shown(place.final, comparison.metric)
-    return f"{size}: {f'**{shown}**' if place is comparison.best(row) else shown}"
+    size = format_parameters(cell.parameters) + (f" ×{cell.shares}" if cell.shares > 1 else "")
+    shown = _spread_text(cell.final, comparison.metric)
+    return f"{size}: {f'**{shown}**' if cell is comparison.best(row) else shown}"
 
 
-def _shown(final: Spread, metric: Metric) -> str:
+def _spread_text(final: Spread, metric: Metric) -> str:
     numbers = [final.mean] if final.deviation is None else [final.mean, final.deviation]
     return " ± ".join(f"{number:.{metric.decimals}f}" for number in numbers)
 

@@ -85,8 +85,8 @@ class Tuning:
             raise FedhmError("--tune holds samples out of the data that a config names: there is no [data] section")
         if config.data.validation:
             raise FedhmError(
-                "data.validation leaves the runs that are compared no test set, which --tune does not touch: "
-                "leave it out, and say with --tune-share how much to hold out"
+                "--tune holds out samples itself, and the comparison needs the test set: remove data.validation, and "
+                "choose the share with --tune-share"
             )
         train = config.train
         rounds = self.rounds or train.rounds
@@ -115,7 +115,7 @@ def read_tuning(options: Sequence[str], share: float | None, rounds: int | None)
         section, dot, _ = key.partition(".")
         if section in Config.model_fields and (section not in TUNABLE or not dot or key in SHARED):
             raise FedhmError(
-                f"--tune {key}: entries are compared with the same one; what may be tuned are settings of "
+                f"--tune {key}: all entries share this setting; tune settings of "
                 f"{', '.join(f'[{name}]' for name in TUNABLE)} other than {', '.join(SHARED)}"
             )
         if key in candidates:

@@ -50,9 +50,9 @@ def export(
         source = _source_from_network(model, sample_shape, samples, mean, std, classes, objective)
         return write(source, to, Path(out or "export"), int8=int8)
     if sample_shape is not None or samples is not None or mean or std:
-        raise FedhmError("sample_shape, samples, mean and std are for a network: a run's folder says them")
+        raise FedhmError("sample_shape, samples, mean and std are for a network: the folder of a run has them")
     if tier is None:
-        raise FedhmError("name the tier of the run that is to be exported, such as tier='1/8'")
+        raise FedhmError("name the tier to export, such as tier='1/8'")
     (source,) = sources_from_run(Path(model), [tier], classes)
     return write(source, to, Path(out or Path(model) / "export"), int8=int8)
 
@@ -78,7 +78,7 @@ def _source_from_network(
     if tuple(inputs.shape[1:]) != tuple(shape):
         raise FedhmError(f"the samples have inputs of shape {tuple(inputs.shape[1:])}, not {tuple(shape)}")
     if (inputs.dtype == torch.uint8) != bool(mean):
-        raise FedhmError("uint8 images need mean and std, by which the network was trained, and other inputs have none")
+        raise FedhmError("uint8 images need mean and std, as in training; other inputs take none")
     preprocessing = Preprocessing(tuple(mean), tuple(std)) if mean else None
     source = ExportSource(
         model, "model", inputs[:COMPARED], test is None, preprocessing, tuple(classes), learned, test,

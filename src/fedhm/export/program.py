@@ -33,8 +33,8 @@ def as_program(source: ExportSource, max_batch: int | None = None) -> ExportedPr
     except Exception as error:  # whatever torch, or a foreign model, raises
         reason = printable(str(error).strip().partition("\n")[0]) or type(error).__name__
         raise FedhmError(
-            f"the model of {source.name} cannot be exported, since torch.export cannot follow its forward, for any "
-            f"number of samples and without decisions by their values: {reason}"
+            f"the model of {source.name} cannot be exported, since torch.export cannot follow its forward. It "
+            f"must take any number of samples and not branch on their values: {reason}"
         ) from error
 
 

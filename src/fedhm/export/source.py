@@ -99,7 +99,7 @@ def _finished(path: Path) -> Run:
     (run,) = read_runs([path])
     if run.config.model is None or run.config.data is None:
         raise FedhmError(
-            f"{path} was run with a model or data of its own, which only its owner has: export its networks from "
+            f"{path} was run with a model or data from Python, which its folder lacks: export its networks from "
             "Python, fedhm.export(result.networks['1/8'], sample_shape)"
         )
     missing = [tier for tier in run.tiers if not tier_file(path / "models", tier).exists()]

@@ -39,9 +39,9 @@ def write(source: ExportSource, to: str, folder: Path, *, int8: bool = False) ->
     """Write a network in a format into a folder. A file that its runtime reads differently is refused."""
     target = find_format(to)
     if int8 and to != "onnx":
-        raise FedhmError(f"--int8 is for onnx: {to} has tools of its own for that")
+        raise FedhmError(f"--int8 is for onnx: quantize {to} files with their own tools")
     if int8 and source.calibration is None:
-        raise FedhmError("8 bits need samples to find the ranges of the activations by: give some with samples=")
+        raise FedhmError("8 bits need samples for the ranges of the activations: pass some with samples=")
     program = as_program(source, target.max_batch)
     make_folder(folder)
     name = f"{file_name(source.name)}{'.int8' if int8 else ''}{target.suffix}"

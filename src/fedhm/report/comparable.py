@@ -1,4 +1,4 @@
-"""Which runs may stand in one table: those with the same objective, data, model, clients and training budget."""
+"""Runs are comparable if they have the same objective, data, model, clients and training budget."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ MUST_AGREE = {
 }
 
 
-def difference(runs: Sequence[Run], tuned: Collection[str] = ()) -> str | None:
-    """Return the first thing that keeps `runs` from being compared, as a sentence; None if they can be.
+def find_difference(runs: Sequence[Run], tuned: Collection[str] = ()) -> str | None:
+    """Return the first difference that makes `runs` incomparable, as a sentence; None if they are comparable.
 
-    Settings that were tuned for each method, by the same candidates, may differ.
+    Settings that were tuned for each method, with the same candidates, may differ.
     """
     facts = [list(_facts(run)) for run in runs]
     keys = dict.fromkeys(key for of_run in facts for key, _ in of_run if key not in tuned)
@@ -35,8 +35,8 @@ def difference(runs: Sequence[Run], tuned: Collection[str] = ()) -> str | None:
 
 
 def _facts(run: Run) -> Iterator[tuple[str, Any]]:
-    """Yield whatever must be the same in all runs that know it."""
-    for key in type(run.config.objective).model_fields:  # its settings are its own
+    """Yield the facts that must be the same in all runs that have them."""
+    for key in type(run.config.objective).model_fields:  # each objective has its own settings
         yield f"objective.{key}", getattr(run.config.objective, key)
     yield "classes", run.data.classes  # before the settings, since it says more
     yield "input shape", run.data.input_shape
@@ -45,7 +45,7 @@ def _facts(run: Run) -> Iterator[tuple[str, Any]]:
         for key in keys if settings is not None else ():
             if key != "heterogeneity" or len(run.tiers) > 1 or len(set(run.config.method.shares)) > 1:
                 yield f"{section}.{key}", getattr(settings, key)
-    if run.config.stop.active and run.evaluated and run.evaluated_at_clients:  # elsewhere it means nothing
+    if run.config.stop.active and run.evaluated and run.evaluated_at_clients:  # otherwise it has no effect
         yield "stop.clients", run.config.stop.clients
     yield "samples", run.data.samples
     yield f"data digest with seed {run.config.seed}", run.data.digest

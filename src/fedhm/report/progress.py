@@ -1,4 +1,4 @@
-"""How a run goes, while it goes: a live bar in a terminal, a line per round elsewhere."""
+"""The progress of a run: a live bar in a terminal, a line for each round elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from fedhm.work.work import work_of
 
 
 class LiveBar:
-    """Rounds as a bar, with the current round's tasks and the last evaluation's headlines beside it."""
+    """A bar of rounds, with the tasks of the current round and the headline metric of the last evaluation."""
 
     def __init__(self, console: Console, headline: Metric) -> None:
         self._headline = headline
@@ -41,7 +41,7 @@ class LiveBar:
         self._progress.stop()
 
     def started(self, done: int, rounds: int) -> None:
-        self._progress.start()  # not before: while texts are read, there is another bar
+        self._progress.start()  # not before: while texts are read, another bar is shown
         self._progress.update(self._bar, completed=done, total=rounds)
 
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
@@ -96,7 +96,7 @@ def _epsilon(record: Record) -> str:
 
 @contextmanager
 def show_rounds(shown: bool, headline: Metric) -> Iterator[list[LiveBar | LogLines]]:
-    """Yield who shows the rounds on stderr, so that what a program prints is its own; nobody, if they are not shown."""
+    """Yield the watchers that show rounds, on stderr so that stdout belongs to the program; none if not `shown`."""
     if not shown:
         yield []
         return
@@ -105,5 +105,5 @@ def show_rounds(shown: bool, headline: Metric) -> Iterator[list[LiveBar | LogLin
 
 
 def progress(console: Console, headline: Metric) -> LiveBar | LogLines:
-    """Return a watcher that suits the console; `headline` is the metric that it shows."""
+    """Return a watcher for the console that shows the metric `headline`."""
     return LiveBar(console, headline) if console.is_terminal else LogLines(console, headline)

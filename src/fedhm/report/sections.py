@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fedhm.config.objective import Metric
-from fedhm.report.comparable import difference
+from fedhm.report.comparable import find_difference
 from fedhm.report.plot import MAX_TABLE_ROWS, Plot
 from fedhm.report.plots import (
     client_plot,
@@ -70,7 +70,7 @@ def _state(run: Run) -> str:
 def _tiers(runs: Sequence[Run]) -> list[Part]:
     if not runs:
         return ["No round has been evaluated yet."]
-    found = difference(runs)
+    found = find_difference(runs)
     return [run_sheet(runs), *([f"Not comparable: {found}."] if found else [])]
 
 

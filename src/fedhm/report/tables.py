@@ -21,7 +21,7 @@ from fedhm.methods.tier_work import TierWork
 from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, shared_parameters, size_in_bytes
 from fedhm.networks.inputs import Inputs, sample_shape
-from fedhm.report.comparable import difference
+from fedhm.report.comparable import find_difference
 from fedhm.report.format import MISSING, format_bytes, format_macs, format_memory
 from fedhm.report.sheets import Sheet, markdown_table, rich_table
 from fedhm.runs.history import Run
@@ -66,8 +66,8 @@ def client_sheet(run: Run) -> Sheet | None:
         left=2,
         title=f"{run.name}: {metric.name} at the clients, round {last.round}",
         note=f"at: all clients, or those of one tier{' or device' * bool(run.config.federation.devices)}. "
-        f"{metric.name}: every sample counts alike; mean, median and worst "
-        "tenth, which is the mean over the tenth of the clients at which the model does worst: every client does. "
+        f"{metric.name}: every sample counts alike. Mean, median and worst tenth: every client counts alike. "
+        "Worst tenth: the mean over the tenth of the clients at which the model does worst. "
         f"{_evaluation_cost(run)}",
     )
 
@@ -147,8 +147,8 @@ def time_sheet(run: Run) -> Sheet | None:
         [rows],
         left=1,
         title=f"{run.name}: simulated time by device",
-        note=f"Seconds of a client in a round of training, in the mean; slowest: in how many of {len(timed)} rounds "
-        f"one of them was; late: updates that a deadline kept out. All rounds together take {whole:,.4g} s.",
+        note=f"Mean seconds of a client in a round. Slowest: rounds, of {len(timed)}, in which one of these "
+        f"clients was the slowest. Late: updates that missed the deadline. All rounds together take {whole:,.4g} s.",
     )
 
 
@@ -319,7 +319,7 @@ def _client_sheets(runs: Sequence[Run]) -> list[Sheet]:
 
 
 def report_markdown(runs: Sequence[Run]) -> str:
-    found = difference(runs)
+    found = find_difference(runs)
     tables = [markdown_table(each) for each in (run_sheet(runs), *_client_sheets(runs))]
     return "\n".join(tables) + (f"\nNot comparable: {found}.\n" if found else "")
 
