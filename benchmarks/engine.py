@@ -56,7 +56,7 @@ def pair(of: Experiment, model: nn.Module, data: Federation, tier: str) -> dict[
     """Return two cases: one task for each client in the engine, and a bare loop over all their batches."""
     train, method = of.config.train, of.method
     state = method.start(exchanged_tensors(model))
-    tasks = list(method.tasks(state, [Participant(client, tier) for client in range(of.clients)], 1))
+    tasks = list(method.tasks(state, [Participant(client, tier) for client in range(of.federation.size)], 1))
 
     def engine() -> None:
         for reply in of.engine.run(tasks):
