@@ -28,7 +28,7 @@ from fedhm.data.samples import Samples
 from fedhm.engines.engine import Engine
 from fedhm.networks.exchange import Tensors
 from fedhm.seeds import derive
-from fedhm.server.filters.clip import intervals, typical
+from fedhm.server.filters.clip import intervals, layer_limit
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import LARGEST_MEAN, work_of
 
@@ -137,7 +137,7 @@ def _near(own: Tensors, honest: Sequence[Tensors]) -> Tensors:
     found = dict(own)
     for layer in {name.rpartition("/")[0] for name in own}:
         for part, (middle, reach) in intervals(honest or [own], layer).items():
-            found[f"{layer}/{part}"] = middle + 0.95 * typical(len(middle)) * reach
+            found[f"{layer}/{part}"] = middle + 0.95 * layer_limit(len(middle)) * reach
     return found
 
 

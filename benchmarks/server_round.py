@@ -26,7 +26,7 @@ from fedhm.methods.means import largest_ranks
 from fedhm.models.build import build_model
 from fedhm.networks.exchange import Tensors, exchanged_tensors
 from fedhm.run import prepare
-from fedhm.server.sampling import drawings
+from fedhm.server.sampling import sample_participants
 from fedhm.work.messages import Update
 from measure import Ratio, arguments, interleaved, machine, median, peak_memory, ratio, save_json, show
 
@@ -70,7 +70,7 @@ class Run:
     def train(self) -> list[Update]:
         """Do the local training of the next round and return its updates."""
         self.round += 1
-        chosen = next(drawings(self.config.federation, 10, self.method.levels, 0, self.round))
+        chosen = next(sample_participants(self.config.federation, 10, self.method.levels, 0, self.round))
         tasks = self.method.tasks(self.state, chosen, self.round)
         return [reply for reply in self.engine.run(tasks) if isinstance(reply, Update)]
 

@@ -17,7 +17,7 @@ from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Result
 from fedhm.server.collect import collect
 from fedhm.server.record import Record
-from fedhm.server.sampling import drawings
+from fedhm.server.sampling import sample_participants
 from fedhm.server.state import flatten
 from fedhm.work.messages import Failure, Reply, Task
 
@@ -58,16 +58,16 @@ def clients(tasks: Iterable[Task]) -> list[int]:
 def test_later_attempts_ask_others_first_and_are_drawn_by_the_seed() -> None:
     config = FederationConfig(participation=0.3)
     for number in range(1, 30):
-        first, second, third, fourth, fifth = islice(drawings(config, 10, LEVELS, 0, number), 5)
-        assert first == next(drawings(config, 10, LEVELS, 0, number))
+        first, second, third, fourth, fifth = islice(sample_participants(config, 10, LEVELS, 0, number), 5)
+        assert first == next(sample_participants(config, 10, LEVELS, 0, number))
         asked = [p.client for attempt in (first, second, third) for p in attempt]
         assert len(set(asked)) == 9
         assert set(range(10)) - set(asked) < {p.client for p in fourth}  # the one who is left, and two others
         assert [len(attempt) for attempt in (first, second, third, fourth, fifth)] == [3] * 5
         assert all(p.tier == LEVELS[p.client % 4] for p in (*second, *third))
-        assert second == list(islice(drawings(config, 10, LEVELS, 0, number), 2))[1]
+        assert second == list(islice(sample_participants(config, 10, LEVELS, 0, number), 2))[1]
     seconds = {
-        tuple(p.client for p in list(islice(drawings(config, 10, LEVELS, seed, number), 2))[1])
+        tuple(p.client for p in list(islice(sample_participants(config, 10, LEVELS, seed, number), 2))[1])
         for number in range(1, 6)
         for seed in range(5)
     }
@@ -77,7 +77,7 @@ def test_later_attempts_ask_others_first_and_are_drawn_by_the_seed() -> None:
 def test_a_client_keeps_the_tier_that_it_drew_for_the_round() -> None:
     config = FederationConfig(participation=0.5, heterogeneity="dynamic")
     tiers: dict[int, str] = {}
-    for attempt in islice(drawings(config, 10, LEVELS, 0, 1), 6):
+    for attempt in islice(sample_participants(config, 10, LEVELS, 0, 1), 6):
         for p in attempt:
             assert tiers.setdefault(p.client, p.tier) == p.tier
     assert len(tiers) == 10
@@ -89,7 +89,7 @@ def test_a_failed_attempt_leaves_the_state_as_it_was(federation: Federation, met
     name: dict[str, object] = {"name": method, **({"tiers": [1]} if method == "splitmix" else {})}
     sections = {"method": name, "federation": {"min_updates": 3}, "train": {"on_bad_update": "drop"}}
     experiment, plain = (assemble(small_model(), federation, small_config(**sections)) for _ in range(2))
-    first, second = islice(experiment._drawings(1), 2)
+    first, second = islice(experiment._sample(1), 2)
     failing = {p.client for p in first[2:]}
     experiment.engine = engine = Faulty(experiment, lambda task, _: task.client in failing)
     record = Record(1)

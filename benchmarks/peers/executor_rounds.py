@@ -9,7 +9,7 @@ import torch
 
 from fedhm.assembly import assemble
 from fedhm.data.federation import from_arrays
-from fedhm.engines.local import LocalEngine
+from fedhm.engines.engine import LocalEngine
 from fedhm.work.client import Client
 from fedhm.work.messages import Reply, Task
 from peers.fedhm_rounds import Paced, config

@@ -12,8 +12,7 @@ from fedhm.data.images import downscale_shape
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.data.sources import SOURCES
 from fedhm.data.text import text_limits
-from fedhm.engines.engine import Elsewhere, Engine
-from fedhm.engines.local import LocalEngine, workers_for
+from fedhm.engines.engine import Engine, FlowerOnlyEngine, LocalEngine, workers_for
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.lowrank.hadamard import Hadamard
@@ -23,7 +22,6 @@ from fedhm.machine.files import check_file_names
 from fedhm.measure.self_written import find_self_written
 from fedhm.methods.means import mean_of
 from fedhm.methods.method import AnyMethod, Setup
-from fedhm.methods.tier_work import plan_fleet
 from fedhm.models.build import build_model
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.inputs import Inputs, probe_model
@@ -33,9 +31,9 @@ from fedhm.server.callbacks import EarlyStopping, Watcher
 from fedhm.server.evaluation import Evaluation
 from fedhm.server.facts import TaskFacts
 from fedhm.server.filters.defence import check_attackers
-from fedhm.server.filters.fleet import with_plan
+from fedhm.server.filters.fleet import plan_fleet, with_fleet_plan
 from fedhm.server.round import round_filters
-from fedhm.server.sampling import check_assignment, check_minimum, check_partition
+from fedhm.server.sampling import check_assignment, check_min_updates, check_partition
 from fedhm.tracking.trackers import trackers
 from fedhm.work.client import Client, LocalNoise
 from fedhm.work.train import check_memory_savings, check_optimizer
@@ -138,11 +136,11 @@ def assemble(
     method = design(settings, model, sample[0], federation.classes, public).method
     check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_file_names(method.tiers)
-    check_minimum(settings.federation, federation.size)
+    check_min_updates(settings.federation, federation.size)
     check_attackers(settings.server, settings.federation.per_round(federation.size))
     check_partition(settings, method.levels)
     facts = TaskFacts(method.network, federation, settings, sample)
-    settings = with_plan(settings, lambda: plan_fleet(settings, model, method, sample[0], facts))
+    settings = with_fleet_plan(settings, lambda: plan_fleet(settings, model, method, sample[0], facts))
     initial = exchanged_tensors(model)
     if not settings.method.adapters:  # a frozen base is not trained, and a copy of it may fill the memory
         initial = {name: tensor.clone() for name, tensor in initial.items()}
@@ -176,7 +174,7 @@ def _own_engine(
     if federation.remote:
         raise FedhmError("the clients' samples lie elsewhere: an experiment must be given an engine to reach them")
     if config.engine.name != "local":
-        return Elsewhere()
+        return FlowerOnlyEngine()
     tests = federation.client_tests.of
     clients = [
         make_client(

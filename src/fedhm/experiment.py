@@ -28,7 +28,7 @@ from fedhm.server.evaluation import Evaluation
 from fedhm.server.facts import TaskFacts
 from fedhm.server.record import Record
 from fedhm.server.round import RoundFilters
-from fedhm.server.sampling import drawings
+from fedhm.server.sampling import sample_participants
 from fedhm.work.messages import Participant
 
 
@@ -72,7 +72,7 @@ class Experiment:
                 break
             self._round(run, Record(number), callbacks)
         if not run.networks:  # the run was complete already, and is asked for its models once more
-            weights = self.evaluation.weights(run.state, deepcopy(run.record), self.engine.run, self._drawings)
+            weights = self.evaluation.weights(run.state, deepcopy(run.record), self.engine.run, self._sample)
             run.networks = self.evaluation.networks(run.state, weights)
         for callback in callbacks:
             callback.run_ends(run)
@@ -117,7 +117,7 @@ class Experiment:
         for each in self.filters:
             each.finish(run.records)
         if record.round % self.config.evaluation.every == 0 or record.round == self.config.train.rounds:
-            run.networks = self.evaluation.evaluate(run.state, record, self.engine.run, self._drawings, callbacks)
+            run.networks = self.evaluation.evaluate(run.state, record, self.engine.run, self._sample, callbacks)
         for callback in callbacks:
             callback.round_ends(run)
         for callback in callbacks:
@@ -126,7 +126,7 @@ class Experiment:
     def train_round(self, state: Any, record: Record, callbacks: Sequence[Callback] = ()) -> Any:
         """Return the state after a round. A round that brings too few updates is tried again with other clients."""
         attempts, shortage = self.config.federation.attempts, ""
-        for attempt, chosen in enumerate(islice(self._drawings(record.round), attempts), start=1):
+        for attempt, chosen in enumerate(islice(self._sample(record.round), attempts), start=1):
             record.attempts, record.participants = attempt, chosen
             with record.phase("merge"):
                 merged, shortage = self._attempt(state, record, callbacks)
@@ -163,10 +163,10 @@ class Experiment:
         reason = last_reason(record.dropped[before:])
         return state, f"{usable} could be used in round {record.round}, {share} in {attempt}: {reason}"
 
-    def _drawings(self, round_number: int) -> Iterator[list[Participant]]:
+    def _sample(self, round_number: int) -> Iterator[list[Participant]]:
         """Return who takes part in a round: in its first attempt, in its second, and so on."""
         federation, levels, seed = self.config.federation, self.method.levels, self.config.seed
-        found = drawings(federation, self.federation.size, levels, seed, round_number)
+        found = sample_participants(federation, self.federation.size, levels, seed, round_number)
         for each in self.filters:
             found = each.sampling(found, round_number)
         return found

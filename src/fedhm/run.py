@@ -16,7 +16,7 @@ from fedhm.config.schema import Config, EngineConfig
 from fedhm.data.convert import DataLike, PublicLike
 from fedhm.data.federation import default_test_share, from_arrays
 from fedhm.data.text import TextReader, TokenizingBar, check_tokenizer, count_samples, text_limits, with_padding_token
-from fedhm.engines.engine import Elsewhere
+from fedhm.engines.engine import FlowerOnlyEngine
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.models.build import build_model
@@ -77,7 +77,7 @@ def run(
     settings = parse(table, "config")
     client_test = default_test_share(test is not None) if client_test is None else client_test
     if settings.engine.name == "flower":
-        raise FedhmError(Elsewhere.SENTENCE)
+        raise FedhmError(FlowerOnlyEngine.SENTENCE)
     path = None if out is None else Path(out)
     if from_round is not None and (path is None or not (path / "config.toml").exists()):
         raise FedhmError("from_round goes back in a run that has begun: out must be its folder")
@@ -137,7 +137,7 @@ def finish(
     """Run the rounds that are left of the run in a folder, without a report."""
     config = read_config(path)
     if config.engine.name == "flower":
-        raise FedhmError(Elsewhere.SENTENCE)
+        raise FedhmError(FlowerOnlyEngine.SENTENCE)
     experiment = prepare(config if workers is None else config.with_workers(workers), watchers)
     with RunFolder.open(path) as folder:
         if from_round is not None:

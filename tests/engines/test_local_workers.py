@@ -24,7 +24,7 @@ from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.config.schema import EngineConfig
 from fedhm.data.federation import Federation
-from fedhm.engines.local import LocalEngine, workers_for
+from fedhm.engines.engine import LocalEngine, workers_for
 from fedhm.engines.workers import WINDOW
 from fedhm.errors import FedhmError
 from fedhm.networks.spec import NetworkSpec
@@ -372,7 +372,7 @@ def test_one_worker_is_this_process_with_the_threads_of_a_task(federation: Feder
 STEPS = """
 import resource
 import torch
-from fedhm.engines.local import LocalEngine
+from fedhm.engines.engine import LocalEngine
 LocalEngine([])
 torch.set_num_threads(1)
 for step in range(20):
@@ -393,7 +393,7 @@ def test_what_a_step_frees_is_there_for_the_next_one() -> None:
 
 
 def test_how_many_workers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedhm.engines.local.usable_cores", lambda: 8)
+    monkeypatch.setattr("fedhm.engines.engine.usable_cores", lambda: 8)
     assert workers_for(EngineConfig(threads=1), 10) == 8
     assert workers_for(EngineConfig(threads=1), 5) == 5
     assert workers_for(EngineConfig(threads=3), 5) == 2

@@ -21,7 +21,7 @@ from fedhm.data.images import read_digits
 from fedhm.data.partition import dirichlet_equal
 from fedhm.data.samples import Feed, Preprocessing
 from fedhm.seeds import numpy_generator, torch_generator
-from fedhm.server.sampling import drawings
+from fedhm.server.sampling import sample_participants
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedhm_plain.py"
 CLIENTS, SEED, TIERS = 8, 3, (1.0, 1 / 2, 1 / 4, 1 / 8)
@@ -138,7 +138,7 @@ def _rounds(
             for _ in range(config.train.epochs):
                 yield from feed.shuffled(config.train.batch, generator)
 
-        chosen = next(drawings(config.federation, CLIENTS, list(ratio_of), SEED, number))
+        chosen = next(sample_participants(config.federation, CLIENTS, list(ratio_of), SEED, number))
         plain.one_round(model, [(p.client, ratio_of[p.tier]) for p in chosen], batches, held, settings)
         yield model
 
@@ -216,7 +216,9 @@ def test_the_data_leaves_rows_untrained(digits: Federation) -> None:
     held, config = _held(digits), _config("uniform", "fixed")
     assert not held.all(1).any()  # every client's loss is masked
     rounds = range(1, config.train.rounds + 1)
-    chosen = [[p.client for p in next(drawings(config.federation, CLIENTS, ["full"], SEED, r))] for r in rounds]
+    chosen = [
+        [p.client for p in next(sample_participants(config.federation, CLIENTS, ["full"], SEED, r))] for r in rounds
+    ]
     assert any(not held[clients].any(0).all() for clients in chosen)  # a row that nobody trains keeps its value
 
 

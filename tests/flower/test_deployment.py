@@ -30,7 +30,7 @@ from fedhm.runs.folder import RunFolder
 from fedhm.runs.models import load_tier
 from fedhm.runs.rounds import read_records
 from fedhm.server.record import Record
-from fedhm.server.sampling import drawings
+from fedhm.server.sampling import sample_participants
 from fedhm.work.messages import Failure, Reply, Task
 from flower_up import Up, wait_until
 
@@ -84,7 +84,7 @@ def test_a_round_without_updates_is_repeated_with_other_clients(up: Up, tmp_path
     out, connection = tmp_path / "run", connection_of(str(up.folder))
     changes = {"federation.participation": 0.5, "train.rounds": 1, "out": str(out)}
     config = parse({"federation": {"clients": 4, "participation": 0.5}}, "test").federation
-    first, second = islice(drawings(config, 4, ["full", "1/2"], 0, 1), 2)
+    first, second = islice(sample_participants(config, 4, ["full", "1/2"], 0, 1), 2)
     faults = {f"1 {participant.client}": "raise" for participant in first}
     start_run(connection, APPS / "faults", {**changes, "faults": json.dumps(faults)})
     wait_until((out / "report.md").exists, 400)

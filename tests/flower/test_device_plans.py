@@ -16,10 +16,10 @@ from fedhm.data.samples import Preprocessing
 from fedhm.flower import client_app
 from fedhm.flower.clients import UserModel
 from fedhm.flower.server import run_on_grid
-from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import structure_digest
 from fedhm.runs.folder import read_config
 from fedhm.runs.rounds import read_records
+from fedhm.server.filters.fleet import TierWork
 from flower_loopback import Loopback, LoopbackNode
 
 pytestmark = pytest.mark.usefixtures("without_figures")

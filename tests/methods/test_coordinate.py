@@ -64,7 +64,7 @@ def test_two_tiers_weigh_as_much_as_their_clients() -> None:
         tiers[0].add("w", torch.full((2,), value), 1.0)
     tiers[1].add("w", torch.full((2,), 6.0), 1.0)
     for tier in tiers:
-        whole.absorb(tier)
+        whole.add_mean(tier)
     assert whole.result()["w"].tolist() == pytest.approx([(3 * 2.0 + 6.0) / 4] * 2)
 
 
@@ -88,7 +88,7 @@ def test_clients_that_all_agree_are_merged_as_by_the_mean(
         config = small_config(method={"name": method, **own}, server={"robust": robust}, train={"nested": 0.0})
         experiment = assemble(small_model(), federation, config)
         state = experiment.method.start(experiment.initial)
-        chosen = next(experiment._drawings(1))
+        chosen = next(experiment._sample(1))
         updates = []
         for task in experiment.method.tasks(state, chosen, 1):
             tensors = {name: tensor + 0.01 for name, tensor in task.tensors.items()}

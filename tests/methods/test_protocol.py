@@ -27,7 +27,7 @@ def slim(width: int) -> nn.Module:
     )
 
 
-class Slices(Method[ModelState]):
+class WidthSlices(Method[ModelState]):
     """A narrow client trains the first channels; each element is averaged over those who hold it."""
 
     tiers = levels = ("full", "half")
@@ -109,11 +109,11 @@ class Toy(MethodConfig):
     name: Literal["toy"] = "toy"
     mixes: bool = False
 
-    def build(self, model: nn.Module, setup: object) -> Slices | Mix:
-        return Mix() if self.mixes else Slices()
+    def build(self, model: nn.Module, setup: object) -> WidthSlices | Mix:
+        return Mix() if self.mixes else WidthSlices()
 
 
-@pytest.mark.parametrize(("mixes", "tiers"), [(False, Slices.tiers), (True, Mix.tiers)])
+@pytest.mark.parametrize(("mixes", "tiers"), [(False, WidthSlices.tiers), (True, Mix.tiers)])
 def test_other_methods_run_in_the_same_loop(mixes: bool, tiers: tuple[str, ...], federation: Federation) -> None:
     config = small_config(train={"rounds": 6, "epochs": 2}, evaluation={"every": 6}).model_copy(
         update={"method": Toy(mixes=mixes)}

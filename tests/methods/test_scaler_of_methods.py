@@ -30,12 +30,12 @@ def test_a_tier_is_handed_out_at_the_scale_at_which_it_trains(rule: type, config
     state = method.start(exchanged_tensors(small_model()))
     (task,) = method.tasks(state, [Participant(0, "w0.5")], 1)
     trained = load(method.network(task.network), task.tensors).train(mode)
-    handed_out = load(method.network(method.spec("w0.5")), method.weights(state, "w0.5")).train(mode)
+    deployed_weights = load(method.network(method.spec("w0.5")), method.weights(state, "w0.5")).train(mode)
     raw = load(method.network(method.spec("w0.5")), task.tensors).train(mode)  # as if there were no scaler
     x = torch.randn(5, 1, 6, 6)
     torch.testing.assert_close(prefix(trained, HIDDEN)(x), 2 * prefix(raw, HIDDEN)(x))
-    torch.testing.assert_close(handed_out(x), trained(x))
-    assert not handed_out._modules["7"]._forward_hooks  # type: ignore[union-attr]
+    torch.testing.assert_close(deployed_weights(x), trained(x))
+    assert not deployed_weights._modules["7"]._forward_hooks  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("scaler", [True, False])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedhm.server.state import flatten, mapped, unflatten
+from fedhm.server.state import flatten, map_tensors, unflatten
 
 
 class Pair(NamedTuple):
@@ -54,7 +54,7 @@ states = st.builds(
 
 def plain(value: object) -> object:
     """With lists in place of tensors, so that == compares."""
-    return mapped(value, lambda _, __, tensor: tensor.tolist())  # type: ignore[arg-type, return-value]
+    return map_tensors(value, lambda _, __, tensor: tensor.tolist())  # type: ignore[arg-type, return-value]
 
 
 @given(states)

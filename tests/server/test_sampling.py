@@ -8,7 +8,7 @@ from fedhm.config.loading import load_config
 from fedhm.config.schema import FederationConfig
 from fedhm.errors import FedhmError
 from fedhm.runs.fingerprint import data_facts
-from fedhm.server.sampling import drawings, with_a_network
+from fedhm.server.sampling import clients_with_network, sample_participants
 from fedhm.work.messages import Participant
 
 BY_TIER = ["data.partition=by-tier", "federation.clients=8", "train.rounds=1"]
@@ -18,7 +18,7 @@ def test_clients_of_a_tier_are_those_that_its_labels_were_dealt_to() -> None:
     config = load_config("digits", [*BY_TIER, "data.by_tier_levels=2", "method.tiers=[1, 1/4]"])
     levels, clients = fedhm.prepare(config).method.levels, read_federation(config).clients
     main_labels: dict[str, set[frozenset[int]]] = {}
-    for p in next(drawings(FederationConfig(participation=1.0), 8, levels, 0, 1)):
+    for p in next(sample_participants(FederationConfig(participation=1.0), 8, levels, 0, 1)):
         counts = clients[p.client].labels.bincount(minlength=10)
         main_labels.setdefault(p.tier, set()).add(frozenset(counts.topk(5).indices.tolist()))
     (of_full,), (of_quarter,) = main_labels["full"], main_labels["1/4"]  # all clients of a tier agree
@@ -52,10 +52,10 @@ def drawn(*numbers: int, full: int | None = None) -> list[Participant]:
 
 def test_only_clients_whose_tier_has_a_network_are_sent_one() -> None:
     drawings = [drawn(0, 1), drawn(2, 3, full=3), drawn(0, 1), drawn(0, 3, full=3)]
-    assert list(with_a_network(drawings, ["full"], 4)) == [[Participant(3, "full")]] * 2
-    assert list(with_a_network(drawings, ["full", "1/2"], 4)) == drawings
+    assert list(clients_with_network(drawings, ["full"], 4)) == [[Participant(3, "full")]] * 2
+    assert list(clients_with_network(drawings, ["full", "1/2"], 4)) == drawings
 
 
 def test_where_no_client_has_a_network_drawings_count_once_everybody_was_asked() -> None:
     drawings = [drawn(0, 1), drawn(2, 3), drawn(0, 2)]
-    assert list(with_a_network(drawings, ["full"], 4)) == drawings[1:]
+    assert list(clients_with_network(drawings, ["full"], 4)) == drawings[1:]

@@ -18,7 +18,7 @@ from fedhm.networks.spec import NetworkSpec
 from fedhm.objectives.classification import Classification
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
-from fedhm.work.distil import Distil, follow, logits
+from fedhm.work.distil import Distil, distil_towards, logits
 from fedhm.work.messages import Task, TaskOptions
 from fedhm.work.work import work_of
 
@@ -176,7 +176,7 @@ def test_following_scores_brings_a_network_to_them() -> None:
     before = DIVERGENCE(logits(student, public(), COUNT), targets)
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-2)
     for _ in range(30):
-        follow(student, targets, DIVERGENCE, optimizer, public().ordered(COUNT))
+        distil_towards(student, targets, DIVERGENCE, optimizer, public().ordered(COUNT))
     assert DIVERGENCE(logits(student, public(), COUNT), targets) < 0.05 * before
 
 

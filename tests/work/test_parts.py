@@ -20,7 +20,7 @@ from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import copy_network
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, TaskOptions
-from fedhm.work.train import at_once
+from fedhm.work.train import inference_batch
 
 
 def model(norm: bool = False) -> nn.Module:
@@ -145,8 +145,8 @@ def test_passes_without_gradients_take_no_more_than_training(
     train: dict[str, Any], options: dict[str, Any], most: int
 ) -> None:
     task = Task("statistics", 1, 0, "full", NetworkSpec("full"), {}, options=TaskOptions(**options))
-    assert at_once(100, TrainConfig(batch=12, **train), task) == most
-    assert at_once(3, TrainConfig(batch=12, **train), task) == 3
+    assert inference_batch(100, TrainConfig(batch=12, **train), task) == most
+    assert inference_batch(3, TrainConfig(batch=12, **train), task) == 3
 
 
 class Widest(nn.Module):

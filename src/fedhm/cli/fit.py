@@ -111,12 +111,11 @@ def plan(options: argparse.Namespace) -> None:
     from fedhm.assembly import design, read_federation
     from fedhm.config.loading import load_config
     from fedhm.data.samples import Feed
-    from fedhm.methods.tier_work import plan_fleet
     from fedhm.models.build import build_model
     from fedhm.report.sheets import rich_table
     from fedhm.report.tables import plan_sheet
     from fedhm.server.facts import TaskFacts
-    from fedhm.server.filters.fleet import with_plan
+    from fedhm.server.filters.fleet import plan_fleet, with_fleet_plan
 
     if options.config is None:
         raise FedhmError("name a preset or a config file that lists devices, such as cifar10-fleet")
@@ -135,4 +134,4 @@ def plan(options: argparse.Namespace) -> None:
     for part in sheet.split(console.width):
         console.print(rich_table(part))
     console.print(sheet.note, highlight=False, markup=False)
-    with_plan(config, lambda: planned)
+    with_fleet_plan(config, lambda: planned)

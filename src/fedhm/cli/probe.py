@@ -26,14 +26,14 @@ from fedhm.data.samples import Preprocessing, Samples
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan
-from fedhm.machine.device import find_device
+from fedhm.machine.device import find_device, set_threads
 from fedhm.machine.process import return_freed_memory
 from fedhm.measure.fit import TrainingMode
-from fedhm.methods.tier_work import TierWork
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.inputs import require_tensor
 from fedhm.networks.reuse import NetworkPool
 from fedhm.networks.spec import NetworkSpec
+from fedhm.server.filters.fleet import TierWork
 from fedhm.work.messages import Task
 
 # Other processes make a step slower, never faster: so STEPS steps are timed together, TIMES times, and the fastest
@@ -80,7 +80,7 @@ def ran_out_of_memory(code: int, stderr: str) -> bool:
 def measure_here(config: ResolvedConfig, network: dict[str, Any]) -> dict[str, float]:
     """Return the seconds of a step, and the peak memory above that of the process before training; 0: unknown."""
     return_freed_memory()  # as on a device without memory to spare
-    torch.set_num_threads(config.engine.threads)
+    set_threads(config.engine.threads)
     design = named_design(config)
     sample = require_tensor(design.sample, "this measurement")
     shape = tuple(sample.shape[1:])

@@ -84,10 +84,10 @@ def _measure_tiers(config: "ResolvedConfig", design: "Design", console: "Console
     from fedhm.config.schema import Measurement
     from fedhm.measure.cost import measure
     from fedhm.measure.fit import TrainingMode
-    from fedhm.methods.tier_work import TierWork
     from fedhm.networks.inputs import require_tensor
     from fedhm.report.format import format_bytes
-    from fedhm.work.train import trained_as
+    from fedhm.server.filters.fleet import TierWork
+    from fedhm.work.train import task_train_config
 
     shape = tuple(require_tensor(design.sample, "fedhm profile").shape[1:])
     work = TierWork(design.method, design.model, config, shape)
@@ -95,7 +95,9 @@ def _measure_tiers(config: "ResolvedConfig", design: "Design", console: "Console
     pairs = [
         (task, mode)
         for task in reversed(tasks.values())
-        for mode in modes_to_measure(config.train, work.can_checkpoint(), mode_of(trained_as(config.train, task)))
+        for mode in modes_to_measure(
+            config.train, work.can_checkpoint(), mode_of(task_train_config(config.train, task))
+        )
     ]
     for number, (task, mode) in enumerate(pairs, start=1):
         what = f"{number} of {len(pairs)}: {task.network}, {mode if mode != TrainingMode() else 'plain'}"

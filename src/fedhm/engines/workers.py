@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
+from fedhm.machine.device import set_threads
 from fedhm.machine.printable import quoted_command
 from fedhm.machine.process import keep_freed_memory
 from fedhm.work.client import Client
@@ -31,10 +32,10 @@ from fedhm.work.work import work_of
 ALIGNMENT = 64  # bytes, a cache line: enough for every type
 SMALLEST = 1 << 16  # bytes that a file starts with
 
-Place = tuple[int, str, list[int]]  # first byte, type, shape: plain values that can be sent
+TensorLocation = tuple[int, str, list[int]]  # first byte, type, shape: plain values that can be sent
 
 
-class Arena:
+class SharedMemory:
     """Memory for tensors. Made before a fork, it is shared by both sides; only one may put tensors in at a time."""
 
     def __init__(self) -> None:
@@ -42,14 +43,14 @@ class Arena:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.used = 0  # bytes: what is put next comes behind them
 
-    def put(self, tensor: Tensor) -> Place:
+    def put(self, tensor: Tensor) -> TensorLocation:
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
         self.used = start + tensor.numel() * tensor.element_size()
         place = (start, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         self.get(place).copy_(tensor.detach())
         return place
 
-    def get(self, place: Place) -> Tensor:
+    def get(self, place: TensorLocation) -> Tensor:
         """Return the memory at `place` itself: it changes when something else is put there."""
         start, name, shape = place
         dtype: torch.dtype = getattr(torch, name)
@@ -83,10 +84,10 @@ def _nameless_file() -> IO[Any]:
 # Tasks and replies between processes: their tensors in an arena, and the rest as JSON behind them.
 
 Values = dict[str, Any]
-Put = Callable[[Tensor], Place]
+Put = Callable[[Tensor], TensorLocation]
 
 
-class Note(NamedTuple):
+class MessageRef(NamedTuple):
     """Where a parcel lies: small enough for a pipe to carry it whole, and never to block on it."""
 
     slot: int
@@ -97,7 +98,7 @@ class Note(NamedTuple):
         os.write(pipe, _NOTE.pack(*self))
 
     @classmethod
-    def receive(cls, pipe: int) -> "Note | None":
+    def receive(cls, pipe: int) -> "MessageRef | None":
         """Return the next note; None if there is nobody left who could send one."""
         read = os.read(pipe, _NOTE.size)
         return cls(*_NOTE.unpack(read)) if read else None
@@ -106,31 +107,31 @@ class Note(NamedTuple):
 _NOTE = struct.Struct("<QQQ")
 
 
-def write(values: Values, slot: int, arena: Arena) -> Note:
+def write(values: Values, slot: int, arena: SharedMemory) -> MessageRef:
     text = bytearray(json.dumps(values).encode())
     start, _, _ = arena.put(torch.frombuffer(text, dtype=torch.uint8))
-    return Note(slot, start, len(text))
+    return MessageRef(slot, start, len(text))
 
 
-def read(note: Note, arena: Arena) -> Values:
+def read(note: MessageRef, arena: SharedMemory) -> Values:
     """Return what a parcel holds; whoever has read it may put its answer behind it."""
     arena.used = note.start + note.length
     values: Values = json.loads(arena.get((note.start, "uint8", [note.length])).numpy().tobytes())
     return values
 
 
-def packed_task(task: Task, position: int, shared: Put, own: Put) -> Values:
+def encode_task(task: Task, position: int, shared: Put, own: Put) -> Values:
     return {**task_values(task), **_placed(task, shared, own), "position": position}
 
 
-def unpacked_task(values: Values, shared: Arena, own: Arena) -> tuple[Task, int]:
+def decode_task(values: Values, shared: SharedMemory, own: SharedMemory) -> tuple[Task, int]:
     position: int = values.pop("position")
     tensors = {name: shared.get(place) for name, place in values["tensors"].items()}
     kept = {name: own.get(place) for name, place in values["kept"].items()}
     return task_from(values, tensors, kept), position
 
 
-def packed_reply(reply: Reply, put: Put) -> Values:
+def encode_reply(reply: Reply, put: Put) -> Values:
     if isinstance(reply, Update):
         carried = {name: getattr(reply, name) for name in ("position", "down", "up")}
         return {"update": {**update_values(reply), **carried, **_placed(reply, put, put)}}
@@ -138,13 +139,13 @@ def packed_reply(reply: Reply, put: Put) -> Values:
     return {"failure": failure, "trace": _trace(reply.cause) if reply.cause else ""}
 
 
-def packed_error(error: BaseException, position: int) -> Values:
+def encode_error(error: BaseException, position: int) -> Values:
     said = str(error) if isinstance(error, FedhmError) else ""
     what = "".join(traceback.format_exception_only(error)).strip()
     return {"error": {"sentence": said, "what": what, "trace": _trace(error), "position": position}}
 
 
-def unpacked_reply(values: Values, arena: Arena) -> Reply:
+def decode_reply(values: Values, arena: SharedMemory) -> Reply:
     """Return the reply in a parcel, with copies of its tensors: the arena is soon used for something else."""
     if "update" in values:
         update = values["update"]
@@ -157,7 +158,7 @@ def unpacked_reply(values: Values, arena: Arena) -> Reply:
     return Failure(**values["failure"], cause=cause)
 
 
-def unpacked_error(values: Values, task: Task) -> Exception:
+def decode_error(values: Values, task: Task) -> Exception:
     """Return what to raise in place of an exception that was raised in a worker."""
     if values["sentence"]:
         return FedhmError(values["sentence"])
@@ -181,16 +182,20 @@ def _trace(error: BaseException) -> str:
 # One run's tasks on their way to workers and back.
 
 
-class Dispatch:
+class TaskQueue:
     """A run's tasks, handed out as there are slots for them, and never far ahead of the oldest that is not answered:
     later replies have to wait for it, and must not become more and more."""
 
-    def __init__(self, tasks: Iterable[Task], shared: Arena, slots: Sequence[Arena], notes: int, window: int) -> None:
+    def __init__(
+        self, tasks: Iterable[Task], shared: SharedMemory, slots: Sequence[SharedMemory], notes: int, window: int
+    ) -> None:
         self.under_way: dict[int, Task] = {}  # by position, oldest first
         self._tasks, self._position = iter(tasks), 0
         self._shared, self._slots, self._notes, self._window = shared, slots, notes, window
         self._free = list(range(len(slots)))
-        self._places: dict[int, tuple[Tensor, Place]] = {}  # by identity: what goes to many clients is written once
+        self._places: dict[
+            int, tuple[Tensor, TensorLocation]
+        ] = {}  # by identity: what goes to many clients is written once
         shared.used = 0
 
     def hand_out(self) -> None:
@@ -202,19 +207,19 @@ class Dispatch:
             own = self._slots[slot]
             own.used = 0
             self.under_way[self._position] = task
-            write(packed_task(task, self._position, self._share, own.put), slot, own).send(self._notes)
+            write(encode_task(task, self._position, self._share, own.put), slot, own).send(self._notes)
             self._position += 1
 
-    def accept(self, note: Note) -> Reply:
+    def accept(self, note: MessageRef) -> Reply:
         values = read(note, self._slots[note.slot])
         if "error" in values:
-            raise unpacked_error(values["error"], self.under_way[values["error"]["position"]])
-        reply = unpacked_reply(values, self._slots[note.slot])
+            raise decode_error(values["error"], self.under_way[values["error"]["position"]])
+        reply = decode_reply(values, self._slots[note.slot])
         del self.under_way[reply.position]
         self._free.append(note.slot)
         return reply
 
-    def _share(self, tensor: Tensor) -> Place:
+    def _share(self, tensor: Tensor) -> TensorLocation:
         if id(tensor) not in self._places:
             self._places[id(tensor)] = tensor, self._shared.put(tensor)  # held, so that its identity stays its own
         return self._places[id(tensor)][1]
@@ -226,18 +231,18 @@ POLL = 0.5  # seconds between two looks at whether there still is a parent
 
 
 @dataclass(frozen=True)
-class Desk:
+class WorkerContext:
     """What a worker shares with its parent and with the other workers."""
 
-    shared: Arena  # what the server sends, often to many clients
-    slots: Sequence[Arena]  # one for each task under way: the task, what only its client has, and the answer
+    shared: SharedMemory  # what the server sends, often to many clients
+    slots: Sequence[SharedMemory]  # one for each task under way: the task, what only its client has, and the answer
     queue: int  # a pipe of notes on tasks: whichever worker is free takes the next one
     answers: int  # a pipe of this worker's notes on its answers
     busy_with: mmap.mmap  # for each worker, the position of its task plus 1: it may not live to tell
     number: int  # of this worker
 
 
-def serve(clients: Sequence[Client], threads: int, desk: Desk, parent: int) -> NoReturn:
+def serve(clients: Sequence[Client], threads: int, desk: WorkerContext, parent: int) -> NoReturn:
     """Do all that a worker process does. It leaves alone what it inherited but is its parent's: handlers, buffers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -261,18 +266,18 @@ def _stream(descriptor: int) -> TextIO:
         return io.StringIO()
 
 
-def _work(clients: Sequence[Client], threads: int, desk: Desk) -> None:
+def _work(clients: Sequence[Client], threads: int, desk: WorkerContext) -> None:
     keep_freed_memory()
-    torch.set_num_threads(threads)
+    set_threads(threads)
     with suppress(BrokenPipeError):  # nobody waits for an answer any more
-        while note := Note.receive(desk.queue):
+        while note := MessageRef.receive(desk.queue):
             slot = desk.slots[note.slot]
-            task, position = unpacked_task(read(note, slot), desk.shared, slot)
+            task, position = decode_task(read(note, slot), desk.shared, slot)
             struct.pack_into("<Q", desk.busy_with, 8 * desk.number, position + 1)
             try:
-                values = packed_reply(clients[task.client].reply(task, position), slot.put)
+                values = encode_reply(clients[task.client].reply(task, position), slot.put)
             except BaseException as error:  # it ends the run, not this process
-                values = packed_error(error, position)
+                values = encode_error(error, position)
             write(values, note.slot, slot).send(desk.answers)
 
 
@@ -290,17 +295,22 @@ class _Worker(NamedTuple):
     replies: int  # where its notes come out
 
 
-class Pool:
+class WorkerPool:
     def __init__(self, clients: Sequence[Client], workers: int, threads: int) -> None:
         self.idle = True  # False from the beginning of a run until all its tasks are answered
         self._owner = os.getpid()
-        self.size, self._workers, self._arenas, self._pipes = workers, list[_Worker](), list[Arena](), list[int]()
+        self.size, self._workers, self._arenas, self._pipes = (
+            workers,
+            list[_Worker](),
+            list[SharedMemory](),
+            list[int](),
+        )
         self._told_of: set[int] = set()  # workers that are stopped, by number
         self._busy_with = mmap.mmap(-1, 8 * workers)  # for each worker, the position of its task plus 1
         try:
             self._queue, self._notes = self._pipe()
             for _ in range(1 + AHEAD * workers):
-                self._arenas.append(Arena())
+                self._arenas.append(SharedMemory())
             for number in range(workers):
                 self._start(number, clients, threads)
         except BaseException as error:
@@ -312,7 +322,7 @@ class Pool:
 
     def _start(self, number: int, clients: Sequence[Client], threads: int) -> None:
         replies, answers = self._pipe()
-        desk = Desk(self._arenas[0], self._arenas[1:], self._queue, answers, self._busy_with, number)
+        desk = WorkerContext(self._arenas[0], self._arenas[1:], self._queue, answers, self._busy_with, number)
         # Ctrl-C waits until the worker ignores it and its parent knows of it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
@@ -341,14 +351,14 @@ class Pool:
         """Yield replies as they come. If the run is not finished, for whatever reason, no workers are left after it."""
         self.idle = False
         self._busy_with[:] = bytes(8 * self.size)
-        dispatch = Dispatch(tasks, self._arenas[0], self._arenas[1:], self._notes, WINDOW * self.size)
+        dispatch = TaskQueue(tasks, self._arenas[0], self._arenas[1:], self._notes, WINDOW * self.size)
         try:
             dispatch.hand_out()
             while dispatch.under_way:
                 if not self._workers:
                     raise FedhmError("the engine was closed, or used for something else, while a run was not finished")
                 for worker in self._ready(dispatch.under_way):
-                    note = Note.receive(worker.replies)
+                    note = MessageRef.receive(worker.replies)
                     if note is None:
                         raise self._death(worker, dispatch.under_way)
                     reply = dispatch.accept(note)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from fedhm.errors import FedhmError
+from fedhm.machine.device import threads as torch_threads
 
 Outputs = Callable[[Tensor], Tensor]  # a runtime: raw inputs → outputs of the network
 INPUT, OUTPUT = "inputs", "outputs"  # their names in ONNX files
@@ -119,12 +120,8 @@ class TorchFormat(Format):
 
         @torch.no_grad()
         def outputs(inputs: Tensor) -> Tensor:
-            before = torch.get_num_threads()
-            torch.set_num_threads(threads or before)
-            try:
+            with torch_threads(threads or torch.get_num_threads()):
                 found: Tensor = network(inputs)
-            finally:
-                torch.set_num_threads(before)
             return found
 
         return outputs

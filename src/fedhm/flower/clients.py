@@ -29,7 +29,7 @@ from fedhm.data.text import TextLimits, text_limits
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.flower.wire import RunInfo, decode_tasks, encode_replies
-from fedhm.machine.device import find_device
+from fedhm.machine.device import find_device, set_threads
 from fedhm.machine.process import return_freed_memory
 from fedhm.models.build import build_model
 from fedhm.networks.reuse import NetworkPool
@@ -142,7 +142,7 @@ def _make_app(
     def work(message: Message, context: Context) -> Message:
         info = RunInfo.decode(message.content)
         engine, number = info.config.engine, client_number(context)
-        torch.set_num_threads(engine.threads)
+        set_threads(engine.threads)
         if any(context.node_config.get(name) for name in ("memory", "device-file")):
             return_freed_memory()  # the plan counts live tensors, not memory that was freed
         client = make(context, info)

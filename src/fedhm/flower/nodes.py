@@ -24,9 +24,8 @@ from fedhm.errors import FedhmError
 from fedhm.flower.wire import JSON_RECORD
 from fedhm.machine.printable import printable
 from fedhm.methods.method import AnyMethod
-from fedhm.methods.tier_work import TierWork
 from fedhm.runs.identities import Identities
-from fedhm.server.filters.fleet import foreign, largest_in, modes
+from fedhm.server.filters.fleet import TierWork, checkpointing_modes, largest_tier_within, profile_mismatch
 
 # ---- messages ----
 
@@ -292,7 +291,7 @@ def devices_from_nodes(config: Config, nodes: Mapping[int, Node], digest: str) -
         known: dict[str, Any] = {"memory": node.memory} if node.memory else {}
         try:
             profile = parse_profile(node.device, "what it sent") if node.device else None
-            reason = foreign(profile, digest, config.train) if profile else ""
+            reason = profile_mismatch(profile, digest, config.train) if profile else ""
         except FedhmError as error:
             profile, reason = None, str(error)
         if reason:
@@ -330,7 +329,7 @@ def assign_tiers(config: Config, work: TierWork, nodes: Mapping[int, Node]) -> T
             assignment.append(work.levels[fixed_level(client, len(work.levels))])
         elif node.tier and node.tier in (*work.tiers, *work.levels):
             assignment.append(node.tier)
-        elif not node.tier and (found := largest_in(node.memory, work, bool(config.train.checkpointing))):
+        elif not node.tier and (found := largest_tier_within(node.memory, work, bool(config.train.checkpointing))):
             assignment.append(found[0])
             checkpointed += [client] if found[1] and not config.train.checkpointing else []
         else:
@@ -363,7 +362,9 @@ def _unknown_tier(node: Node, tiers: Sequence[str]) -> str:
 
 
 def _too_little_memory(node: Node, work: TierWork, config: Config) -> str:
-    ways = [(tier, again) for tier in work.tiers for again in modes(work, bool(config.train.checkpointing))]
+    ways = [
+        (tier, again) for tier in work.tiers for again in checkpointing_modes(work, bool(config.train.checkpointing))
+    ]
     size, tier = min((work.memory(tier, again), tier) for tier, again in ways)
     return (
         f"it can spare {node.memory >> 20} MiB, but training even tier {tier} takes {-(-size >> 20)} MiB "

@@ -35,7 +35,6 @@ from fedhm.flower.wire import RunInfo, introduction_request
 from fedhm.machine.printable import printable
 from fedhm.measure.cost import sample_spec
 from fedhm.methods.method import AnyMethod
-from fedhm.methods.tier_work import TierWork, plan_fleet
 from fedhm.networks.exchange import structure_digest
 from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.report.progress import progress
@@ -44,7 +43,7 @@ from fedhm.runs.folder import RunFolder
 from fedhm.runs.identities import Identities
 from fedhm.server.callbacks import Watcher
 from fedhm.server.facts import TaskFacts
-from fedhm.server.filters.fleet import Planned, with_plan
+from fedhm.server.filters.fleet import ClientPlan, TierWork, plan_fleet, with_fleet_plan
 from fedhm.server.sampling import check_assignment
 
 # Makes the federation from the number of samples of each client, and the form of the inputs that most clients have
@@ -276,16 +275,16 @@ def _with_tiers(
     config = config.model_copy(update={"federation": by_file.federation})
     by_node = assign_tiers(config, TierWork(method, model, config, *sample_spec(batch)), nodes)
     config = config.model_copy(update={"federation": by_node.federation})
-    planned: list[Planned] = []
+    planned: list[ClientPlan] = []
 
-    def plan() -> list[Planned]:
+    def plan() -> list[ClientPlan]:
         federation = make_federation(_sample_counts(nodes, config.federation.clients), config.federation.inputs)
         sample = next(Feed(federation.example, federation.preprocessing).ordered(1))
         facts = TaskFacts(method.network, federation, config, sample)
         planned.extend(plan_fleet(config, model, method, batch, facts))
         return planned
 
-    config = with_plan(config, plan)
+    config = with_fleet_plan(config, plan)
     unfit = {each.client: each.problem for each in planned if each.tier == NO_TIER}
     return config, {**by_node.refused, **unfit, **by_file.refused}
 

@@ -53,6 +53,11 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def set_threads(number: int) -> None:
+    """Let torch use this number of threads from now on, for processes that fedhm started itself."""
+    torch.set_num_threads(number)
+
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -67,5 +72,5 @@ def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
     with threads(1):
         if min(available, len(items)) < 2:
             return [work(item) for item in items]
-        with ThreadPoolExecutor(available, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(available, initializer=set_threads, initargs=(1,)) as pool:
             return list(pool.map(work, items))

@@ -84,16 +84,16 @@ class RankConfig(AdapterConfig):
         return f"r{self.rank}"
 
 
-def of_smallest(name: str, adapters: Settings) -> Settings:
+def smallest_rank_settings(name: str, adapters: Settings) -> Settings:
     """Return the settings with which a method of one rank is compared: the one that every client can afford."""
-    return of_rank(name, adapters, min(adapters.get("ranks", [2])))
+    return rank_settings(name, adapters, min(adapters.get("ranks", [2])))
 
 
-def of_rank(name: str, adapters: Settings, rank: int) -> Settings:
+def rank_settings(name: str, adapters: Settings, rank: int) -> Settings:
     return {"name": name, "rank": rank, **{key: value for key, value in adapters.items() if key != "ranks"}}
 
 
-def drawn(base: FrozenBase, rank: int, seed: int, *when: int) -> dict[str, Factors]:
+def initial_adapters(base: FrozenBase, rank: int, seed: int, *when: int) -> dict[str, Factors]:
     """Return what adapters begin with, by layer, the same for all clients; `when` is the round, if they begin anew."""
     return {
         layer: initial_adapter((shape[1], shape[0]), rank, torch_generator(seed, "adapters", layer, *when))
@@ -101,7 +101,7 @@ def drawn(base: FrozenBase, rank: int, seed: int, *when: int) -> dict[str, Facto
     }
 
 
-def as_sent(factors: dict[str, Factors], rank: int, shapes: dict[str, Any]) -> Tensors:
+def adapter_tensors(factors: dict[str, Factors], rank: int, shapes: dict[str, Any]) -> Tensors:
     """Return the leading directions of all layers as they travel: u (r, m) and v (n, r)."""
     found: dict[str, Tensor] = {}
     for layer, each in factors.items():

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Positive, Ratios
-from fedhm.methods.means import WeightedMean, influence
+from fedhm.methods.means import WeightedMean, client_weight
 from fedhm.methods.method import Method, Setup, State
-from fedhm.methods.sliced import Slices
+from fedhm.methods.sliced import WidthSlices
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import channels_last
 from fedhm.seeds import derive, torch_generator
-from fedhm.work.distil import follow, logits
+from fedhm.work.distil import distil_towards, logits
 from fedhm.work.messages import Participant, Task, Update
 
 
@@ -62,12 +62,12 @@ class FedDF(Method[FedDFState]):
 
     def __init__(self, model: nn.Module, config: FedDFConfig, setup: Setup) -> None:
         self.config, self._public, self._objective = config, setup.public, setup.objective
-        self.slices = Slices(model, config.tiers, setup)
+        self.slices = WidthSlices(model, config.tiers, setup)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
         self._classifier, self._seed = setup.classifier, setup.seed
 
     def start(self, weights: Tensors) -> FedDFState:
-        return FedDFState({t: self.slices.own_scale(self.slices.take(weights, t), t) for t in self.tiers})
+        return FedDFState({t: self.slices.rescale_init(self.slices.slice_weights(weights, t), t) for t in self.tiers})
 
     def tasks(self, state: FedDFState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
@@ -79,7 +79,7 @@ class FedDF(Method[FedDFState]):
         teacher = torch.zeros(())  # the clients' logits on the public inputs, summed
         teachers = 0
         for update in updates:
-            means[update.tier].add_all(update, influence(update, self.config.weighting), self._classifier)
+            means[update.tier].add_all(update, client_weight(update, self.config.weighting), self._classifier)
             client = load(self.network(update.network), update.tensors)
             found = logits(client, self._public, self.config.batch)
             if bool(found.isfinite().all()):  # weights within their bounds may still overflow
@@ -105,7 +105,7 @@ class FedDF(Method[FedDFState]):
         with torch.random.fork_rng(devices=[]):  # dropout knows only the global generator
             torch.manual_seed(derive(self._seed, "dropout", round_number, tier))
             batches = islice(chain.from_iterable(epochs), self.config.steps)
-            follow(student, teacher, self._objective.divergence, optimizer, batches)
+            distil_towards(student, teacher, self._objective.divergence, optimizer, batches)
         return exchanged_tensors(student)
 
 

@@ -175,11 +175,11 @@ class FedHM(Method[FedHMState]):
         for update in updates:
             plan = state.plans[update.network.tier]
             weight = weight_of(self.config, plan.ratio, update.samples)
-            mean.fold(update, update.network.tier, plan.ranks, weight)
+            mean.add(update, update.network.tier, plan.ranks, weight)
             samples.append(update.samples)
-        if self.config.aggregate == "models" and samples and not mean.folded & {FULL, self.tiers[0]}:
+        if self.config.aggregate == "models" and samples and not mean.tiers & {FULL, self.tiers[0]}:
             # published code: without a client of the largest tier, the server's own model is one more
-            mean.fold_own(weight_of(self.config, 1.0, sum(samples) // len(samples)))
+            mean.add_server_model(weight_of(self.config, 1.0, sum(samples) // len(samples)))
         weights, unrolled = mean.result()
         kappa_1, kappa_2 = layer_constants(state.weights, state.factors, mean.ranks, self.config.form)
         diagnostics = {"kappa_uv": mean.kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}

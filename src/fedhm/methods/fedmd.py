@@ -23,7 +23,7 @@ from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, 
 from fedhm.config.section import Positive, Ratios
 from fedhm.errors import FedhmError
 from fedhm.methods.method import Method, Setup, State
-from fedhm.methods.sliced import Slices
+from fedhm.methods.sliced import WidthSlices
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
 from fedhm.work.distil import CONSENSUS, LOGITS
@@ -68,7 +68,7 @@ class FedMD(Method[FedMDState]):
                 "federation.heterogeneity must be 'fixed'"
             )
         self.config = config
-        self.slices = Slices(model, config.tiers, setup)
+        self.slices = WidthSlices(model, config.tiers, setup)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
     def start(self, weights: Tensors) -> FedMDState:
@@ -99,7 +99,7 @@ class FedMD(Method[FedMDState]):
 
     def _initial(self, state: FedMDState, tier: str) -> Tensors:
         """Return a tier's model before its first client has taken part."""
-        return self.slices.own_scale(self.slices.take(state.initial, tier), tier)
+        return self.slices.rescale_init(self.slices.slice_weights(state.initial, tier), tier)
 
 
 ENTRY_POINT = FedMDConfig

@@ -14,7 +14,7 @@ from torch import nn
 from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, Setup, State
-from fedhm.methods.sliced import Slices
+from fedhm.methods.sliced import WidthSlices
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
@@ -50,7 +50,7 @@ class FedRolex(Method[FedRolexState]):
 
     def __init__(self, model: nn.Module, config: FedRolexConfig, setup: Setup) -> None:
         self.config = config
-        self.slices = Slices(model, config.tiers, setup, scaled_to=1.0 if config.scaler else None)
+        self.slices = WidthSlices(model, config.tiers, setup, scaled_to=1.0 if config.scaler else None)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
     def start(self, weights: Tensors) -> FedRolexState:
@@ -61,15 +61,15 @@ class FedRolex(Method[FedRolexState]):
 
     def merge(self, state: FedRolexState, updates: Iterable[Update], round_number: int) -> FedRolexState:
         offset = self._offset(round_number)
-        return FedRolexState(self.slices.merged(state.weights, updates, self.config.weighting, offset), round_number)
+        return FedRolexState(self.slices.merge(state.weights, updates, self.config.weighting, offset), round_number)
 
     def network(self, spec: NetworkSpec) -> nn.Module:
         return self.slices.network(spec)
 
     def weights(self, state: FedRolexState, tier: str) -> Tensors:
         """Return the weights of a tier in the window that was trained last."""
-        own = self.slices.take(state.weights, tier, self._offset(max(1, state.trained)))
-        return self.slices.handed_out(own, tier)
+        own = self.slices.slice_weights(state.weights, tier, self._offset(max(1, state.trained)))
+        return self.slices.deployed_weights(own, tier)
 
     def _offset(self, round_number: int) -> int:
         return (round_number - 1) * self.config.roll

@@ -12,8 +12,8 @@ from typing import Literal
 from torch import nn
 
 from fedhm.config.method import Family, NamedEntry
-from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_smallest
-from fedhm.methods.means import WeightedMean, influence
+from fedhm.methods.adapting import RankConfig, adapter_tensors, initial_adapters, smallest_rank_settings
+from fedhm.methods.means import WeightedMean, client_weight
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
@@ -32,8 +32,10 @@ class FedSAConfig(RankConfig):
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:
         return [
-            NamedEntry("fedsa", lambda sizes: of_smallest("fedsa", sizes.adapters)),
-            NamedEntry("fedsa-head", lambda sizes: {**of_smallest("fedsa", sizes.adapters), "share_head": True}),
+            NamedEntry("fedsa", lambda sizes: smallest_rank_settings("fedsa", sizes.adapters)),
+            NamedEntry(
+                "fedsa-head", lambda sizes: {**smallest_rank_settings("fedsa", sizes.adapters), "share_head": True}
+            ),
         ]
 
     @property
@@ -58,7 +60,9 @@ class FedSA(Method[FedSAState]):
         self.tiers = self.levels = (config.tier,)
 
     def start(self, weights: Tensors) -> FedSAState:
-        sent = as_sent(drawn(self.base, self.config.rank, self._setup.seed), self.config.rank, self.base.shapes)
+        sent = adapter_tensors(
+            initial_adapters(self.base, self.config.rank, self._setup.seed), self.config.rank, self.base.shapes
+        )
         shared = {f"{name[:-2]}.{SHARED}": tensor for name, tensor in sent.items() if name.endswith(".u")}
         own = {f"{name[:-2]}.{OWN}": tensor for name, tensor in sent.items() if name.endswith(".v")}
         head = self.base.head_of(weights)
@@ -72,7 +76,7 @@ class FedSA(Method[FedSAState]):
     def merge(self, state: FedSAState, updates: Iterable[Update], round_number: int) -> FedSAState:
         mean, kept, took_part = WeightedMean(state.weights), dict(state.kept), list[int]()
         for update in updates:
-            mean.add_all(update, influence(update, self.config.weighting), self._setup.classifier)
+            mean.add_all(update, client_weight(update, self.config.weighting), self._setup.classifier)
             kept[update.client] = update.kept
             took_part.append(update.client)
         return FedSAState(mean.result(), state.begin, kept, min(took_part, default=state.newest))

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from fedhm.config.method import Family, NamedEntry
-from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_smallest
+from fedhm.methods.adapting import RankConfig, adapter_tensors, initial_adapters, smallest_rank_settings
 from fedhm.methods.means import average
 from fedhm.methods.method import Homogeneous, ModelState, Setup
 from fedhm.networks.exchange import Tensors, load
@@ -24,7 +24,7 @@ class FFALoRAConfig(RankConfig):
 
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:
-        return [NamedEntry("ffalora", lambda sizes: of_smallest("ffalora", sizes.adapters))]
+        return [NamedEntry("ffalora", lambda sizes: smallest_rank_settings("ffalora", sizes.adapters))]
 
 
 class FFALoRA(Homogeneous):
@@ -32,7 +32,7 @@ class FFALoRA(Homogeneous):
         super().__init__(config.tier)
         self.config, self._setup, self.base = config, setup, config.base(model, setup)
         self.base.check_rank(config.rank)
-        begin = as_sent(drawn(self.base, config.rank, setup.seed), config.rank, self.base.shapes)
+        begin = adapter_tensors(initial_adapters(self.base, config.rank, setup.seed), config.rank, self.base.shapes)
         self._a = {name: tensor for name, tensor in begin.items() if name.endswith(".u")}
         self._b = {name: tensor for name, tensor in begin.items() if name.endswith(".v")}
 

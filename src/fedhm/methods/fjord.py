@@ -14,7 +14,7 @@ from torch import nn
 from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, ModelState, Setup
-from fedhm.methods.sliced import Slices
+from fedhm.methods.sliced import WidthSlices
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
 from fedhm.widths.wrappers import OrderedDropout
@@ -46,11 +46,11 @@ class FjORD(Method[ModelState]):
     def __init__(self, model: nn.Module, config: FjORDConfig, setup: Setup) -> None:
         self.config = config
         self._divergence = setup.objective.divergence if config.distil else None
-        self.slices = Slices(model, config.tiers, setup)
+        self.slices = WidthSlices(model, config.tiers, setup)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
     def start(self, weights: Tensors) -> ModelState:
-        return ModelState(self.slices.own_scale(weights, self.tiers[0]))
+        return ModelState(self.slices.rescale_init(weights, self.tiers[0]))
 
     def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for task in self.slices.tasks(state.weights, participants, round_number):
@@ -59,7 +59,7 @@ class FjORD(Method[ModelState]):
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         outside = (replace(u, tensors={n.removeprefix(INSIDE): t for n, t in u.tensors.items()}) for u in updates)
-        return ModelState(self.slices.merged(state.weights, outside, self.config.weighting))
+        return ModelState(self.slices.merge(state.weights, outside, self.config.weighting))
 
     def network(self, spec: NetworkSpec) -> nn.Module:
         network = self.slices.network(self.spec(spec.tier))
@@ -70,7 +70,7 @@ class FjORD(Method[ModelState]):
         return OrderedDropout(network, narrower, self._divergence)
 
     def weights(self, state: ModelState, tier: str) -> Tensors:
-        return self.slices.take(state.weights, tier)
+        return self.slices.slice_weights(state.weights, tier)
 
 
 ENTRY_POINT = FjORDConfig

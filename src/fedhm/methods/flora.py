@@ -17,8 +17,8 @@ from torch import nn
 from fedhm.adapters.packing import FOLDED
 from fedhm.config.method import Family, NamedEntry
 from fedhm.lowrank.average import ProductSum, StackedProducts, add_stacked
-from fedhm.methods.adapting import RanksConfig, as_sent, drawn
-from fedhm.methods.means import WeightedMean, influence, trained_rows
+from fedhm.methods.adapting import RanksConfig, adapter_tensors, initial_adapters
+from fedhm.methods.means import WeightedMean, client_weight, trained_rows
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
@@ -66,7 +66,7 @@ class FLoRA(Method[FLoRAState]):
         head, total = WeightedMean(state.weights), 0.0
         stacks = {layer: ProductSum(shape) for layer, shape in self.base.shapes.items()}
         for update in updates:
-            weight, rows = influence(update, self.config.weighting), trained_rows(update, self._setup.classifier)
+            weight, rows = client_weight(update, self.config.weighting), trained_rows(update, self._setup.classifier)
             total += weight
             for layer, stack in stacks.items():
                 stack.add(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"], weight)
@@ -89,12 +89,12 @@ class FLoRA(Method[FLoRAState]):
         return self._sent(state, tier)
 
     def _sent(self, state: FLoRAState, tier: str, *client: int) -> Tensors:
-        begin = drawn(self.base, self.ranks[tier], self._setup.seed, state.round, *client)
+        begin = initial_adapters(self.base, self.ranks[tier], self._setup.seed, state.round, *client)
         folded = {
             f"{FOLDED}{f'{name}.weight' if name in self.base.shapes else name}": tensor
             for name, tensor in state.added.items()
         }
-        return {**state.weights, **as_sent(begin, self.ranks[tier], self.base.shapes), **folded}
+        return {**state.weights, **adapter_tensors(begin, self.ranks[tier], self.base.shapes), **folded}
 
 
 def _of(added: Tensors, layer: str) -> StackedProducts | None:

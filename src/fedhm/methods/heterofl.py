@@ -23,7 +23,7 @@ from fedhm.config.method import (
 )
 from fedhm.config.section import Ratios
 from fedhm.methods.method import Method, ModelState, Setup
-from fedhm.methods.sliced import Slices
+from fedhm.methods.sliced import WidthSlices
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
 from fedhm.work.messages import Participant, Task, Update
@@ -57,23 +57,23 @@ def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
 class HeteroFL(Method[ModelState]):
     def __init__(self, model: nn.Module, config: HeteroFLConfig, setup: Setup) -> None:
         self.config = config
-        self.slices = Slices(model, config.tiers, setup, scaled_to=max(config.tiers) if config.scaler else None)
+        self.slices = WidthSlices(model, config.tiers, setup, scaled_to=max(config.tiers) if config.scaler else None)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
 
     def start(self, weights: Tensors) -> ModelState:
-        return ModelState(self.slices.own_scale(weights, self.tiers[0]))
+        return ModelState(self.slices.rescale_init(weights, self.tiers[0]))
 
     def tasks(self, state: ModelState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         return self.slices.tasks(state.weights, participants, round_number)
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(self.slices.merged(state.weights, updates, self.config.weighting))
+        return ModelState(self.slices.merge(state.weights, updates, self.config.weighting))
 
     def network(self, spec: NetworkSpec) -> nn.Module:
         return self.slices.network(spec)
 
     def weights(self, state: ModelState, tier: str) -> Tensors:
-        return self.slices.handed_out(self.slices.take(state.weights, tier), tier)
+        return self.slices.deployed_weights(self.slices.slice_weights(state.weights, tier), tier)
 
 
 ENTRY_POINT = HeteroFLConfig

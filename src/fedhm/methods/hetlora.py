@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from fedhm.config.method import Family, NamedEntry
 from fedhm.lowrank.delta import inner_product
 from fedhm.lowrank.svd import to_matrix_factors
-from fedhm.methods.adapting import RanksConfig, as_sent, drawn
-from fedhm.methods.means import WeightedMean, influence, trained_rows
+from fedhm.methods.adapting import RanksConfig, adapter_tensors, initial_adapters
+from fedhm.methods.means import WeightedMean, client_weight, trained_rows
 from fedhm.methods.method import Method, ModelState, Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
@@ -65,8 +65,8 @@ class HetLoRA(Method[HetLoRAState]):
         self.base.check_rank(self._largest)
 
     def start(self, weights: Tensors) -> HetLoRAState:
-        factors = drawn(self.base, self._largest, self._setup.seed)
-        return HetLoRAState(self.base.head_of(weights) | as_sent(factors, self._largest, self.base.shapes))
+        factors = initial_adapters(self.base, self._largest, self._setup.seed)
+        return HetLoRAState(self.base.head_of(weights) | adapter_tensors(factors, self._largest, self.base.shapes))
 
     def tasks(self, state: HetLoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
@@ -85,7 +85,7 @@ class HetLoRA(Method[HetLoRAState]):
     def merge(self, state: HetLoRAState, updates: Iterable[Update], round_number: int) -> HetLoRAState:
         mean, ranks = WeightedMean(state.weights), dict(state.ranks)
         for update in updates:
-            rows, weight = trained_rows(update, self._setup.classifier), influence(update, self.config.weighting)
+            rows, weight = trained_rows(update, self._setup.classifier), client_weight(update, self.config.weighting)
             norms = self.norms(update.tensors) if self.config.sparsity_weights else {}
             for name, tensor in update.tensors.items():
                 layer = name.rpartition(".")[0]

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from fedhm.config.method import Family, NamedEntry
-from fedhm.methods.adapting import RankConfig, as_sent, drawn, of_rank, of_smallest
+from fedhm.methods.adapting import RankConfig, adapter_tensors, initial_adapters, rank_settings, smallest_rank_settings
 from fedhm.methods.means import average
 from fedhm.methods.method import Homogeneous, ModelState, Setup
 from fedhm.networks.exchange import Tensors
@@ -25,10 +25,10 @@ class HomoLoRAConfig(RankConfig):
     @classmethod
     def entries(cls) -> Sequence[NamedEntry | Family]:
         return [
-            NamedEntry("homolora", lambda sizes: of_smallest("homolora", sizes.adapters)),
+            NamedEntry("homolora", lambda sizes: smallest_rank_settings("homolora", sizes.adapters)),
             NamedEntry(
                 "homolora-largest",
-                lambda sizes: of_rank("homolora", sizes.adapters, max(sizes.adapters.get("ranks", [16]))),
+                lambda sizes: rank_settings("homolora", sizes.adapters, max(sizes.adapters.get("ranks", [16]))),
             ),
         ]
 
@@ -40,8 +40,8 @@ class HomoLoRA(Homogeneous):
         self.base.check_rank(config.rank)
 
     def start(self, weights: Tensors) -> ModelState:
-        factors = drawn(self.base, self.config.rank, self._setup.seed)
-        return ModelState(self.base.head_of(weights) | as_sent(factors, self.config.rank, self.base.shapes))
+        factors = initial_adapters(self.base, self.config.rank, self._setup.seed)
+        return ModelState(self.base.head_of(weights) | adapter_tensors(factors, self.config.rank, self.base.shapes))
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         return ModelState(average(state.weights, updates, self.config.weighting, self._setup.classifier))

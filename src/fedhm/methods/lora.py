@@ -24,8 +24,8 @@ from fedhm.config.section import Positive
 from fedhm.lowrank.average import AdapterSum, Aggregate, merge_adapters
 from fedhm.lowrank.svd import Factors, to_matrix_factors
 from fedhm.machine.device import parallel_map
-from fedhm.methods.adapting import RanksConfig, as_sent, drawn
-from fedhm.methods.means import WeightedMean, influence, trained_rows
+from fedhm.methods.adapting import RanksConfig, adapter_tensors, initial_adapters
+from fedhm.methods.means import WeightedMean, client_weight, trained_rows
 from fedhm.methods.method import Method, Setup, State
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
@@ -80,7 +80,7 @@ class LoRA(Method[LoRAState]):
         self._kept = max(kept, *self.ranks.values()) if config.fold else max(self.ranks.values())
 
     def start(self, weights: Tensors) -> LoRAState:
-        return LoRAState(self.base.head_of(weights), drawn(self.base, self._kept, self._setup.seed))
+        return LoRAState(self.base.head_of(weights), initial_adapters(self.base, self._kept, self._setup.seed))
 
     def tasks(self, state: LoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         sent = {tier: self._task_of_tier(state, tier, round_number) for tier in {p.tier for p in participants}}
@@ -92,8 +92,10 @@ class LoRA(Method[LoRAState]):
         if not self.config.fold:
             return Task("train", round_number, -1, tier, self.spec(tier), self.weights(state, tier))
         rank = self.ranks[tier]
-        begin = as_sent(drawn(self.base, rank, self._setup.seed, round_number), rank, self.base.shapes)
-        learnt = as_sent(state.factors, self._kept, self.base.shapes) if state.round else {}
+        begin = adapter_tensors(
+            initial_adapters(self.base, rank, self._setup.seed, round_number), rank, self.base.shapes
+        )
+        learnt = adapter_tensors(state.factors, self._kept, self.base.shapes) if state.round else {}
         folded = {f"{FOLDED}{name}": tensor for name, tensor in learnt.items()}
         network = NetworkSpec(tier, f"folded {tier}", "folded")
         return Task("adapt", round_number, -1, tier, network, {**state.weights, **begin, **folded})
@@ -102,7 +104,7 @@ class LoRA(Method[LoRAState]):
         head = WeightedMean(state.weights)
         added: dict[str, dict[int, AdapterSum]] = {layer: {} for layer in self.base.shapes}
         for update in updates:
-            weight, rows = influence(update, self.config.weighting), trained_rows(update, self._setup.classifier)
+            weight, rows = client_weight(update, self.config.weighting), trained_rows(update, self._setup.classifier)
             for layer, (n, m) in self.base.shapes.items():
                 left, right = to_matrix_factors(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
                 for first, rank in self._parts(self.ranks[update.tier]):
@@ -142,7 +144,7 @@ class LoRA(Method[LoRAState]):
 
     def weights(self, state: LoRAState, tier: str) -> Tensors:
         rank = self._kept if self.config.fold else self.ranks[tier]
-        return {**state.weights, **as_sent(state.factors, rank, self.base.shapes)}
+        return {**state.weights, **adapter_tensors(state.factors, rank, self.base.shapes)}
 
 
 ENTRY_POINT = LoRAConfig

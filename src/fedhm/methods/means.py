@@ -38,7 +38,7 @@ class WeightedMean:
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
         """Fold in a dense tensor; with `rows`, a mask, only those of its rows."""
         if rows is None:
-            self.correct(name, tensor, weight)
+            self.add_to_sum(name, tensor, weight)
             self._count(name, weight)
             return
         tensor, share = upcast_half(tensor), rows * weight
@@ -67,10 +67,10 @@ class WeightedMean:
 
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Fold in the weight that unrolls to `left @ right`, without forming it."""
-        self.correct_product(name, left, right, weight)
+        self.add_product_to_sum(name, left, right, weight)
         self._count(name, weight)
 
-    def correct_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
+    def add_product_to_sum(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
         """Add `weight · left @ right` to the sum, without counting it as a contribution."""
         left, right = upcast_half(left), upcast_half(right)
         if name in self._products:
@@ -79,23 +79,23 @@ class WeightedMean:
             product = left @ right
             self._products[name] = product if weight == 1 else product.mul_(weight)
 
-    def correct(self, name: str, tensor: Tensor, weight: float) -> None:
+    def add_to_sum(self, name: str, tensor: Tensor, weight: float) -> None:
         """Add `weight · tensor` to the sum, without counting it as a contribution."""
         if name in self._sums:
             self._sums[name].add_(upcast_half(tensor), alpha=weight)
         else:
             self._sums[name] = upcast_half(tensor) * weight
 
-    def absorb(self, other: "WeightedMean", but: Set[str] = frozenset()) -> None:
+    def add_mean(self, other: "WeightedMean", exclude: Set[str] = frozenset()) -> None:
         """Fold in all that another mean has been given, but for these names."""
-        for name in [each for each in other._weights if each not in but]:
+        for name in [each for each in other._weights if each not in exclude]:
             self._count(name, other._weights[name])
             if name in other._sums:
-                self.correct(name, other._sums[name], 1.0)
+                self.add_to_sum(name, other._sums[name], 1.0)
             if (product := other._products.get(name)) is not None:
                 self._products[name] = self._products[name].add_(product) if name in self._products else product.clone()
 
-    def take(self, name: str) -> Tensor:
+    def pop_sum(self, name: str) -> Tensor:
         """Give away the sum behind a mean, which is then gone: in unrolled form if its contributions were factored."""
         return self._products.pop(name) if name in self._products else self._sums.pop(name)
 
@@ -146,7 +146,7 @@ def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
     return shaped.to(tensor.dtype)
 
 
-def influence(update: Update, weighting: str) -> float:
+def client_weight(update: Update, weighting: str) -> float:
     return float(update.samples) if weighting == "samples" else 1.0
 
 
@@ -173,7 +173,7 @@ def average(
     """Return the mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
     mean = make_mean(old)
     for update in updates:
-        mean.add_all(update, influence(update, weighting), classifier)
+        mean.add_all(update, client_weight(update, weighting), classifier)
     return mean.result()
 
 
@@ -188,7 +188,7 @@ FEWEST = 3
 
 
 @dataclass
-class _Given:
+class _Contributions:
     """What was contributed to one tensor."""
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -203,7 +203,7 @@ class CoordinateMean(WeightedMean):
     def __init__(self, old: Tensors, rule: Rule, trim: float) -> None:
         super().__init__(old)
         self._rule, self._trim = rule, trim
-        self._given: dict[str, _Given] = {}
+        self._given: dict[str, _Contributions] = {}
 
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
         self._give(name, upcast_half(tensor), weight, rows)
@@ -213,25 +213,25 @@ class CoordinateMean(WeightedMean):
         self._given[name].unrolled = True
 
     def _give(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
-        given = self._given.setdefault(name, _Given())
+        given = self._given.setdefault(name, _Contributions())
         given.tensors.append(tensor)
         given.weights.append(weight)
         given.rows.append(rows)
 
-    def absorb(self, other: WeightedMean, but: Set[str] = frozenset()) -> None:
+    def add_mean(self, other: WeightedMean, exclude: Set[str] = frozenset()) -> None:
         if isinstance(other, CoordinateMean):
-            other.settle()
-        super().absorb(other, but)
+            other.apply_rule()
+        super().add_mean(other, exclude)
 
-    def take(self, name: str) -> Tensor:
-        self.settle()
-        return super().take(name)
+    def pop_sum(self, name: str) -> Tensor:
+        self.apply_rule()
+        return super().pop_sum(name)
 
     def result(self) -> Tensors:
-        self.settle()
+        self.apply_rule()
         return super().result()
 
-    def settle(self) -> None:
+    def apply_rule(self) -> None:
         """Turn what was given so far into sums."""
         for name, given in self._given.items():
             weight = sum(given.weights)
@@ -242,10 +242,10 @@ class CoordinateMean(WeightedMean):
             elif all(rows is None for rows in given.rows):
                 super().add(name, robust_mean(torch.stack(given.tensors), self._rule, self._trim), weight)
             else:
-                self._settle_rows(name, given)
+                self._apply_rule_to_rows(name, given)
         self._given = {}
 
-    def _settle_rows(self, name: str, given: _Given) -> None:
+    def _apply_rule_to_rows(self, name: str, given: _Contributions) -> None:
         """Apply the rule to each row over those who count there."""
         every = torch.ones(len(given.tensors[0]), dtype=torch.float64)
         counts = torch.stack([every if rows is None else rows for rows in given.rows]) > 0  # (clients, rows)
@@ -327,11 +327,11 @@ class RecoveredMean:
         self.kappa_uv = 0.0
 
     @property
-    def folded(self) -> Set[str]:
+    def tiers(self) -> Set[str]:
         """Return the tiers of which models were folded in."""
         return self._plans.keys()
 
-    def fold(self, update: Update, tier: str, plan: Mapping[str, int], weight: float) -> None:
+    def add(self, update: Update, tier: str, plan: Mapping[str, int], weight: float) -> None:
         """Add the model that a client trained, of a tier's ranks, to the mean."""
         mean = self._means.setdefault(tier, self._make_mean(self._weights) if self._apart else self._whole)
         self._plans[tier] = plan
@@ -347,7 +347,7 @@ class RecoveredMean:
             if part not in ("u", "v") or layer not in plan:
                 mean.add(name, tensor, weight, rows if layer == self._classifier else None)
 
-    def fold_own(self, weight: float) -> None:
+    def add_server_model(self, weight: float) -> None:
         """Add the server's own model to the mean, as if a client had returned it as it was."""
         for name, tensor in self._weights.items():
             self._whole.add(name, tensor, weight)
@@ -360,7 +360,7 @@ class RecoveredMean:
             self._subtract_sent()
         for mean in self._means.values():
             if mean is not self._whole:
-                self._whole.absorb(mean, but=banded.keys())
+                self._whole.add_mean(mean, exclude=banded.keys())
         if by_changes:
             self._add_to_old()
         merged = self._whole.result()
@@ -374,20 +374,21 @@ class RecoveredMean:
         for network, weight in self._influence.items():
             for layer, rank in self._plans[network].items():
                 sent = self._factors[layer].prefix(rank)
-                self._means[network].correct_product(f"{layer}.weight", *sent, -weight)
+                self._means[network].add_product_to_sum(f"{layer}.weight", *sent, -weight)
 
     def _add_to_old(self) -> None:
         """Turn every such change of the sum into W + Uₚ Vₚᵀ − sentₚ."""
         for network, weight in self._influence.items():
             for layer in self._plans[network]:
-                self._whole.correct(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
+                self._whole.add_to_sum(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
 
     def _banded(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the means over the bands of all layers that some network has factorized, and their unrolled form."""
         layers = list(dict.fromkeys(layer for plan in self._plans.values() for layer in plan))
         # here, and not side by side: a rule that is no mean settles all layers when it is asked for the first
         totals = {
-            layer: {network: mean.take(f"{layer}.weight") for network, mean in self._means.items()} for layer in layers
+            layer: {network: mean.pop_sum(f"{layer}.weight") for network, mean in self._means.items()}
+            for layer in layers
         }
 
         def mean_of(layer: str) -> tuple[Tensor, Tensor]:

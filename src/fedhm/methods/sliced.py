@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fedhm.config.section import width_name
 from fedhm.errors import FedhmError
-from fedhm.methods.means import WeightedMean, influence, trained_rows
+from fedhm.methods.means import WeightedMean, client_weight, trained_rows
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
@@ -16,7 +16,7 @@ from fedhm.widths.wrappers import divide_weights, scaled_layers, with_scaler
 from fedhm.work.messages import Participant, Task, Update
 
 
-class Slices:
+class WidthSlices:
     """The networks of every width, and where their numbers lie in the full model.
 
     With a scaler (`widths/wrappers.py`), a width's share is that of the width `scaled_to`, the network that counts as
@@ -48,7 +48,7 @@ class Slices:
         check_alignment(self._model, plan, sample)
         return plan
 
-    def trained(self, tier: str) -> NetworkSpec:
+    def trained_spec(self, tier: str) -> NetworkSpec:
         """Return the network that clients of a tier train: with a scaler, where that makes a difference."""
         return NetworkSpec(tier, f"scaled {tier}", "scaled") if tier in self._shares else NetworkSpec(tier)
 
@@ -59,16 +59,16 @@ class Slices:
             return network
         return with_scaler(network, self._plans[spec.tier], self._shares[spec.tier])
 
-    def handed_out(self, tensors: Tensors, tier: str) -> Tensors:
+    def deployed_weights(self, tensors: Tensors, tier: str) -> Tensors:
         """Return the weights of a tier's network as it is handed out, from those of the network that was trained."""
         return divide_weights(tensors, self._plans[tier], self._shares[tier]) if tier in self._shares else tensors
 
-    def take(self, weights: Tensors, tier: str, offset: int = 0) -> Tensors:
+    def slice_weights(self, weights: Tensors, tier: str, offset: int = 0) -> Tensors:
         """Return the tier's part of the full model's weights: a window of channels that starts at `offset`."""
         plan = self._plans[tier]
         return {name: select_channels(t, channel_indices(plan, name, t.ndim, offset)) for name, t in weights.items()}
 
-    def own_scale(self, tensors: Tensors, tier: str) -> Tensors:
+    def rescale_init(self, tensors: Tensors, tier: str) -> Tensors:
         """Bring weights to the scale of a network of a tier's width: initial ones shrink with the number of inputs."""
         cuts = {name: self._plans[tier].get(name.rpartition(".")[0]) for name in tensors}
         scale = {name: (c.inputs.full / c.inputs.kept) ** 0.5 for name, c in cuts.items() if c and c.inputs}
@@ -78,11 +78,11 @@ class Slices:
         self, weights: Tensors, participants: Sequence[Participant], round_number: int, offset: int = 0
     ) -> Iterator[Task]:
         """Yield a task for every participant: to train its tier's part of the full model."""
-        sent = {tier: self.take(weights, tier, offset) for tier in {p.tier for p in participants}}
+        sent = {tier: self.slice_weights(weights, tier, offset) for tier in {p.tier for p in participants}}
         for p in participants:
-            yield Task("train", round_number, p.client, p.tier, self.trained(p.tier), sent[p.tier])
+            yield Task("train", round_number, p.client, p.tier, self.trained_spec(p.tier), sent[p.tier])
 
-    def merged(self, weights: Tensors, updates: Iterable[Update], weighting: str, offset: int = 0) -> Tensors:
+    def merge(self, weights: Tensors, updates: Iterable[Update], weighting: str, offset: int = 0) -> Tensors:
         """Return the full model, each of its numbers averaged over those who hold it."""
         mean = WeightedMean(weights)
         for update in updates:
@@ -90,5 +90,5 @@ class Slices:
             for name, tensor in update.tensors.items():
                 indices = channel_indices(self._plans[update.tier], name, tensor.ndim, offset)
                 held = rows if name.rpartition(".")[0] == self._classifier else None
-                mean.add_part(name, tensor, influence(update, weighting), indices, held)
+                mean.add_part(name, tensor, client_weight(update, weighting), indices, held)
         return mean.result()

@@ -9,7 +9,7 @@ from fedhm.config.method import Family, MethodConfig, NamedEntry, only_uniform
 from fedhm.config.section import Ratio, width_name
 from fedhm.methods.means import average
 from fedhm.methods.method import Homogeneous, ModelState, Setup
-from fedhm.methods.sliced import Slices
+from fedhm.methods.sliced import WidthSlices
 from fedhm.networks.exchange import Tensors
 from fedhm.work.messages import Update
 
@@ -47,11 +47,11 @@ class Slimmed(Homogeneous):
     def __init__(self, model: nn.Module, config: SlimmedConfig, setup: Setup) -> None:
         super().__init__(width_name(config.width))
         self.config = config
-        self.slices = Slices(model, (config.width,), setup)
+        self.slices = WidthSlices(model, (config.width,), setup)
         self._classifier, self._make_mean = setup.classifier, setup.make_mean
 
     def start(self, weights: Tensors) -> ModelState:
-        return ModelState(self.slices.own_scale(self.slices.take(weights, self.tier), self.tier))
+        return ModelState(self.slices.rescale_init(self.slices.slice_weights(weights, self.tier), self.tier))
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))

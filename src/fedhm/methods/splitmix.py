@@ -18,9 +18,9 @@ from torch import nn
 
 from fedhm.config.method import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Positive, Ratio
-from fedhm.methods.means import WeightedMean, influence
+from fedhm.methods.means import WeightedMean, client_weight
 from fedhm.methods.method import Method, Setup, State
-from fedhm.methods.sliced import Slices
+from fedhm.methods.sliced import WidthSlices
 from fedhm.networks.exchange import Tensors, exchanged_tensors
 from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import copy_network, reinitialise
@@ -62,7 +62,7 @@ class SplitMix(Method[SplitMixState]):
 
     def __init__(self, model: nn.Module, config: SplitMixConfig, setup: Setup) -> None:
         self.config, self._seed, self._classifier = config, setup.seed, setup.classifier
-        self.slices = Slices(model, (config.base,), setup, scaled_to=1.0 if config.scaler else None)
+        self.slices = WidthSlices(model, (config.base,), setup, scaled_to=1.0 if config.scaler else None)
         self._width = self.slices.tiers[0]
         self.levels = tuple(f"{count}x{config.base:g}" for count in sorted(config.tiers, reverse=True))
         self.tiers = tuple(dict.fromkeys(self.levels))
@@ -78,8 +78,8 @@ class SplitMix(Method[SplitMixState]):
         bases: list[Tensors] = []
         for base in range(self._bases):
             full = weights if base == 0 else self._new_weights(base)
-            own = self.slices.take(full, self._width)
-            bases.append(own if self.config.rescaled_init else self.slices.own_scale(own, self._width))
+            own = self.slices.slice_weights(full, self._width)
+            bases.append(own if self.config.rescaled_init else self.slices.rescale_init(own, self._width))
         return SplitMixState(tuple(bases))
 
     def tasks(self, state: SplitMixState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
@@ -91,16 +91,16 @@ class SplitMix(Method[SplitMixState]):
     def merge(self, state: SplitMixState, updates: Iterable[Update], round_number: int) -> SplitMixState:
         means = [WeightedMean(base) for base in state.bases]
         for update in updates:
-            means[update.network.number].add_all(update, influence(update, self.config.weighting), self._classifier)
+            means[update.network.number].add_all(update, client_weight(update, self.config.weighting), self._classifier)
         return SplitMixState(tuple(mean.result() for mean in means))
 
     def network(self, spec: NetworkSpec) -> nn.Module:
         if spec.variant == "base":
-            return self.slices.network(self.slices.trained(self._width))
+            return self.slices.network(self.slices.trained_spec(self._width))
         return Ensemble(self.slices.network(NetworkSpec(self._width)) for _ in range(self._counts[spec.tier]))
 
     def weights(self, state: SplitMixState, tier: str) -> Tensors:
-        bases = [self.slices.handed_out(base, self._width) for base in state.bases[: self._counts[tier]]]
+        bases = [self.slices.deployed_weights(base, self._width) for base in state.bases[: self._counts[tier]]]
         return {f"members.{place}.{name}": t for place, base in enumerate(bases) for name, t in base.items()}
 
     def _assigned(self, participant: Participant, turn: int) -> list[int]:

@@ -17,7 +17,6 @@ from fedhm.adapters.adapted import describe_adapter
 from fedhm.config.schema import NO_TIER, Config
 from fedhm.measure.cost import measure, sample_spec
 from fedhm.methods.method import AnyMethod
-from fedhm.methods.tier_work import TierWork
 from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, shared_parameters, size_in_bytes
 from fedhm.networks.inputs import Inputs, sample_shape
@@ -25,7 +24,7 @@ from fedhm.report.comparable import find_difference
 from fedhm.report.format import MISSING, format_bytes, format_macs, format_memory
 from fedhm.report.sheets import Sheet, markdown_table, rich_table
 from fedhm.runs.history import Run
-from fedhm.server.filters.fleet import LATE, Planned
+from fedhm.server.filters.fleet import LATE, ClientPlan, TierWork
 from fedhm.server.record import Group, Record
 from fedhm.work.messages import Task
 from fedhm.work.work import work_of
@@ -82,7 +81,7 @@ def _evaluation_cost(run: Run) -> str:
 # A fleet of devices: the tier and the time of each device, as planned and as it went.
 
 
-def plan_sheet(name: str, config: Config, planned: Sequence[Planned]) -> Sheet:
+def plan_sheet(name: str, config: Config, planned: Sequence[ClientPlan]) -> Sheet:
     """Return a row for each device and tier. Its time is that of the client with the most samples, the slowest."""
     groups = [
         list(group) for _, group in groupby(planned, key=lambda each: (each.device.name, each.tier, each.checkpointing))
@@ -106,7 +105,7 @@ def plan_sheet(name: str, config: Config, planned: Sequence[Planned]) -> Sheet:
     )
 
 
-def _plan_note(config: Config, planned: Sequence[Planned]) -> str:
+def _plan_note(config: Config, planned: Sequence[ClientPlan]) -> str:
     federation = config.federation
     text = "memory: needed / to spare. Seconds are simulated, of one client in one round; ←: the slowest."
     if any(each.checkpointing for each in planned) and not config.train.checkpointing:
@@ -119,7 +118,7 @@ def _plan_note(config: Config, planned: Sequence[Planned]) -> str:
     return text
 
 
-def _client_numbers(group: Sequence[Planned]) -> str:
+def _client_numbers(group: Sequence[ClientPlan]) -> str:
     numbers = [each.client for each in group]
     together = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1
     return f"{numbers[0]}–{numbers[-1]}" if together else ", ".join(map(str, numbers))

@@ -19,12 +19,12 @@ from fedhm.server.facts import TaskFacts
 from fedhm.server.filters.admission import Admission
 from fedhm.server.filters.clip import clamp_outliers
 from fedhm.server.record import ClientMetrics, Record, Tally
-from fedhm.server.sampling import evaluators, with_a_network
+from fedhm.server.sampling import clients_with_network, evaluators
 from fedhm.work.evaluate import EVALUATE, evaluate_tiers, no_numbers, warn_of
 from fedhm.work.messages import Participant, Task, TaskOptions, Update
 from fedhm.work.statistics import STATISTICS, pool
 
-Drawings = Callable[[int], Iterator[list[Participant]]]  # of a round: who takes part, attempt by attempt
+Sampler = Callable[[int], Iterator[list[Participant]]]  # of a round: who takes part, attempt by attempt
 
 
 class Deploying(Protocol):
@@ -57,24 +57,24 @@ class Evaluation:
     holders: Sequence[int] = ()
 
     def evaluate(
-        self, state: Any, record: Record, run: Run, drawings: Drawings, callbacks: Sequence[Callback] = ()
+        self, state: Any, record: Record, run: Run, sampler: Sampler, callbacks: Sequence[Callback] = ()
     ) -> dict[str, nn.Module]:
         """Return every tier's model after the round, and record how well it does; `run` is an engine's."""
-        weights = self.weights(state, record, run, drawings, callbacks)
+        weights = self.weights(state, record, run, sampler, callbacks)
         networks = self.networks(state, weights)
         record.clients = self._at_clients(state, weights, record, run, callbacks)
         record.metrics = self._metrics(networks, record)
         return networks
 
     def weights(
-        self, state: Any, record: Record, run: Run, drawings: Drawings, callbacks: Sequence[Callback] = ()
+        self, state: Any, record: Record, run: Run, sampler: Sampler, callbacks: Sequence[Callback] = ()
     ) -> dict[str, Tensors]:
         """Return every tier's weights; BatchNorm statistics are gathered at the round's participants."""
         weights = {tier: self.method.weights(state, tier) for tier in self.method.tiers}
         tiers = {self.method.spec(tier, state): tier for tier in weights}
         if self.facts.static(record.round) and any(self.facts.network(spec).running for spec in tiers):
-            others = islice(drawings(record.round), record.attempts, None)
-            able = with_a_network(chain([record.participants], others), self.method.tiers, self.clients)
+            others = islice(sampler(record.round), record.attempts, None)
+            able = clients_with_network(chain([record.participants], others), self.method.tiers, self.clients)
             attempts = islice(able, self.config.federation.attempts)
             with record.phase("statistics"):
                 sent = {spec: weights[tier] for spec, tier in tiers.items()}

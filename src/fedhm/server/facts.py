@@ -15,7 +15,7 @@ from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, exchanged_tensors, size_in_bytes, untrained_names
 from fedhm.networks.inputs import Inputs
 from fedhm.networks.spec import NetworkSpec
-from fedhm.server.filters.history import Layout, layout
+from fedhm.server.filters.history import Layout, layout_of
 from fedhm.work.messages import Task
 from fedhm.work.work import Example, work_of
 
@@ -40,7 +40,7 @@ def facts_of(network: nn.Module, sample: Inputs) -> NetworkFacts:
         running,
         untrained_names(network),
         fixed,
-        layout(network, running | moving),
+        layout_of(network, running | moving),
         frozenset(exchanged_tensors(network)),
     )
 

@@ -16,7 +16,7 @@ from fedhm.config.objective import Metric, Metrics, Objective
 from fedhm.measure.time import ClientSeconds
 from fedhm.networks.exchange import Tensors, size_in_bytes
 from fedhm.server.filters.clip import typical_loss
-from fedhm.server.filters.history import Seen
+from fedhm.server.filters.history import AgreementScore
 from fedhm.work.messages import Participant, Reply, Task, Update
 from fedhm.work.work import work_of
 
@@ -178,7 +178,7 @@ class Record:
     plans: dict[str, dict[str, int]] = field(default_factory=dict)  # by tier: ranks that were chosen after this round
     clipped: list[dict[str, Any]] = field(default_factory=list)  # updates that were longer than their bound
     # By client: how it went along with the others, their median and spread, as later rounds judge by it
-    agreement: dict[int, Seen] = field(default_factory=dict)
+    agreement: dict[int, AgreementScore] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
     stopped: str = ""  # why the run ended with this round, before its last one
@@ -295,7 +295,7 @@ class _Line(BaseModel):
     norms: dict[str, dict[str, dict[int, float]]] = {}
     plans: dict[str, dict[str, int]] = {}
     clipped: list[_OfClient] = []
-    agreement: dict[int, Seen] = {}
+    agreement: dict[int, AgreementScore] = {}
     seconds: dict[str, float] = {}
     attempts: int = 1
     stopped: str = ""

@@ -9,7 +9,7 @@ from fedhm.seeds import numpy_generator, secret_uniforms
 from fedhm.work.messages import Participant
 
 
-def drawings(
+def sample_participants(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> Iterator[list[Participant]]:
     """Yield who takes part in a round; then who does in its second attempt, its third, and so on without end.
@@ -27,7 +27,7 @@ def drawings(
         chosen = sorted(order, key=asked.__contains__)[:number]  # a stable order: each part of it stays random
 
 
-def independently(
+def poisson_sample(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int, secret: bytes
 ) -> list[Participant]:
     """Return who takes part if every client does so with the same probability, whoever else does: perhaps nobody.
@@ -50,12 +50,12 @@ def expected_to_train(config: FederationConfig, clients: int, levels: Sequence[s
     return config.participation * able
 
 
-def with_a_network(
+def clients_with_network(
     drawn: Iterable[list[Participant]], tiers: Sequence[str], clients: int
 ) -> Iterator[list[Participant]]:
     """Yield of each drawing those whose tier has a network, if there are such: others are not to be sent one.
 
-    Only if no client at all has one, which may be so where tiers are drawn in each round, drawings are as they were:
+    Only if no client at all has one, which may be so where tiers are drawn in each round, draws are as they were:
     also what such a round left behind is evaluated.
     """
     without: set[int] = set()
@@ -90,7 +90,7 @@ def _at_their_tiers(
     return [Participant(client, levels[fixed_level(client, len(levels))]) for client in chosen]
 
 
-def check_minimum(config: FederationConfig, clients: int) -> None:
+def check_min_updates(config: FederationConfig, clients: int) -> None:
     if config.min_updates > (number := config.per_round(clients)):
         raise FedhmError(f"federation.min_updates = {config.min_updates}, but {number} clients take part in a round")
 

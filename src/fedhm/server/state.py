@@ -16,7 +16,7 @@ from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors
 
 Value = TypeVar("Value")
-Way = tuple[str, ...]
+TensorPath = tuple[str, ...]
 PLAIN = (bool, int, float, str, NoneType)
 
 
@@ -25,7 +25,7 @@ def flatten(value: Any) -> tuple[Tensors, Any]:
     tensors: Tensors = {}
     names: dict[int, str] = {}
 
-    def outline(part: Any, way: Way) -> Any:
+    def outline(part: Any, way: TensorPath) -> Any:
         if isinstance(part, Tensor):
             name = names.setdefault(id(part), "/".join(quote(step, safe="") for step in way))  # a key may hold a slash
             tensors[name] = part
@@ -65,10 +65,10 @@ def check_state(state: Any, kind: type[Any]) -> None:
         raise FedhmError(f"the method's state cannot be written to a checkpoint and read back: {error}") from error
 
 
-def mapped(value: Value, change: Callable[[str, Way, Tensor], Tensor]) -> Value:
+def map_tensors(value: Value, change: Callable[[str, TensorPath, Tensor], Tensor]) -> Value:
     """Return the value with every tensor changed; `change` gets its name, the way to it and the tensor."""
 
-    def apply(part: Any, way: Way) -> Any:
+    def apply(part: Any, way: TensorPath) -> Any:
         if isinstance(part, Tensor):
             return change("/".join(quote(step, safe="") for step in way), way, part)
         if isinstance(part, dict):

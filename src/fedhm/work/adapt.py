@@ -10,20 +10,20 @@ from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
-from fedhm.work.work import Answer, TrainingWork
+from fedhm.work.work import TrainingWork, WorkResult
 
 
 class Adapt(TrainingWork):
     def loaded(self, task: Task) -> Tensors:
         return {name: tensor for name, tensor in task.tensors.items() if not name.startswith(FOLDED)}
 
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         own = self.loaded(task)
         load(ready.network, {name: t for name, t in task.tensors.items() if name not in own} | task.kept)
         with task_seed(client, task):
-            held = client.held
+            held = client.loss_labels
             loss = fit(client, task, ready, held)
-        return Answer(ready.hand_over(own), loss, held, ready.hand_over(task.kept))
+        return WorkResult(ready.hand_over(own), loss, held, ready.hand_over(task.kept))
 
 
 ENTRY_POINT = Adapt()

@@ -33,7 +33,7 @@ class LocalNoise:
     privacy: PrivacyConfig
     secret: Secret
 
-    def hidden(self, update: Update, task: Task, sent: Tensors, untrained: Set[str]) -> Update:
+    def apply(self, update: Update, task: Task, sent: Tensors, untrained: Set[str]) -> Update:
         """Return the update as it may be sent; what is not trained goes back as it came, and no loss is told."""
         if update.kept or update.labels is not None:
             what = "tensors that it keeps" if update.kept else "the labels that it holds (train.masked_loss)"
@@ -84,7 +84,7 @@ class Client:
         return Feed(self.samples, self.preprocessing, self.networks.device)
 
     @property
-    def held(self) -> tuple[int, ...] | None:
+    def loss_labels(self) -> tuple[int, ...] | None:
         """Return the labels that the client holds, where its loss is masked to them."""
         masked = self.train.masked_loss and self.objective.has_labels
         return self.objective.held(self.samples.labels) if masked else None
@@ -114,7 +114,7 @@ class Client:
             task.kind, task.round, task.client, task.tier, task.network, answer.tensors,
             len(used), answer.labels, answer.loss, position, answer.kept,
         )  # fmt: skip
-        return self.noise.hidden(update, task, work.loaded(task), alone) if self.noise else update
+        return self.noise.apply(update, task, work.loaded(task), alone) if self.noise else update
 
     def _left_alone(self, network: nn.Module) -> frozenset[str]:
         """Return what travels of a network, but follows neither from training nor from the client's samples."""

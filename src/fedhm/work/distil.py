@@ -24,8 +24,8 @@ from fedhm.networks.sgd import SGD, Optimizer, ParameterGroup
 from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.train import at_once, fit, task_seed
-from fedhm.work.work import Answer, Example, Expected, outside
+from fedhm.work.train import fit, inference_batch, task_seed
+from fedhm.work.work import Example, Expected, WorkResult, validate_bounds
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CONSENSUS, LOGITS = "consensus", "logits"  # the tensor of a task, if clients agreed on one yet; that of its answer
@@ -38,14 +38,14 @@ class Distil:
     def loaded(self, task: Task) -> Tensors:
         return task.kept
 
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         assert client.public is not None
-        public, held = client.public.on(client.networks.device), client.held
+        public, held = client.public.on(client.networks.device), client.loss_labels
         with task_seed(client, task):
             self._digest(client, task, ready.network, public)
             loss = fit(client, task, ready, held)
-        found = logits(ready.network, public, at_once(client.train.batch, client.train, task)).cpu()
-        return Answer({LOGITS: found}, loss, held, ready.hand_over(task.kept))
+        found = logits(ready.network, public, inference_batch(client.train.batch, client.train, task)).cpu()
+        return WorkResult({LOGITS: found}, loss, held, ready.hand_over(task.kept))
 
     def _digest(self, client: Client, task: Task, network: nn.Module, public: Feed) -> None:
         """Bring the network towards the logits that the clients agreed on, if they have yet, by plain SGD."""
@@ -57,7 +57,7 @@ class Distil:
         checkpoint_blocks([network], client.train.checkpointing)
         for _ in range(task.options.digest_epochs):
             batches = public.shuffled(client.train.batch, generator)
-            follow(network, consensus, F.l1_loss, optimizer, batches, client.train.micro_batch)
+            distil_towards(network, consensus, F.l1_loss, optimizer, batches, client.train.micro_batch)
 
     @torch.no_grad()
     def expected(self, network: nn.Module, example: Example) -> Tensors:
@@ -66,7 +66,7 @@ class Distil:
 
     def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
         for name, tensor in update.tensors.items():
-            if reason := outside(name, tensor, -expected.largest_output, expected.largest_output):
+            if reason := validate_bounds(name, tensor, -expected.largest_output, expected.largest_output):
                 return reason
         return None
 
@@ -75,7 +75,7 @@ class Distil:
         return samples * train.epochs + public * (1 + digested)
 
 
-def follow(
+def distil_towards(
     network: nn.Module, targets: Tensor, loss: Loss, optimizer: Optimizer, batches: Iterable[Batch], most: int = 0
 ) -> None:
     """Make one step on each batch of public inputs, which come with the numbers of their rows in `targets`.

@@ -22,8 +22,8 @@ from fedhm.networks.inputs import forward_batch
 from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.train import at_once
-from fedhm.work.work import LARGEST_MEAN, Answer, Example, Expected, outside
+from fedhm.work.train import inference_batch
+from fedhm.work.work import LARGEST_MEAN, Example, Expected, WorkResult, validate_bounds
 
 EVALUATE = "evaluate"
 OF_ONE_SAMPLE = -(LARGEST_MEAN**2), LARGEST_MEAN**2  # what it may add to a sum of which the objective says nothing
@@ -37,11 +37,11 @@ class Evaluate:
     def loaded(self, task: Task) -> Tensors:
         return task.tensors
 
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         assert client.tests is not None
         feed = Feed(client.tests, client.preprocessing, client.networks.device)
-        batch = at_once(task.options.batch, client.train, task)
-        return Answer(sums_over(ready.network, feed, batch, client.objective))
+        batch = inference_batch(task.options.batch, client.train, task)
+        return WorkResult(sums_over(ready.network, feed, batch, client.objective))
 
     @torch.no_grad()
     def expected(self, network: nn.Module, example: Example) -> Tensors:
@@ -55,7 +55,7 @@ class Evaluate:
                 update.samples * bound for bound in expected.objective.sum_bounds.get(name, OF_ONE_SAMPLE)
             )
             # a network may give NaN for some samples: that is told, and what it counts for is seen with the others'
-            if reason := outside(name, tensor[tensor.isfinite()], lowest, highest):
+            if reason := validate_bounds(name, tensor[tensor.isfinite()], lowest, highest):
                 return reason
         try:
             expected.objective.results(update.tensors, update.samples)

@@ -25,7 +25,7 @@ from fedhm.seeds import numpy_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
-from fedhm.work.work import Answer, TrainingWork
+from fedhm.work.work import TrainingWork, WorkResult
 
 BASIS = "basis "  # before a layer: its leading directions, which come with a task and are not sent back
 
@@ -34,8 +34,8 @@ class Nested(TrainingWork):
     def loaded(self, task: Task) -> Tensors:
         return {name: tensor for name, tensor in task.tensors.items() if not name.startswith(BASIS)}
 
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
-        train, held, network = client.train, client.held, ready.network
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
+        train, held, network = client.train, client.loss_labels, ready.network
         inside, device = nested_tiers(network), client.networks.device
         form = ("sum" if has_normalisation(network) else "beside") if train.nested_form == "auto" else train.nested_form
         bases = {n.removeprefix(BASIS): t.to(device) for n, t in task.tensors.items() if n.startswith(BASIS)}
@@ -65,7 +65,7 @@ class Nested(TrainingWork):
 
         with task_seed(client, task):
             mean = fit(client, task, ready, held, instead if form == "instead" else beside)
-        return Answer(ready.hand_over(self.loaded(task)), mean, held)
+        return WorkResult(ready.hand_over(self.loaded(task)), mean, held)
 
 
 ENTRY_POINT = Nested()

@@ -18,12 +18,12 @@ from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
-from fedhm.work.work import Answer, TrainingWork
+from fedhm.work.work import TrainingWork, WorkResult
 
 
 class Prune(TrainingWork):
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
-        left, held = task.options.kept_rank, client.held
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
+        left, held = task.options.kept_rank, client.loss_labels
         before = _tails(ready.network, left).detach()
 
         def loss(inputs: Inputs, targets: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Prune(TrainingWork):
             if bool(_tails(ready.network, left) < before):
                 for a, b in _last(ready.network, left):
                     a.zero_(), b.zero_()
-        return Answer(ready.hand_over(task.tensors), found, held)
+        return WorkResult(ready.hand_over(task.tensors), found, held)
 
 
 def _last(network: nn.Module, left: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,8 +21,8 @@ from fedhm.networks.inputs import Inputs, forward_batch, repeat_batch
 from fedhm.networks.reuse import PreparedNetwork
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
-from fedhm.work.train import at_once
-from fedhm.work.work import Answer, Example, Expected, moments, outside
+from fedhm.work.train import inference_batch
+from fedhm.work.work import Example, Expected, WorkResult, moment_bounds, validate_bounds
 
 STATISTICS = "statistics"
 
@@ -34,10 +34,10 @@ class Statistics:
     def loaded(self, task: Task) -> Tensors:
         return task.tensors
 
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         # Nothing is kept for a backward pass, so four times the batch fits where training does without saving memory.
-        batches = client.feed.ordered(at_once(4 * client.train.batch, client.train, task))
-        return Answer(gather(ready.network, (inputs for inputs, _ in batches)))
+        batches = client.feed.ordered(inference_batch(4 * client.train.batch, client.train, task))
+        return WorkResult(gather(ready.network, (inputs for inputs, _ in batches)))
 
     def expected(self, network: nn.Module, example: Example) -> Tensors:
         """Return zero means and variances, and how many values each channel sees of one sample.
@@ -54,8 +54,8 @@ class Statistics:
             if part == "values":  # a network may compute what does not depend on its batch, of two samples at least
                 lowest, highest = 1.0, expected.tensors[name].item() * max(2, update.samples)
             else:
-                lowest, highest = moments(part == "variance")
-            if reason := outside(name, tensor, lowest, highest):
+                lowest, highest = moment_bounds(part == "variance")
+            if reason := validate_bounds(name, tensor, lowest, highest):
                 return reason
         return None
 

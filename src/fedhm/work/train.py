@@ -24,15 +24,15 @@ from fedhm.networks.structure import networks_in_training
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
-from fedhm.work.work import Answer, TrainingWork
+from fedhm.work.work import TrainingWork, WorkResult
 
 
 class Train(TrainingWork):
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         with task_seed(client, task):
-            held = client.held
+            held = client.loss_labels
             loss = fit(client, task, ready, held)
-        return Answer(ready.hand_over(task.tensors), loss, held)
+        return WorkResult(ready.hand_over(task.tensors), loss, held)
 
 
 def task_seed(client: Client, task: Task) -> AbstractContextManager[None]:
@@ -51,7 +51,7 @@ def fit(
 
     `next_loss` says what is minimised on the next batch's inputs and targets; without it, the objective's loss.
     """
-    train, feed = trained_as(client.train, task), client.feed
+    train, feed = task_train_config(client.train, task), client.feed
     generator = torch_generator(client.seed, "batches", task.round, task.client, str(task.network))
     network, forward = ready.network, ready.forward
     layers = low_rank_layers(network) if train.frobenius_decay else []
@@ -78,7 +78,7 @@ def fit(
     return total.item() / len(client.samples)
 
 
-def trained_as(train: TrainConfig, task: Task) -> TrainConfig:
+def task_train_config(train: TrainConfig, task: Task) -> TrainConfig:
     """Return the settings of a task: the task of a tier with a budget of memory says how to stay within it."""
     if task.options.micro_batch is None:
         return train
@@ -86,9 +86,9 @@ def trained_as(train: TrainConfig, task: Task) -> TrainConfig:
     return train.model_copy(update=saving)
 
 
-def at_once(most: int, train: TrainConfig, task: Task) -> int:
+def inference_batch(most: int, train: TrainConfig, task: Task) -> int:
     """Return how many samples may go forward together: up to `most`, or as many as in training if that saves memory."""
-    train = trained_as(train, task)
+    train = task_train_config(train, task)
     return min(most, train.parts or train.batch) if train.parts or train.checkpointing else most
 
 

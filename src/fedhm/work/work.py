@@ -39,12 +39,12 @@ class Expected:
     objective: Objective | None = None
 
 
-def change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
+def validate_change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
     """Return why weights are too far from those that were sent, or not finite; None if they are not."""
     squares = 0.0
     for name, tensor in tensors.items():
         if name in expected.running:
-            if reason := outside(name, tensor, *moments(name.endswith("running_var"))):
+            if reason := validate_bounds(name, tensor, *moment_bounds(name.endswith("running_var"))):
                 return reason
         elif name in expected.fixed:
             if not _same(tensor, sent[name], expected.halved and tensor.ndim > 1):
@@ -85,12 +85,12 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def moments(variance: bool) -> tuple[float, float]:
+def moment_bounds(variance: bool) -> tuple[float, float]:
     """Return the lowest and highest value of a mean or variance of what a BatchNorm layer sees."""
     return (0.0, LARGEST_MEAN**2) if variance else (-LARGEST_MEAN, LARGEST_MEAN)
 
 
-def outside(name: str, tensor: Tensor, lowest: float, highest: float) -> str | None:
+def validate_bounds(name: str, tensor: Tensor, lowest: float, highest: float) -> str | None:
     """Return which value of a tensor is not finite, or not within bounds; None if all are."""
     if not tensor.numel():
         return None
@@ -109,7 +109,7 @@ def outside(name: str, tensor: Tensor, lowest: float, highest: float) -> str | N
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkResult:
     """What came of a task, before it is an update."""
 
     tensors: Tensors
@@ -139,7 +139,7 @@ class Work(Protocol):
         """Return the tensors that the task's network is loaded with."""
         ...
 
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer:
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         """Do the task, on the client."""
         ...
 
@@ -167,7 +167,7 @@ class TrainingWork(ABC):
     past, short = "trained", "train"
 
     @abstractmethod
-    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> Answer: ...
+    def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult: ...
 
     def loaded(self, task: Task) -> Tensors:
         return task.tensors
@@ -176,7 +176,7 @@ class TrainingWork(ABC):
         raise AssertionError("an answer has the tensors that the network was loaded with")
 
     def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
-        return change(update.tensors, self.loaded(task), expected)
+        return validate_change(update.tensors, self.loaded(task), expected)
 
     def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
         return samples * train.epochs  # of a network whose costs are those of all that runs for a batch

@@ -12,7 +12,7 @@ from fedhm.networks.spec import NetworkSpec
 from fedhm.server.collect import collect
 from fedhm.server.facts import TaskFacts
 from fedhm.server.filters.admission import Admission
-from fedhm.server.filters.clip import capped, most_samples, typical_loss
+from fedhm.server.filters.clip import cap_samples, sample_limit, typical_loss
 from fedhm.server.record import Record, Tally
 from fedhm.work.messages import Task, Update
 from fedhm.work.statistics import pool
@@ -27,21 +27,21 @@ def update(kind: str, samples: int, **tensors: float) -> Update:
 
 
 def test_the_cap_is_a_multiple_of_what_most_say() -> None:
-    assert most_samples([100, 120, 0, 80, HUGE]) == 1000
-    assert most_samples([100, HUGE]) == 1000
-    assert most_samples([0, 0]) is None
+    assert sample_limit([100, 120, 0, 80, HUGE]) == 1000
+    assert sample_limit([100, HUGE]) == 1000
+    assert sample_limit([0, 0]) is None
 
 
 def test_who_says_a_usual_number_stays_the_very_same() -> None:
     honest = update("train", 100, w=1.0)
-    assert capped(honest, 1000) is honest
-    assert capped(honest, None) is honest
+    assert cap_samples(honest, 1000) is honest
+    assert cap_samples(honest, None) is honest
 
 
 def test_pooled_statistics_are_not_owned_by_a_claim() -> None:
     lie = update("statistics", HUGE, bn_values=float(HUGE), bn_mean=5.0, bn_variance=1.0)
     honest = update("statistics", 100, bn_values=100.0, bn_mean=0.0, bn_variance=1.0)
-    pooled = pool(each.tensors for each in [capped(lie, 200), *[honest] * 8])
+    pooled = pool(each.tensors for each in [cap_samples(lie, 200), *[honest] * 8])
     assert pooled["bn.running_mean"].item() == pytest.approx(5.0 * 200 / 1000)
 
 
@@ -49,7 +49,7 @@ def test_pooled_metrics_are_not_owned_by_a_claim() -> None:
     tally = Tally(small_config().objective)
     lie = update("evaluate", HUGE, correct=0.0, loss=0.0)
     honest = update("evaluate", 100, correct=100.0, loss=10.0)
-    for number, each in enumerate([capped(lie, 200), *[honest] * 8]):
+    for number, each in enumerate([cap_samples(lie, 200), *[honest] * 8]):
         tally.add(number, "full", each.samples, each.tensors)
     assert tally.result(["full"]).overall.pooled.accuracy == pytest.approx(0.8)
 

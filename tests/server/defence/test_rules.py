@@ -11,14 +11,14 @@ from fedhm.errors import FedhmError
 from fedhm.networks.spec import NetworkSpec
 from fedhm.server.filters.agreement import (
     ITERATIONS,
-    by_centered_clip,
-    by_krum,
     centered_clip,
+    centered_clip_judge,
     judge_together,
     krum,
+    krum_judge,
     krum_scores,
 )
-from fedhm.server.filters.clip import Findings
+from fedhm.server.filters.clip import DefenceLog
 from fedhm.server.filters.defence import check_attackers
 from fedhm.server.filters.history import WEIGHTS, Layout, NormHistory, UpdateDelta, update_delta
 from fedhm.work.messages import Task, Update
@@ -108,24 +108,24 @@ def arrived(client: int, vector: Tensor, network: str = "full") -> UpdateDelta:
 
 def test_the_updates_are_cut_as_the_rule_says() -> None:
     vectors = torch.cat([changes(3, 9), -4 * changes(3, 1)])
-    findings = Findings({}, [], [])
-    judge = by_centered_clip(NormHistory(lambda _: 1.0), 1, findings)
+    log = DefenceLog({}, [], [])
+    judge = centered_clip_judge(NormHistory(lambda _: 1.0), 1, log)
     arriving = [arrived(n, vector) for n, vector in enumerate(vectors)]
     passed = list(judge_together(arriving, judge, lambda _: LAYOUT, one_model=True))
     found = torch.stack([each.update.tensors["w"] - 1 for each in passed]).mean(0)
     tau = vectors.norm(dim=1).sort().values[4:6].mean().item()
     torch.testing.assert_close(found, plain_centered_clip(vectors, tau))
-    assert 9 in {entry["client"] for entry in findings.clipped}
+    assert 9 in {entry["client"] for entry in log.clipped}
 
 
 def test_krum_drops_with_a_reason() -> None:
     vectors = torch.cat([changes(3, 6), 4 * changes(9, 1), changes(3, 3)])
-    findings = Findings({}, [], [])
+    log = DefenceLog({}, [], [])
     arriving = [arrived(n, vector) for n, vector in enumerate(vectors)]
-    passed = list(judge_together(arriving, by_krum(1, findings), lambda _: LAYOUT, one_model=True))
+    passed = list(judge_together(arriving, krum_judge(1, log), lambda _: LAYOUT, one_model=True))
     assert [each.update.client for each in passed] == [0, 1, 2, 3, 4, 5, 7, 8, 9]
     assert all(each is arriving[each.update.client] for each in passed)
-    (entry,) = findings.dropped
+    (entry,) = log.dropped
     assert (entry["client"], entry["tier"], entry["kind"]) == (6, "full", "train")
     assert entry["reason"].startswith("Krum: it is among the 1 of 10 that are furthest from the others (score ")
 
@@ -161,4 +161,4 @@ def test_other_work_passes_all_rules() -> None:
     task = Task("statistics", 1, 0, "full", NetworkSpec("full"), {})
     other = update_delta(task, Update("statistics", 1, 0, "full", NetworkSpec("full"), {}, 5, None, 0.0), LAYOUT)
     assert WEIGHTS not in other.parts
-    assert list(judge_together([other], by_krum(1, Findings({}, [], [])), lambda _: LAYOUT, True)) == [other]
+    assert list(judge_together([other], krum_judge(1, DefenceLog({}, [], [])), lambda _: LAYOUT, True)) == [other]

@@ -18,7 +18,7 @@ from fedhm.runs.history import Result
 from fedhm.runs.privacy import LENGTH, SECRET_FILE
 from fedhm.server.filters.privacy import ORDERS, epsilon, epsilon_after
 from fedhm.server.record import Record
-from fedhm.server.sampling import expected_to_train, independently
+from fedhm.server.sampling import expected_to_train, poisson_sample
 from fedhm.work.messages import Participant
 from run_outcome import outcome
 
@@ -87,7 +87,7 @@ def test_epsilon_grows_with_rounds_and_falls_with_noise() -> None:
 
 def test_every_client_is_sampled_independently() -> None:
     config, rounds, clients = FederationConfig(participation=0.3), 400, 12
-    drawn = [independently(config, clients, ("full", "1/2"), 0, number, b"s" * 32) for number in range(rounds)]
+    drawn = [poisson_sample(config, clients, ("full", "1/2"), 0, number, b"s" * 32) for number in range(rounds)]
     taken = torch.zeros(rounds, clients)
     for number, chosen in enumerate(drawn):
         assert [p.client for p in chosen] == sorted(p.client for p in chosen)
@@ -97,7 +97,7 @@ def test_every_client_is_sampled_independently() -> None:
     pairs = (taken.T @ taken / rounds)[torch.triu(torch.ones(clients, clients), 1).bool()]
     assert pairs.tolist() == pytest.approx([0.09] * len(pairs), abs=4.5 * (0.09 * 0.91 / rounds) ** 0.5)
     assert taken.sum(1).var().item() == pytest.approx(12 * 0.21, rel=0.35)  # 0 if their number were fixed
-    other = independently(config, clients, ("full",), 0, 1, b"t" * 32)
+    other = poisson_sample(config, clients, ("full",), 0, 1, b"t" * 32)
     assert [p.client for p in other] != [p.client for p in drawn[1]]
 
 

@@ -18,11 +18,11 @@ from fedhm.errors import FedhmError
 from fedhm.machine.printable import printable
 from fedhm.networks.exchange import Tensors, size_in_bytes
 from fedhm.server.facts import TaskFacts
-from fedhm.server.filters.clip import capped, most_samples
+from fedhm.server.filters.clip import cap_samples, sample_limit
 from fedhm.server.filters.filter import Arrival, RoundFilter
 from fedhm.server.record import Record
 from fedhm.work.messages import Failure, Reply, Task, Update
-from fedhm.work.work import LARGEST_LOGIT, LARGEST_LOSS, LARGEST_MEAN, Expected, change, work_of
+from fedhm.work.work import LARGEST_LOGIT, LARGEST_LOSS, LARGEST_MEAN, Expected, validate_change, work_of
 
 _short = reprlib.Repr()  # a client's text may be of any length
 _short.maxstring = 80
@@ -35,8 +35,8 @@ class Admission(RoundFilter):
         self._config, self._federation, self._facts = config, federation, facts
         # The server counts the samples of clients on this machine itself.
         bounded = federation.remote and config.server.robust != "none"
-        self._most_samples_to_train = most_samples(federation.remote) if bounded else None
-        self._most_samples_to_test = most_samples(federation.client_tests.remote) if bounded else None
+        self._most_samples_to_train = sample_limit(federation.remote) if bounded else None
+        self._most_samples_to_test = sample_limit(federation.client_tests.remote) if bounded else None
 
     def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
         return [self._facts.travels(task) for task in tasks]
@@ -58,7 +58,7 @@ class Admission(RoundFilter):
         if reason is None:
             tests = work_of(task.kind).tests
             most = self._most_samples_to_test if tests else self._most_samples_to_train
-            return capped(self._with_fixed_tensors(reply, task), most)
+            return cap_samples(self._with_fixed_tensors(reply, task), most)
         up = _size_of_anything(reply.tensors) if reply.up is None else reply.up
         return Failure(task.client, reason, reply.position, down=reply.down, up=up)
 
@@ -120,7 +120,11 @@ def reason_to_refuse(update: Update, task: Task, expected: Expected) -> str | No
         or _misfit(update.tensors, expected.tensors)
         or _misfit(update.kept, task.kept)
     )
-    return reason or work_of(task.kind).validate(update, task, expected) or change(update.kept, task.kept, expected)
+    return (
+        reason
+        or work_of(task.kind).validate(update, task, expected)
+        or validate_change(update.kept, task.kept, expected)
+    )
 
 
 def _other_task(update: Update, task: Task) -> str | None:

@@ -15,36 +15,36 @@ from fedhm.lowrank.delta import FactorizedDelta, inner_product
 from fedhm.lowrank.svd import Form, to_matrix_factors, unroll
 from fedhm.networks.exchange import is_averageable, upcast_half
 from fedhm.networks.spec import NetworkSpec
-from fedhm.server.filters.clip import Findings
+from fedhm.server.filters.clip import DefenceLog
 from fedhm.server.filters.history import (
-    LEAST_SPREAD,
+    MIN_SPREAD,
     WEIGHTS,
     AgreementHistory,
+    AgreementScore,
     Layout,
     NormHistory,
-    Seen,
     UpdateDelta,
-    length,
+    finite_norm,
 )
 
-Recovered = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # by name of the weight: dense, or left and right factor
+RecoveredDelta = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # by name of the weight: dense, or left and right factor
 
 
-def gram(changes: Sequence[Recovered]) -> Tensor:
+def gram(changes: Sequence[RecoveredDelta]) -> Tensor:
     """Return the inner products of all pairs, (n, n)."""
     found = torch.zeros(len(changes), len(changes), dtype=torch.float64)
     for row, one in enumerate(changes):
         for column, other in enumerate(changes[: row + 1]):
-            found[row, column] = found[column, row] = between(one, other)
+            found[row, column] = found[column, row] = delta_inner_product(one, other)
     return found
 
 
-def between(one: Recovered, other: Recovered) -> float:
+def delta_inner_product(one: RecoveredDelta, other: RecoveredDelta) -> float:
     """Return the inner product of two changes."""
     return sum(_of_layer(one[name], other[name]) for name in one)
 
 
-def by_layer(one: Recovered, other: Recovered) -> dict[str, float]:
+def layer_inner_products(one: RecoveredDelta, other: RecoveredDelta) -> dict[str, float]:
     """Return the inner products of two changes, layer by layer."""
     found: dict[str, float] = {}
     for name in one:
@@ -53,7 +53,7 @@ def by_layer(one: Recovered, other: Recovered) -> dict[str, float]:
     return found
 
 
-def recovered(change: FactorizedDelta, factorized: Collection[str]) -> Recovered:
+def recovered(change: FactorizedDelta, factorized: Collection[str]) -> RecoveredDelta:
     """Return a change by the names that its tensors have in the full model, its factorized layers as factors."""
     found: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
     pairs = {f"{layer}.{part}" for layer in factorized for part in ("u", "v")}
@@ -86,62 +86,66 @@ def _of_layer(one: Tensor | tuple[Tensor, Tensor], other: Tensor | tuple[Tensor,
 
 # The first updates of a round that can be compared with each other, by which every update is judged.
 
-FEWEST = 2  # others, who tell which way is against theirs
-TELLING = 4  # others, of which three honest ones tell who disagrees with them
-DEVIATIONS = 1.4826  # in a median distance from the median
-QUANTILE = 0.6  # of the cosines with others
-CLEAR = 2.0  # spreads: so large is the median agreement of clients that go one way
-OF_MOST = 1 / 8  # of the largest median so far, likewise
+MIN_PEERS = 2  # others, who tell which way is against theirs
+MIN_PEERS_TO_JUDGE = 4  # others, of which three honest ones tell who disagrees with them
+STD_PER_MAD = 1.4826  # in a median distance from the median
+AGREEMENT_QUANTILE = 0.6  # of the cosines with others
+CLEAR_SPREADS = 2.0  # spreads: so large is the median agreement of clients that go one way
+CLEAR_SHARE = 1 / 8  # of the largest median so far, likewise
 
 
-class Panel:
+class PeerGroup:
     """Changes of one model by their clients. Those that disagree with the rest, or did before, do not tell the way.
 
     last  the layer that gives the outputs: who agrees is told by the others, if there are any
     """
 
     def __init__(
-        self, clients: Sequence[int], changes: Sequence[Recovered], last: str | None, known: AgreementHistory
+        self,
+        clients: Sequence[int],
+        changes: Sequence[RecoveredDelta],
+        output_layer: str | None,
+        known: AgreementHistory,
     ) -> None:
-        self._clients, self._changes, self._last, self._known = clients, changes, last, known
+        self._clients, self._changes, self._last, self._known = clients, changes, output_layer, known
         products = torch.stack([self._products(change) for change in changes], 1)  # (1 + layers, n, n)
         self._lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt()
         self._cosines = _over(products, self._lengths[:, :, None] * self._lengths[:, None])
-        trusted = [place for place, client in enumerate(clients) if not known.was_out(client)]
-        self._way = trusted if len(trusted) > TELLING else list(range(len(clients)))
+        trusted = [place for place, client in enumerate(clients) if not known.disagreed_before(client)]
+        self._way = trusted if len(trusted) > MIN_PEERS_TO_JUDGE else list(range(len(clients)))
         for _ in clients:
             self._look()
             if self.median <= 0:
                 break
-            left = [place for place, seen in enumerate(self._seen) if not known.out(clients[place], seen)]
-            if left == self._way or len(left) <= TELLING:
+            left = [place for place, seen in enumerate(self._seen) if not known.disagrees(clients[place], seen)]
+            if left == self._way or len(left) <= MIN_PEERS_TO_JUDGE:
                 break
             self._way = left
 
     @property
     def clear(self) -> bool:
         """Tell whether clients go one way at all: those that have converged do not, and nobody can be told by it."""
-        return self.median > max(0.0, CLEAR * self._distance, OF_MOST * self._known.most)
+        return self.median > max(0.0, CLEAR_SPREADS * self._distance, CLEAR_SHARE * self._known.most)
 
     def others(self, client: int) -> int:
         """Return how many other clients' changes tell the way."""
         return sum(self._clients[place] != client for place in self._way)
 
-    def along(self, client: int, change: Recovered) -> tuple[float, float]:
+    def compare(self, client: int, change: RecoveredDelta) -> tuple[float, float]:
         """Return how a change goes along with the others': its agreement, and its cosine as a whole."""
-        own = self._stacked(by_layer(change, change)).clamp(min=0.0).sqrt()
+        own = self._stacked(layer_inner_products(change, change)).clamp(min=0.0).sqrt()
         return self._along(client, _over(self._products(change), own[:, None] * self._lengths))
 
-    def seen(self, agreement: float) -> Seen:
-        return Seen(agreement, self.median, self._spread)
+    def seen(self, agreement: float) -> AgreementScore:
+        return AgreementScore(agreement, self.median, self._spread)
 
     def _look(self) -> None:
         """Compare all with those that tell the way."""
         found = [self._along(client, self._cosines[:, place]) for place, client in enumerate(self._clients)]
         agreements, wholes = ([found[place][part] for place in self._way] for part in (0, 1))
         self.median, self.median_cosine = statistics.median(agreements), statistics.median(wholes)
-        self._distance = DEVIATIONS * statistics.median(abs(each - self.median) for each in agreements)
-        self._spread = max(self._distance, LEAST_SPREAD * self.median)
+        self._distance = STD_PER_MAD * statistics.median(abs(each - self.median) for each in agreements)
+        self._spread = max(self._distance, MIN_SPREAD * self.median)
         self._seen = [self.seen(agreement) for agreement, _ in found]
 
     def _along(self, client: int, cosines: Tensor) -> tuple[float, float]:
@@ -152,12 +156,12 @@ class Panel:
         others = [place for place in self._way if self._clients[place] != client]
         if not others:
             return 0.0, 0.0
-        agreement = cosines[1:, others].mean(0).quantile(QUANTILE)
+        agreement = cosines[1:, others].mean(0).quantile(AGREEMENT_QUANTILE)
         length = self._cosines[0][others][:, others].sum().clamp(min=0.0).sqrt()
         return agreement.item(), _over(cosines[0, others].sum(), length).item()
 
-    def _products(self, change: Recovered) -> Tensor:
-        return torch.stack([self._stacked(by_layer(change, other)) for other in self._changes], 1)
+    def _products(self, change: RecoveredDelta) -> Tensor:
+        return torch.stack([self._stacked(layer_inner_products(change, other)) for other in self._changes], 1)
 
     def _stacked(self, products: dict[str, float]) -> Tensor:
         """Return the whole, then the layers that tell who agrees, (1 + layers,), in one order for all networks."""
@@ -247,7 +251,7 @@ def judge_together(
     yield from (left for left in found if left is not None)
 
 
-def by_centered_clip(history: NormHistory, round_number: int, findings: Findings) -> Judge:
+def centered_clip_judge(history: NormHistory, round_number: int, log: DefenceLog) -> Judge:
     """Shorten those that are far from where the others go. τ is the median of their lengths, at most the usual one."""
 
     def judge(members: Sequence[UpdateDelta], inner: Tensor) -> list[UpdateDelta | None]:
@@ -262,17 +266,17 @@ def by_centered_clip(history: NormHistory, round_number: int, findings: Findings
             found.append(each if factor == 1.0 else each.cut({WEIGHTS: factor * norm}))
             if factor < 1.0:
                 who = {"client": each.update.client, "tier": each.update.tier, "part": WEIGHTS}
-                findings.clipped.append(who | {"norm": norm, "bound": factor * norm})
+                log.clipped.append(who | {"norm": norm, "bound": factor * norm})
         return found
 
     return judge
 
 
-def by_krum(hostile: int, findings: Findings) -> Judge:
+def krum_judge(hostile: int, log: DefenceLog) -> Judge:
     """Drop those that are furthest from their nearest others, fewer where some have been dropped already."""
 
     def judge(members: Sequence[UpdateDelta], inner: Tensor) -> list[UpdateDelta | None]:
-        left = max(0, hostile - findings.disagreeing)
+        left = max(0, hostile - log.disagreeing)
         chosen = set(krum(inner, left))
         scores = krum_scores(inner, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
         found: list[UpdateDelta | None] = []
@@ -283,7 +287,7 @@ def by_krum(hostile: int, findings: Findings) -> Judge:
                 reason = f"Krum: it is among the {len(members) - len(chosen)} of {len(members)} that are furthest from "
                 reason += f"the others (score {scores[place]:.3g}, median {statistics.median(scores):.3g})"
                 entry = {"client": update.client, "tier": update.tier, "kind": update.kind, "reason": reason}
-                findings.dropped.append(entry)
+                log.dropped.append(entry)
         return found
 
     return judge
@@ -307,62 +311,62 @@ def by_krum(hostile: int, findings: Findings) -> Judge:
 # The first few updates of a round are held and compared with each other, all later ones with these: memory stays
 # independent of the number of clients.
 
-HELD = 12  # updates, of all networks together
+REFERENCE_SIZE = 12  # updates, of all networks together
 DISAGREED = "it disagreed with the others in its last rounds"
-AGAINST = 0.6  # times how far clients usually move: so long may be what goes against the others
-AGAINST_NO_WAY = 0.9  # likewise, where clients go no common way
+MAX_AGAINST = 0.6  # times how far clients usually move: so long may be what goes against the others
+MAX_AGAINST_UNCLEAR = 0.9  # likewise, where clients go no common way
 
 
 def drop_disagreeing(
     arriving: Iterable[UpdateDelta],
     history: NormHistory,
     round_number: int,
-    findings: Findings,
+    log: DefenceLog,
     layout: Callable[[NetworkSpec], Layout],
     one_model: bool,
     standing: AgreementHistory,
 ) -> Iterator[UpdateDelta]:
     """Yield the updates that are to be merged, in their order, and note why others are not."""
 
-    def changed(each: UpdateDelta) -> Recovered:
+    def changed(each: UpdateDelta) -> RecoveredDelta:
         return recovered(each.parts[WEIGHTS], layout(each.update.network).factorized)
 
     def group(each: UpdateDelta) -> NetworkSpec | None:
         return None if one_model else each.update.network
 
     rest = iter(arriving)
-    held = list(islice(rest, HELD))
+    held = list(islice(rest, REFERENCE_SIZE))
     known = [(each, changed(each)) for each in held if WEIGHTS in each.parts]
-    usual = history.level(WEIGHTS, None, round_number, [length(each.parts[WEIGHTS]) for each, _ in known])
-    panels: dict[NetworkSpec | None, Panel] = {}
+    usual = history.level(WEIGHTS, None, round_number, [finite_norm(each.parts[WEIGHTS]) for each, _ in known])
+    panels: dict[NetworkSpec | None, PeerGroup] = {}
     for name in dict.fromkeys(group(each) for each, _ in known):
         members = [(each, change) for each, change in known if group(each) == name]
         clients = [each.update.client for each, _ in members]
-        if len(set(clients)) > FEWEST:
-            last = layout(members[0][0].update.network).last
-            panels[name] = Panel(clients, [change for _, change in members], last, standing)
+        if len(set(clients)) > MIN_PEERS:
+            last = layout(members[0][0].update.network).output_layer
+            panels[name] = PeerGroup(clients, [change for _, change in members], last, standing)
     changes = {id(each): change for each, change in known}
 
     def passes(each: UpdateDelta) -> bool:
         client, weights = each.update.client, each.parts.get(WEIGHTS)
         panel = panels.get(group(each)) if weights else None
-        if weights is None or panel is None or not usual or panel.median <= 0 or panel.others(client) < FEWEST:
-            reason = DISAGREED if standing.was_out(client) else None  # nobody knows the way
+        if weights is None or panel is None or not usual or panel.median <= 0 or panel.others(client) < MIN_PEERS:
+            reason = DISAGREED if standing.disagreed_before(client) else None  # nobody knows the way
         else:
             own = changes.get(id(each))
-            agreement, cosine = panel.along(client, changed(each) if own is None else own)
-            against, cut = -cosine * length(weights), _was_cut(each, findings.clipped)
+            agreement, cosine = panel.compare(client, changed(each) if own is None else own)
+            against, cut = -cosine * finite_norm(weights), _was_cut(each, log.clipped)
             reason = of_agreement(client, panel, agreement) or _of_length(panel, cosine, against, usual, cut)
         if reason:
-            _note(each, reason, findings)
+            _note(each, reason, log)
         return not reason
 
-    def of_agreement(client: int, panel: Panel, agreement: float) -> str | None:
-        if not panel.clear or panel.others(client) < TELLING:
-            return DISAGREED if standing.was_out(client) else None
+    def of_agreement(client: int, panel: PeerGroup, agreement: float) -> str | None:
+        if not panel.clear or panel.others(client) < MIN_PEERS_TO_JUDGE:
+            return DISAGREED if standing.disagreed_before(client) else None
         seen = panel.seen(agreement)
-        findings.agreement[client] = min(findings.agreement.get(client, seen), seen)  # of several tasks, the worst
-        if not standing.out(client, seen):
+        log.agreement[client] = min(log.agreement.get(client, seen), seen)  # of several tasks, the worst
+        if not standing.disagrees(client, seen):
             return None
         return f"it disagrees with the others: agreement {agreement:.3g}, median {seen.median:.3g}"
 
@@ -370,8 +374,8 @@ def drop_disagreeing(
     yield from filter(passes, rest)
 
 
-def _of_length(panel: Panel, cosine: float, against: float, usual: float, cut: bool) -> str | None:
-    if against > (AGAINST if panel.clear else AGAINST_NO_WAY) * usual:
+def _of_length(panel: PeerGroup, cosine: float, against: float, usual: float, cut: bool) -> str | None:
+    if against > (MAX_AGAINST if panel.clear else MAX_AGAINST_UNCLEAR) * usual:
         return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
     if cut and cosine < panel.median_cosine:
         reason = f"it was too long, and does not go along with the others: cosine {cosine:.3g}"
@@ -384,10 +388,10 @@ def _was_cut(each: UpdateDelta, clipped: Sequence[dict[str, object]]) -> bool:
     return any((entry["client"], entry["tier"], entry["part"]) == who for entry in clipped)
 
 
-def _note(each: UpdateDelta, reason: str, findings: Findings) -> None:
+def _note(each: UpdateDelta, reason: str, log: DefenceLog) -> None:
     update = each.update
     entry = {"client": update.client, "tier": update.tier, "kind": update.kind, "reason": reason}
-    findings.dropped.append(entry)
-    findings.disagreeing += 1
+    log.dropped.append(entry)
+    log.disagreeing += 1
     for part in each.parts:  # how far clients usually move is not for it to say
-        findings.norms[part][update.tier].pop(update.client, None)
+        log.norms[part][update.tier].pop(update.client, None)

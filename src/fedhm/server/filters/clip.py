@@ -15,31 +15,31 @@ import torch
 from torch import Tensor
 
 from fedhm.networks.exchange import Tensors
-from fedhm.server.filters.history import SETTLED, NormHistory, Seen, UpdateDelta, length
+from fedhm.server.filters.history import ENOUGH_NORMS, AgreementScore, NormHistory, UpdateDelta, finite_norm
 from fedhm.work.messages import Update
 from fedhm.work.statistics import STATISTICS
 from fedhm.work.work import work_of
 
 
 @dataclass
-class Findings:
+class DefenceLog:
     """What the defence leaves in a round's record."""
 
     norms: dict[str, dict[str, dict[int, float]]]  # by part, tier and client: what was left of them
     clipped: list[dict[str, Any]]
     dropped: list[dict[str, Any]]
-    agreement: dict[int, Seen] = field(default_factory=dict)  # by client
+    agreement: dict[int, AgreementScore] = field(default_factory=dict)  # by client
     disagreeing: int = 0  # updates that were dropped for it
 
 
 def clip(
-    arriving: Iterable[UpdateDelta], history: NormHistory, round_number: int, findings: Findings
+    arriving: Iterable[UpdateDelta], history: NormHistory, round_number: int, log: DefenceLog
 ) -> Iterator[UpdateDelta]:
     """Yield the updates, those that are too long cut to the bound."""
     rest = iter(arriving)
     held, now = _held_back(rest)
     for each in chain(held, rest):
-        yield _bounded(each, history, round_number, now, findings)
+        yield _bounded(each, history, round_number, now, log)
 
 
 def _held_back(arriving: Iterator[UpdateDelta]) -> tuple[list[UpdateDelta], dict[str, list[float]]]:
@@ -49,25 +49,25 @@ def _held_back(arriving: Iterator[UpdateDelta]) -> tuple[list[UpdateDelta], dict
     for each in arriving:
         held.append(each)
         for part, change in each.parts.items():
-            note(norms.setdefault(part, {}), each.update.client, length(change))
-        if all(len(of_part) >= SETTLED for of_part in norms.values()):
+            note(norms.setdefault(part, {}), each.update.client, finite_norm(change))
+        if all(len(of_part) >= ENOUGH_NORMS for of_part in norms.values()):
             break
     return held, {part: list(of_part.values()) for part, of_part in norms.items()}
 
 
 def _bounded(
-    each: UpdateDelta, history: NormHistory, round_number: int, now: dict[str, list[float]], findings: Findings
+    each: UpdateDelta, history: NormHistory, round_number: int, now: dict[str, list[float]], log: DefenceLog
 ) -> UpdateDelta:
     lengths: dict[str, float] = {}
     client, tier = each.update.client, each.update.tier
     for part, change in each.parts.items():
-        norm = length(change)
+        norm = finite_norm(change)
         bound = history.bound(part, tier, round_number, now.get(part, ()))
         if bound is not None and norm > bound:
             lengths[part] = bound
             entry = {"client": client, "tier": tier, "part": part, "norm": norm, "bound": bound}
-            findings.clipped.append(entry)
-        note(findings.norms.setdefault(part, {}).setdefault(tier, {}), client, lengths.get(part, norm))
+            log.clipped.append(entry)
+        note(log.norms.setdefault(part, {}).setdefault(tier, {}), client, lengths.get(part, norm))
     return each.cut(lengths)
 
 
@@ -85,13 +85,13 @@ TIMES_MEDIAN = 10  # of the clients' numbers of samples
 LOSS_TIMES_MEDIAN = 100.0
 
 
-def most_samples(said: Iterable[int]) -> int | None:
+def sample_limit(said: Iterable[int]) -> int | None:
     """Return for how many samples a client may count; None: nobody has said how many it has."""
     known = [count for count in said if count]
     return TIMES_MEDIAN * statistics.median_low(known) if known else None
 
 
-def capped(update: Update, most: int | None) -> Update:
+def cap_samples(update: Update, most: int | None) -> Update:
     """Return the update of a client that counts for no more than so many samples: sums and counts shrink with them."""
     if most is None or update.samples <= most:
         return update
@@ -123,13 +123,13 @@ FEWEST = 3  # clients, of which one cannot move a median far
 SPREADS = 10.0  # times the median distance from the median
 DEVIATIONS = 0.5  # of a channel's values: so far may its mean be off, if the others agree
 TIMES = 3.0  # the others' variance
-HOPELESS = 2.0  # times as far off as may be
-TYPICAL = 1 / 4  # as far off as may be: a client's root mean square over a layer's channels is no more
+DISCARD_FACTOR = 2.0  # times as far off as may be
+LAYER_SHARE = 1 / 4  # as far off as may be: a client's root mean square over a layer's channels is no more
 
 
-def typical(channels: int) -> float:
+def layer_limit(channels: int) -> float:
     """Return how far off a client may be in a layer as a whole: two channels may be at the edge."""
-    return max(TYPICAL, math.sqrt(2 / channels))
+    return max(LAYER_SHARE, math.sqrt(2 / channels))
 
 
 class Interval(NamedTuple):
@@ -140,7 +140,7 @@ class Interval(NamedTuple):
         """Return the values of all clients, (clients, channels), inside; those that are there already as they are."""
         inside = values.clamp(self.middle - self.reach, self.middle + self.reach)
         whole = ((inside - self.middle) / self.reach).square().mean(1, keepdim=True).sqrt()
-        lost = ((values - self.middle).abs() > HOPELESS * self.reach) | (whole > typical(values.shape[1]))
+        lost = ((values - self.middle).abs() > DISCARD_FACTOR * self.reach) | (whole > layer_limit(values.shape[1]))
         return torch.where(lost, self.middle, inside)
 
 

@@ -6,8 +6,8 @@ from fedhm.config.schema import ResolvedConfig, ServerConfig
 from fedhm.errors import FedhmError
 from fedhm.networks.spec import NetworkSpec
 from fedhm.server.facts import TaskFacts
-from fedhm.server.filters.agreement import by_centered_clip, by_krum, drop_disagreeing, judge_together
-from fedhm.server.filters.clip import Findings, clip
+from fedhm.server.filters.agreement import centered_clip_judge, drop_disagreeing, judge_together, krum_judge
+from fedhm.server.filters.clip import DefenceLog, clip
 from fedhm.server.filters.filter import Arrival, RoundFilter
 from fedhm.server.filters.history import AgreementHistory, Layout, NormHistory, update_delta
 from fedhm.server.record import Record
@@ -52,18 +52,16 @@ class Defence(RoundFilter):
         if self._config.robust == "none":
             yield from arrivals
             return
-        number, findings = record.round, Findings(record.norms, record.clipped, record.dropped, record.agreement)
+        number, log = record.round, DefenceLog(record.norms, record.clipped, record.dropped, record.agreement)
         deltas = (update_delta(each.task, each.update, self._layout(each.task.network)) for each in arrivals)
         # every rule needs these two first: it is no help against one client that is far longer than all others
-        passing = clip(deltas, self._norms, number, findings)
-        passing = drop_disagreeing(
-            passing, self._norms, number, findings, self._layout, self._one_model, self._agreement
-        )
+        passing = clip(deltas, self._norms, number, log)
+        passing = drop_disagreeing(passing, self._norms, number, log, self._layout, self._one_model, self._agreement)
         if self._config.robust == "centered-clip":
-            rule = by_centered_clip(self._norms, number, findings)
+            rule = centered_clip_judge(self._norms, number, log)
             passing = judge_together(passing, rule, self._layout, self._one_model)
         elif self._config.robust == "krum":
-            rule = by_krum(self._config.attackers, findings)
+            rule = krum_judge(self._config.attackers, log)
             passing = judge_together(passing, rule, self._layout, self._one_model)
         for delta in passing:
             yield Arrival(delta.task, delta.update)

@@ -40,9 +40,9 @@ class RoundFilter:
     def restore(self, records: Sequence[Record]) -> None:
         """Learn from the rounds that are done already, before the first round of this process."""
 
-    def sampling(self, drawings: Iterator[list[Participant]], round_number: int) -> Iterator[list[Participant]]:
+    def sampling(self, attempts: Iterator[list[Participant]], round_number: int) -> Iterator[list[Participant]]:
         """Change who takes part: the participants of the first attempt, of the second, and so on."""
-        return drawings
+        return attempts
 
     def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
         """Change the tasks of an attempt before they are sent."""

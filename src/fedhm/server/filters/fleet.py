@@ -1,36 +1,85 @@
-"""A fleet of devices: which tier each client gets by its device, and how long a round takes whom."""
+"""A fleet of devices (`[[federation.devices]]`): the tier of each client, and the simulated time of each round.
 
-from collections.abc import Callable, Iterator, Sequence
+Before a run, `plan_fleet` gives every client the largest tier that fits its device's memory and the deadline.
+In each round, `Fleet` computes the time of every client and leaves out clients that would miss the deadline.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import nn
 
 from fedhm.config.schema import NO_TIER, Config, DeviceConfig, DeviceProfile, ResolvedConfig, TrainConfig
 from fedhm.config.units import readable_size
 from fedhm.errors import FedhmError
+from fedhm.measure.cost import SampleSpec, configured_training_memory, sample_spec, zero_batch
 from fedhm.measure.time import ClientSeconds, computation_seconds, transfer_seconds
+from fedhm.networks.exchange import Tensors, exchanged_tensors, structure_digest
+from fedhm.networks.inputs import Inputs, sample_shape
+from fedhm.networks.saving import can_checkpoint
+from fedhm.networks.spec import NetworkSpec
 from fedhm.server.facts import TaskFacts
 from fedhm.server.filters.filter import RoundFilter
 from fedhm.server.record import Record, Simulated
-from fedhm.work.messages import Task
-from fedhm.work.train import trained_as
+from fedhm.work.messages import Participant, Task
+from fedhm.work.train import task_train_config
 
 LATE = "late"  # how a record's reason begins for a client that a deadline keeps out
 
 
-class Tiers(Protocol):
-    """What is to be known of a method's tiers; `fedhm.methods.tier_work` has it."""
+class PlannedMethod(Protocol):
+    """What a plan asks of a method (`methods/method.py`)."""
 
     tiers: tuple[str, ...]  # largest first
     levels: tuple[str, ...]
 
-    def can_checkpoint(self) -> bool: ...
-    def tasks(self, tier: str) -> list[Task]: ...
-    def memory(self, tier: str, checkpointing: bool = False) -> int: ...
+    def start(self, weights: Tensors) -> Any: ...
+    def tasks(self, state: Any, participants: Sequence[Participant], round_number: int) -> Iterable[Task]: ...
+    def network(self, spec: NetworkSpec) -> nn.Module: ...
+
+
+class TierWork:
+    """The tasks of each tier's clients after a warm-up, and the memory that training takes. Nothing is trained.
+
+    One network at a time is in memory. All running averages are exchanged.
+    """
+
+    def __init__(
+        self,
+        method: PlannedMethod,
+        model: nn.Module,
+        config: Config,
+        input_shape: SampleSpec,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.tiers, self.levels = method.tiers, method.levels
+        train, compiled = config.train, config.engine.compile
+        sample = zero_batch(model, 1, input_shape, dtype)
+        # whether some clients may train with checkpointing if the settings do not ask it of all of them
+        self.can_checkpoint: Callable[[], bool] = cache(lambda: not compiled and can_checkpoint(model, sample))
+        start = cache(lambda: method.start(exchanged_tensors(model)))
+        self._tasks = cache(lambda tier: list(method.tasks(start(), [Participant(0, tier)], train.rounds)))
+        self._train = train
+        self._memory = cache(
+            lambda network, train: configured_training_memory(method.network(network), input_shape, train, dtype)
+        )
+
+    def tasks(self, tier: str) -> list[Task]:
+        found: list[Task] = self._tasks(tier)
+        return found
+
+    def memory(self, tier: str, checkpointing: bool = False) -> int:
+        """Return the bytes of the client's largest task."""
+        train = self._train.checkpointed if checkpointing else self._train
+        return max(self._memory(task.network, task_train_config(train, task)) for task in self.tasks(tier))
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What a client does in a round, and what that takes."""
+class ClientPlan:
+    """A client's tier, and the costs of one of its rounds."""
 
     client: int
     device: DeviceConfig
@@ -45,7 +94,7 @@ class Planned:
 
 
 class Fleet(RoundFilter):
-    """The clients' devices in a run whose config lists them."""
+    """The clients' devices, in a run whose config lists them."""
 
     def __init__(self, config: Config, facts: TaskFacts) -> None:
         self._config, self._facts, self._devices = config, facts, config.federation.device_of
@@ -73,9 +122,9 @@ class Fleet(RoundFilter):
         )
 
     def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
-        """Return the tasks of clients that are done by the deadline, and record everybody's time.
+        """Return the tasks of clients that finish before the deadline, and record every client's time.
 
-        Who is late is known before anybody trains, so late clients are not asked to; the round still waits for them.
+        Late clients are known in advance, so they do not train. The round still lasts until the deadline.
         """
         federation = self._config.federation
         record.simulated = simulated = record.simulated or Simulated()
@@ -98,24 +147,24 @@ class Fleet(RoundFilter):
         return [task for task in tasks if task.client not in late]
 
     def _train(self, task: Task, checkpointing: bool) -> TrainConfig:
-        """Return how a task is trained: as the run's settings or its client's device say, or as its tier does."""
+        """Return the training settings of a task: the run's, those of the client's device, or those of its tier."""
         train = self._config.train
-        return trained_as(train.checkpointed if checkpointing else train, task)
+        return task_train_config(train.checkpointed if checkpointing else train, task)
 
     def _macs(self, task: Task) -> int:
         return self._facts.network(task.network).cost.macs
 
-    def plan(self, tiers: Tiers) -> list[Planned]:
-        """Choose for every client the largest tier that fits its device's memory, and the deadline of a round.
+    def plan(self, work: TierWork) -> list[ClientPlan]:
+        """Choose for every client the largest tier that fits its device's memory and the deadline.
 
-        Where a tier fits only with checkpointing, which changes no weight, it is trained so.
+        If a tier fits only with checkpointing, the client trains with it. Checkpointing changes no weight.
         """
-        return [self._planned(client, tiers) for client in range(len(self._devices))]
+        return [self._plan_client(client, work) for client in range(len(self._devices))]
 
-    def _planned(self, client: int, tiers: Tiers) -> Planned:
+    def _plan_client(self, client: int, work: TierWork) -> ClientPlan:
         device, deadline = self._devices[client], self._config.federation.deadline
-        options: list[Planned] = []
-        for option in (option for tier in tiers.tiers for option in self._options(client, tier, tiers)):
+        options: list[ClientPlan] = []
+        for option in (option for tier in work.tiers for option in self._options(client, tier, work)):
             options.append(option)
             if _fits(option) and not (deadline and option.seconds.total > deadline):
                 return option
@@ -130,48 +179,68 @@ class Fleet(RoundFilter):
                 f"device '{device.name}' takes {closest.seconds.total:.4g} s for a round of even tier {closest.tier}, "
                 f"and federation.deadline is {deadline:g} s"
             )
-        if self._config.federation.unfit != "smallest" or set(tiers.levels) - set(tiers.tiers):
+        if self._config.federation.unfit != "smallest" or set(work.levels) - set(work.tiers):
             return replace(closest, tier=NO_TIER, checkpointing=False, problem=problem)
-        smallest = next(option for option in options if option.tier == tiers.tiers[-1])
+        smallest = next(option for option in options if option.tier == work.tiers[-1])
         return replace(smallest, problem=problem)
 
-    def _options(self, client: int, tier: str, tiers: Tiers) -> Iterator[Planned]:
-        device, all_of_them = self._devices[client], bool(self._config.train.checkpointing)
-        tasks = [replace(task, client=client) for task in tiers.tasks(tier)]
+    def _options(self, client: int, tier: str, work: TierWork) -> Iterator[ClientPlan]:
+        """Yield a tier without checkpointing and with it, in the order of preference."""
+        device, for_all = self._devices[client], bool(self._config.train.checkpointing)
+        tasks = [replace(task, client=client) for task in work.tasks(tier)]
         sizes = [self._facts.sizes(task) for task in tasks]
         macs = sum(self._macs(task) * self._facts.samples_seen(task) for task in tasks)
-        for checkpointing in modes(tiers, all_of_them):
-            memory = self._memory(device, tasks, checkpointing)
-            if memory is None:
-                memory = tiers.memory(tier, checkpointing)
-            found = self.seconds(client, tasks, checkpointing)
-            bytes_each_way = sum(down for down, _ in sizes), sum(up for _, up in sizes)
-            yield Planned(client, device, tier, checkpointing, memory, macs, *bytes_each_way, found)
+        for checkpointing in checkpointing_modes(work, for_all):
+            memory = self._measured_memory(device, tasks, checkpointing)
+            yield ClientPlan(
+                client,
+                device,
+                tier,
+                checkpointing,
+                work.memory(tier, checkpointing) if memory is None else memory,
+                macs,
+                down=sum(down for down, _ in sizes),
+                up=sum(up for _, up in sizes),
+                seconds=self.seconds(client, tasks, checkpointing),
+            )
 
-    def _memory(self, device: DeviceConfig, tasks: Sequence[Task], checkpointing: bool) -> int | None:
-        """Return what was measured on the device, if it was, for all of a client's networks."""
-        ways = [(str(task.network), self._train(task, checkpointing)) for task in tasks]
+    def _measured_memory(self, device: DeviceConfig, tasks: Sequence[Task], checkpointing: bool) -> int | None:
+        """Return the memory that was measured on the device; None unless all networks of the client were measured."""
+        networks = [(str(task.network), self._train(task, checkpointing)) for task in tasks]
         profile = device.profile
-        found = [profile and profile.step(name, bool(train.checkpointing), train.parts) for name, train in ways]
+        found = [profile and profile.step(name, bool(train.checkpointing), train.parts) for name, train in networks]
         sizes = [step.memory for step in found if step and step.memory]
         return max(sizes) if len(sizes) == len(found) else None
 
 
-def modes(tiers: Tiers, all_of_them: bool) -> Sequence[bool]:
-    """Return whether a client trains without checkpointing or with it, in the order in which that is tried."""
-    return [all_of_them] if all_of_them or not tiers.can_checkpoint() else [False, True]
+def _fits(option: ClientPlan) -> bool:
+    spare = option.device.spare_memory
+    return spare is None or option.memory <= spare
 
 
-def largest_in(memory: int, tiers: Tiers, all_of_them: bool) -> tuple[str, bool] | None:
-    """Return the largest tier that can be trained in so many bytes, whether with checkpointing; None if none can."""
-    ways = ((tier, again) for tier in tiers.tiers for again in modes(tiers, all_of_them))
-    return next((way for way in ways if tiers.memory(*way) <= memory), None)
+def checkpointing_modes(work: TierWork, for_all: bool) -> Sequence[bool]:
+    """Return the modes to try: without checkpointing, then with it; `for_all`: the settings ask it of all clients."""
+    return [for_all] if for_all or not work.can_checkpoint() else [False, True]
 
 
-def with_plan(config: ResolvedConfig, make: Callable[[], Sequence[Planned]]) -> ResolvedConfig:
-    """Return the settings with each client's tier, where devices are to decide on it and have not yet.
+def largest_tier_within(memory: int, work: TierWork, for_all: bool) -> tuple[str, bool] | None:
+    """Return the largest tier that trains in this many bytes, and whether with checkpointing; None if none does."""
+    options = ((tier, mode) for tier in work.tiers for mode in checkpointing_modes(work, for_all))
+    return next((option for option in options if work.memory(*option) <= memory), None)
 
-    Refuses to leave out clients where nobody said so, and to leave out all of them.
+
+def plan_fleet(
+    config: Config, model: nn.Module, method: PlannedMethod, sample: Inputs, facts: TaskFacts
+) -> list[ClientPlan]:
+    """Return every client's tier by its device, and the costs of its rounds; `sample` is a batch of one."""
+    check_profiles(config.federation.devices, structure_digest(model, sample_shape(sample)), config.train)
+    return Fleet(config, facts).plan(TierWork(method, model, config, *sample_spec(sample)))
+
+
+def with_fleet_plan(config: ResolvedConfig, make: Callable[[], Sequence[ClientPlan]]) -> ResolvedConfig:
+    """Return the settings with each client's tier, if the config lists devices and has no plan yet.
+
+    Raises if clients would be left out without `federation.unfit` allowing it, or if all clients would be.
     """
     federation = config.federation
     if federation.plan or not federation.devices:
@@ -190,8 +259,8 @@ def with_plan(config: ResolvedConfig, make: Callable[[], Sequence[Planned]]) -> 
     return config.model_copy(update={"federation": federation.model_copy(update=found)})
 
 
-def foreign(profile: DeviceProfile, digest: str, train: TrainConfig) -> str:
-    """Return why a device file says nothing of a run, whose model has this digest; empty if it does."""
+def profile_mismatch(profile: DeviceProfile, digest: str, train: TrainConfig) -> str:
+    """Return why a device file does not apply to a run, whose model has this digest; empty if it does."""
     if profile.model != digest:
         return f"it was measured with another model, {profile.described}"
     for name in ("batch", "optimizer"):
@@ -201,12 +270,7 @@ def foreign(profile: DeviceProfile, digest: str, train: TrainConfig) -> str:
 
 
 def check_profiles(devices: Sequence[DeviceConfig], digest: str, train: TrainConfig) -> None:
-    """Refuse device files of another model, or of other steps."""
+    """Refuse device files that were measured with another model, or with other training steps."""
     for device in devices:
-        if device.profile and (reason := foreign(device.profile, digest, train)):
+        if device.profile and (reason := profile_mismatch(device.profile, digest, train)):
             raise FedhmError(f"the file of device '{device.name}' is of no use here: {reason}; measure it again")
-
-
-def _fits(option: Planned) -> bool:
-    spare = option.device.spare_memory
-    return spare is None or option.memory <= spare

@@ -27,17 +27,17 @@ class Layout:
 
     factorized: Set[str]  # layers that travel as factors
     averages: Set[str]  # running averages, and other buffers that follow the data
-    last: str | None = None  # the layer that gives the outputs
+    output_layer: str | None = None  # the layer that gives the outputs
 
 
-def layout(network: nn.Module, averages: Set[str]) -> Layout:
+def layout_of(network: nn.Module, averages: Set[str]) -> Layout:
     """Return what a network's tensors are, as they travel."""
     own = network.state_dict().keys()
     made = {name.removesuffix(".u") for name in exchanged_tensors(network) if name.endswith(".u") and name not in own}
     return Layout(plan_of(network).keys() | made, averages, find_classifier(network))
 
 
-def length(delta: FactorizedDelta) -> float:
+def finite_norm(delta: FactorizedDelta) -> float:
     """Return the norm of a change, or the largest that a record can have where it is too long to be computed."""
     return delta.norm if delta.norm <= LARGEST else LARGEST  # NaN is not
 
@@ -95,11 +95,11 @@ def update_delta(task: Task, update: Update, known: Layout) -> UpdateDelta:
 #   that of all tiers together, and what counts of a norm is what the bound left of it.
 
 WINDOW = 5  # rounds whose norms make one median: of a single round, a tier has two or three
-ENOUGH = 3  # norms, of which a median resists one that lies: with fewer, nobody is bounded
-SETTLED = 8  # norms, from which on there is no need to wait for more
-ABOVE_ALL = 2.0  # times the level of all tiers: a tier's own is not more
-GROWTH = 2.0  # times the level of the rounds before: that of this round is not more
-MULTIPLE = 4.0  # times the level: an update may be so long
+MIN_NORMS = 3  # norms, of which a median resists one that lies: with fewer, nobody is bounded
+ENOUGH_NORMS = 8  # norms, from which on there is no need to wait for more
+MAX_OVER_ALL_TIERS = 2.0  # times the level of all tiers: a tier's own is not more
+MAX_GROWTH = 2.0  # times the level of the rounds before: that of this round is not more
+BOUND_FACTOR = 4.0  # times the level: an update may be so long
 
 # Of one round's updates, by part of the update, tier and client: of a client with several tasks the largest, since all
 # its tasks together are to have one vote
@@ -130,7 +130,7 @@ class NormHistory:
     def bound(self, part: str, tier: str, round_number: int, now: Iterable[float] = ()) -> float | None:
         """Return how long a part of an update may be; None: too little is known to say."""
         level = self.level(part, tier, round_number, now)
-        return None if level is None else MULTIPLE * level
+        return None if level is None else BOUND_FACTOR * level
 
     def _unit(self, part: str, round_number: int) -> float:
         return self._learning_rate(round_number) if part == WEIGHTS else 1.0
@@ -150,17 +150,19 @@ class _OfPart:
     def add(self, norms: dict[str, list[float]]) -> None:
         self._recent.append(norms)
         for tier in (None, *norms):
-            if len(known := self._known(tier)) >= SETTLED:
+            if len(known := self._known(tier)) >= ENOUGH_NORMS:
                 self._levels[tier] = max(self._levels.get(tier, 0.0), statistics.median(known))
 
     def level(self, tier: str | None, now: Sequence[float]) -> float:
         """Return the level of a tier, or of all; 0: too little is known."""
         if self.settled:
             everybody = self._levels[None]
-            before = min(self._levels.get(tier, everybody), ABOVE_ALL * everybody)
-            return max(before, min(statistics.median_low(now), GROWTH * before)) if len(now) >= ENOUGH else before
+            before = min(self._levels.get(tier, everybody), MAX_OVER_ALL_TIERS * everybody)
+            return (
+                max(before, min(statistics.median_low(now), MAX_GROWTH * before)) if len(now) >= MIN_NORMS else before
+            )
         known = [*self._known(None), *now]
-        return statistics.median(known) if len(known) >= ENOUGH else 0.0
+        return statistics.median(known) if len(known) >= MIN_NORMS else 0.0
 
     def _known(self, tier: str | None) -> list[float]:
         """Return the norms of the last rounds: of a tier, or of all."""
@@ -183,14 +185,17 @@ class _OfPart:
 # common way, with a median of less than two spreads or an eighth of what it was once: such rounds do not count, and
 # who was out stays out.
 
-SHARE = 1 / 2  # of the others' median agreement: so much is to be expected of everybody
-LEAST_SPREAD = 1 / 10  # of the median: among few clients some may be alike by chance
-ONCE, LEAST_ONCE = 4.0, 1 / 4  # spreads, and what is the least of them then: so far below may it be in a round
-LASTING = 2.5  # spreads: so far below may it be over its last rounds
+EXPECTED_SHARE = 1 / 2  # of the others' median agreement: so much is to be expected of everybody
+MIN_SPREAD = 1 / 10  # of the median: among few clients some may be alike by chance
+ROUND_SPREADS, MIN_ROUND_SPREAD = (
+    4.0,
+    1 / 4,
+)  # spreads, and what is the least of them then: so far below may it be in a round
+LASTING_SPREADS = 2.5  # spreads: so far below may it be over its last rounds
 AGREEMENT_WINDOW = 8  # rounds of a client that are looked at together
 
 
-class Seen(NamedTuple):
+class AgreementScore(NamedTuple):
     """How a client went along with the others in a round."""
 
     agreement: float
@@ -199,37 +204,37 @@ class Seen(NamedTuple):
 
     @property
     def excess(self) -> float:
-        return self.agreement - SHARE * self.median
+        return self.agreement - EXPECTED_SHARE * self.median
 
 
 class AgreementHistory:
     """How clients agreed in the rounds before, as their records have it."""
 
     def __init__(self) -> None:
-        self._of: defaultdict[int, deque[Seen]] = defaultdict(lambda: deque(maxlen=AGREEMENT_WINDOW - 1))
+        self._of: defaultdict[int, deque[AgreementScore]] = defaultdict(lambda: deque(maxlen=AGREEMENT_WINDOW - 1))
         self.most = 0.0  # the largest median
 
-    def add(self, agreement: Mapping[int, Seen]) -> None:
+    def add(self, agreement: Mapping[int, AgreementScore]) -> None:
         """Add what was seen in one more round, by client."""
         for client, seen in agreement.items():
             self._of[client].append(seen)
             self.most = max(self.most, seen.median)
 
-    def margin(self, client: int, seen: Seen) -> float:
+    def margin(self, client: int, seen: AgreementScore) -> float:
         """Return by how many spreads a client is above where it disagrees, in this round or over the last ones."""
-        once = seen.excess / max(seen.spread, LEAST_ONCE * seen.median) + ONCE
+        once = seen.excess / max(seen.spread, MIN_ROUND_SPREAD * seen.median) + ROUND_SPREADS
         return min(once, _lasting([*self._of[client], seen]))
 
-    def out(self, client: int, seen: Seen) -> bool:
+    def disagrees(self, client: int, seen: AgreementScore) -> bool:
         """Tell whether a client disagrees, by this round alone or by the last ones together."""
         return self.margin(client, seen) < 0
 
-    def was_out(self, client: int) -> bool:
+    def disagreed_before(self, client: int) -> bool:
         """Tell whether a client disagrees by the rounds before."""
         return _lasting(self._of[client]) < 0
 
 
-def _lasting(rounds: Collection[Seen]) -> float:
+def _lasting(rounds: Collection[AgreementScore]) -> float:
     if len(rounds) < 2:
         return math.inf
-    return sum(seen.excess for seen in rounds) / math.hypot(*(seen.spread for seen in rounds)) + LASTING
+    return sum(seen.excess for seen in rounds) / math.hypot(*(seen.spread for seen in rounds)) + LASTING_SPREADS

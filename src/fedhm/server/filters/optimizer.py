@@ -22,7 +22,7 @@ from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors, is_averageable
 from fedhm.server.filters.filter import RoundFilter
 from fedhm.server.record import Record
-from fedhm.server.state import Way, mapped
+from fedhm.server.state import TensorPath, map_tensors
 
 S = TypeVar("S")
 
@@ -60,9 +60,9 @@ class ServerOptimizer(RoundFilter):
         if self.config.optimizer == "none":
             return merged, moments
         first, second, old = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
-        mapped(self._fields(before), lambda name, _, tensor: old.setdefault(name, tensor))
+        map_tensors(self._fields(before), lambda name, _, tensor: old.setdefault(name, tensor))
 
-        def moved(name: str, way: Way, mean: Tensor) -> Tensor:
+        def moved(name: str, way: TensorPath, mean: Tensor) -> Tensor:
             if way[-1] in self._not_weights or not is_averageable(mean):
                 return mean
             if mean.is_complex():  # as torch's own optimizers have it: real and imaginary parts are two numbers
@@ -77,7 +77,7 @@ class ServerOptimizer(RoundFilter):
             first[name], second[name] = adam(change, moments.first.get(name), moments.second.get(name), self.config)
             return before + self.config.learning_rate * first[name] / (second[name].sqrt() + self.config.tau)
 
-        stepped: Any = mapped(self._fields(merged), moved)
+        stepped: Any = map_tensors(self._fields(merged), moved)
         return replace(merged, **stepped), Moments(first, second)  # type: ignore[type-var]
 
     def _fields(self, state: Any) -> dict[str, Any]:

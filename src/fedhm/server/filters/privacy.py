@@ -28,8 +28,8 @@ from fedhm.networks.spec import NetworkSpec
 from fedhm.seeds import Secret, secret_normals
 from fedhm.server.filters.filter import Arrival, RoundFilter
 from fedhm.server.record import Record
-from fedhm.server.sampling import expected_to_train, independently
-from fedhm.server.state import Way, mapped
+from fedhm.server.sampling import expected_to_train, poisson_sample
+from fedhm.server.state import TensorPath, map_tensors
 from fedhm.work.messages import Participant, Task, Update
 from fedhm.work.work import work_of
 
@@ -174,12 +174,12 @@ class Privacy(RoundFilter):
         self._factorized = cache(lambda spec: frozenset(plan_of(method.network(spec)) if method.recovers else ()))
         self._count = 0  # updates of the round so far
 
-    def sampling(self, drawings: Iterator[list[Participant]], round_number: int) -> Iterator[list[Participant]]:
+    def sampling(self, attempts: Iterator[list[Participant]], round_number: int) -> Iterator[list[Participant]]:
         """Draw every client independently, as the accountant assumes. A private round has one attempt."""
         if not self._config.privacy.at_server:
-            return drawings
+            return attempts
         federation, seed, levels = self._config.federation, self._config.seed, self._method.levels
-        return iter([independently(federation, self._clients, levels, seed, round_number, self.secret.value)])
+        return iter([poisson_sample(federation, self._clients, levels, seed, round_number, self.secret.value)])
 
     def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
         """Refuse tasks for which a client sends anything but one network that it trained."""
@@ -222,10 +222,10 @@ class Privacy(RoundFilter):
             return merged
         averaged = self._method.state_type.averaged
         old, share = dict[str, Tensor](), self._count / self._expected
-        mapped(_fields(before, averaged), lambda name, _, tensor: old.setdefault(name, tensor))
+        map_tensors(_fields(before, averaged), lambda name, _, tensor: old.setdefault(name, tensor))
         sums = _digest(_fields(merged, averaged), self._count)
 
-        def moved(name: str, way: Way, mean: Tensor) -> Tensor:
+        def moved(name: str, way: TensorPath, mean: Tensor) -> Tensor:
             if way[-1] in self._fixed or not is_averageable(mean):
                 return old[name]
             after, start = (_as_doubles(tensor) for tensor in (mean, old[name]))
@@ -234,7 +234,7 @@ class Privacy(RoundFilter):
                 new.clamp_(min=0.0)  # noise may make a variance negative
             return (torch.view_as_complex(new) if mean.is_complex() else new).to(mean.dtype)
 
-        return replace(merged, **mapped(_fields(merged, averaged), moved))  # type: ignore[type-var]
+        return replace(merged, **map_tensors(_fields(merged, averaged), moved))  # type: ignore[type-var]
 
     def _noise(self, like: Tensor, name: str, round_number: int, sums: str) -> Tensor:
         """Return the noise of one tensor. Other sums get other noise.
@@ -261,9 +261,9 @@ def _as_doubles(tensor: Tensor) -> Tensor:
 def _digest(fields: dict[str, Any], count: int) -> str:
     digest = hashlib.blake2b(str(count).encode())
 
-    def add(_: str, __: Way, tensor: Tensor) -> Tensor:
+    def add(_: str, __: TensorPath, tensor: Tensor) -> Tensor:
         update_digest(digest, tensor)
         return tensor
 
-    mapped(fields, add)
+    map_tensors(fields, add)
     return digest.hexdigest()

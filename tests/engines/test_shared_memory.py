@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedhm.engines.workers import ALIGNMENT, Arena
+from fedhm.engines.workers import ALIGNMENT, SharedMemory
 
 TYPES = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
@@ -31,7 +31,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 @given(st.lists(st.tuples(st.sampled_from(TYPES), shapes, st.integers(0, 9)), max_size=6))
 def test_tensors_come_back_as_they_were(kinds: list[tuple[torch.dtype, list[int], int]]) -> None:
-    arena = Arena()
+    arena = SharedMemory()
     tensors = [random_bits(*kind) for kind in kinds]
     places = [arena.put(tensor) for tensor in tensors]
     for tensor, place in zip(tensors, places, strict=True):
@@ -43,7 +43,7 @@ def test_tensors_come_back_as_they_were(kinds: list[tuple[torch.dtype, list[int]
 
 
 def test_layouts_and_gradients_stay_behind() -> None:
-    arena = Arena()
+    arena = SharedMemory()
     for tensor in (torch.rand(6, 4).t(), torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
                    torch.rand(8, 8)[:, :3], torch.ones(3).expand(5, 3), torch.rand(4, requires_grad=True)):  # fmt: skip
         found = arena.get(arena.put(tensor))
@@ -54,7 +54,7 @@ def test_layouts_and_gradients_stay_behind() -> None:
 
 
 def test_what_lies_there_stays_while_the_arena_grows() -> None:
-    arena = Arena()
+    arena = SharedMemory()
     first = arena.get(arena.put(torch.arange(1000)))
     place = arena.put(torch.rand(1000, 1000))
     assert torch.equal(first, torch.arange(1000))
@@ -67,7 +67,7 @@ def test_what_lies_there_stays_while_the_arena_grows() -> None:
 
 @pytest.mark.parametrize("size", [10, 1_000_000])
 def test_another_process_sees_it_and_can_make_it_larger(size: int) -> None:
-    arena = Arena()
+    arena = SharedMemory()
     arena.put(torch.arange(3))
     pid = os.fork()
     if pid == 0:
@@ -82,6 +82,6 @@ def test_another_process_sees_it_and_can_make_it_larger(size: int) -> None:
 
 def test_without_anonymous_memory_there_is_a_nameless_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    arena = Arena()
+    arena = SharedMemory()
     assert torch.equal(arena.get(arena.put(torch.arange(100_000))), torch.arange(100_000))
     arena.close()
