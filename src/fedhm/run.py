@@ -89,7 +89,16 @@ def run(
             check_tokenizer(tokenizer, model)
             model = with_padding_token(model, reader.padding)
         federation = from_arrays(
-            clients, test, crop, flip, dtype_of(model), public, settings.objective, client_test, settings.seed, reader
+            clients,
+            test,
+            crop=crop,
+            flip=flip,
+            dtype=dtype_of(model),
+            public=public,
+            objective=settings.objective,
+            client_test=client_test,
+            seed=settings.seed,
+            reader=reader,
         )
     with show_rounds(shown, resolved.objective.headline) as bars:
         experiment = assemble(model, federation, resolved, watchers=[*bars, *watchers])

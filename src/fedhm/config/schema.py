@@ -83,7 +83,7 @@ class DeviceConfig(Section):
     profile: DeviceProfile | None = None  # the content of `file`, which runs keep
 
     @model_validator(mode="after")
-    def _one_source(self) -> "DeviceConfig":
+    def _check_speed(self) -> "DeviceConfig":
         if self.speed is not None and (self.file is not None or self.profile is not None):
             raise ValueError(f"device '{self.name}' has a speed and a file, which measures it: leave one out")
         return self
@@ -195,7 +195,7 @@ class FederationConfig(Section):
     inputs: str = ""  # an `InputSpec`: what most clients report to a server without samples
 
     @model_validator(mode="after")
-    def _devices_decide(self) -> "FederationConfig":
+    def _check_devices(self) -> "FederationConfig":
         if self.devices:
             if self.heterogeneity == "dynamic":
                 raise ValueError("devices decide on their clients' tiers: set heterogeneity to 'fixed'")
@@ -273,7 +273,7 @@ class TrainConfig(Section):
     on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
 
     @model_validator(mode="after")
-    def _as_torch_has_it(self) -> "TrainConfig":
+    def _check_optimizer(self) -> "TrainConfig":
         if self.nesterov and self.optimizer == "sgd" and (self.momentum == 0 or self.dampening):
             raise ValueError("nesterov needs a momentum, and no dampening")
         if self.nested_form == "instead" and self.nested == 1:
@@ -349,7 +349,7 @@ class PrivacyConfig(Section):
     where: Literal["server", "client"] = "server"  # a trusted server adds the noise, or every client
 
     @model_validator(mode="after")
-    def _noise_hides_something_bounded(self) -> "PrivacyConfig":
+    def _check_noise(self) -> "PrivacyConfig":
         if self.noise and not self.clip:
             raise ValueError("noise is in units of clip, which is 0: set privacy.clip, too")
         if 0 < self.noise < LEAST_NOISE:
@@ -412,12 +412,12 @@ class DataConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _evaluated_somewhere(cls, given: Any) -> Any:
+    def _default_client_test(cls, given: Any) -> Any:
         alone = isinstance(given, dict) and given.get("test") is False
         return {"client_test": CLIENT_TEST, **given} if alone else given
 
     @model_validator(mode="after")
-    def _evaluated(self) -> "DataConfig":
+    def _check_evaluation(self) -> "DataConfig":
         if not (self.test or self.client_test or self.validation):
             raise ValueError("test = false and client_test = 0 leave nothing to evaluate on: set one of them")
         return self
@@ -433,7 +433,7 @@ class ModelConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] | Literal["own"] = "own"  # of a transformer, in training
 
     @model_validator(mode="after")
-    def _pretrained(self) -> "ModelConfig":
+    def _check_base(self) -> "ModelConfig":
         if (self.name == "transformer") != bool(self.base):
             raise ValueError("name = 'transformer' and a base, a pretrained model, belong together")
         if self.name != "vit" and (self.depth, self.patch) != (6, 4):
@@ -466,7 +466,7 @@ class EngineConfig(Section):
     fp16: bool = False  # of Flower: tensors are sent in half precision
 
     @model_validator(mode="after")
-    def _elsewhere_by_flower_only(self) -> "EngineConfig":
+    def _check_superlink(self) -> "EngineConfig":
         if self.superlink and self.name != "flower":
             raise ValueError("a superlink is for engine.name = 'flower'")
         return self
@@ -591,7 +591,7 @@ class ResolvedConfig(Config):
     """Settings that leave nothing to the machine: a run uses them, and its folder holds them."""
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def _check_complete(self) -> Self:
         if not self.engine.threads or not self.engine.server_threads:
             raise ValueError("engine.threads and engine.server_threads of a run must be whole numbers from 1 on")
         if self.train.on_bad_update == "auto":

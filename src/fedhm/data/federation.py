@@ -1,8 +1,8 @@
 """The data of a federation: samples of each client, perhaps a test set at the server, and public samples.
 
-A federation comes from a user's arrays (`from_arrays`), from a data set that a config names (`load_federation`), or
-from remote clients, of which the server knows numbers of samples only (`remote_federation`). Functions that hold out
-samples follow: test samples of each client, validation samples of all clients, and public samples.
+`from_arrays` makes a federation of a user's data, `load_federation` of the data set that a config names, and
+`remote_federation` of remote clients, which only report how many samples they have. Functions that hold out samples
+follow: test samples of each client, validation samples of all clients, and public samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -181,6 +181,7 @@ def _kind(samples: Samples) -> str:
 def from_arrays(
     clients: Sequence[DataLike],
     test: DataLike | None,
+    *,
     crop: int = 0,
     flip: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -217,6 +218,7 @@ def remote_federation(
     classes: int,
     sizes: Sequence[int],
     preprocessing: Preprocessing,
+    *,
     public: PublicLike | None = None,
     dtype: torch.dtype = torch.float32,
     objective: Objective | None = None,

@@ -97,7 +97,16 @@ def server_app(
                 like = InputSpec.read(majority_inputs).zeros() if samples is None and inputs is None else inputs
                 like = like if samples is None else to_samples(samples, "the test set", dtype, objective).example
                 form, outputs = placeholder_sample(like, classes, user_model.build(), preprocessing, objective, dtype)
-            federation = remote_federation(samples, outputs, sizes, preprocessing, shared, dtype, objective, form)
+            federation = remote_federation(
+                samples,
+                outputs,
+                sizes,
+                preprocessing,
+                public=shared,
+                dtype=dtype,
+                objective=objective,
+                placeholder=form,
+            )
             share = default_test_share(test is not None) if client_test is None else check_test_share(client_test)
             return replace(federation, client_tests=ClientTests(share=share))
 

@@ -40,8 +40,13 @@ def data_facts(federation: Federation) -> DataFacts:
     digest = hashlib.sha256(str(federation.preprocessing).encode())
     _add_data(digest, federation)
     samples = sum(federation.samples_of(client) for client in range(federation.size))
-    parts = (federation.classes, federation.input_shape, federation.size, samples)
-    return DataFacts(*parts, digest.hexdigest()[:32])
+    return DataFacts(
+        classes=federation.classes,
+        input_shape=federation.input_shape,
+        clients=federation.size,
+        samples=samples,
+        digest=digest.hexdigest()[:32],
+    )
 
 
 def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:

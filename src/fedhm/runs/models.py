@@ -1,8 +1,8 @@
 """Models on disk: one safetensors file a tier, with a header that describes how its network differs from the full one.
 
-models/ holds the models after the last round. models/best-round-N holds those after the best round. These are written
-before the round counts, and those of other rounds are removed afterwards: so a killed run always has the models of the
-round that is best by its records.
+models/ holds the models after the last round, and models/best-round-N those after the best round. Best models are
+written before the round counts, and those of former best rounds are removed afterwards. So a killed run always has the
+models of the round that is best by its records.
 """
 
 import math
