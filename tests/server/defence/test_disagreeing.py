@@ -166,18 +166,18 @@ def test_standing_is_the_formula(rounds: list[tuple[float, float, float]]) -> No
 
 def test_agreement_is_a_quantile_of_the_mean_cosines_of_the_layers_but_the_last() -> None:
     changes = honest(5, 6)
-    panel = PeerGroup(range(6), changes, "last", AgreementHistory())
+    group = PeerGroup(range(6), changes, "last", AgreementHistory())
     plain = []
     for other in changes[1:]:
         cosines = [torch.cosine_similarity(changes[0][n], other[n], dim=0).item() for n in ("a.w", "b.w")]
         plain.append(sum(cosines) / 2)
-    agreement, cosine = panel.compare(0, changes[0])
+    agreement, cosine = group.compare(0, changes[0])
     low, high = sorted(plain)[2:4]
     assert agreement == pytest.approx(low + 0.4 * (high - low))  # 60 % of the way from the least to the most
     whole = [torch.cat([change[n] for n in LAYERS]) for change in changes]
     way = sum(each / each.norm() for each in whole[1:])
     assert cosine == pytest.approx(torch.cosine_similarity(whole[0], way, dim=0).item())
-    assert panel.others(0) == 5
+    assert group.peers(0) == 5
 
 
 def test_who_was_out_does_not_tell_the_way_and_stays_out_where_nobody_knows_it() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedhm.lowrank.delta import factorized_delta
 from fedhm.lowrank.svd import Form, roll, to_layer_factors, unroll
-from fedhm.server.filters.agreement import gram, recovered
+from fedhm.server.filters.agreement import gram_matrix, recovered_delta
 
 SHAPES = {"conv": torch.Size((6, 4, 3, 3)), "line": torch.Size((5, 5))}
 
@@ -52,13 +52,13 @@ def test_they_are_those_of_the_dense_changes(seed: int, form: Form) -> None:
     for number, rank in enumerate((None, 2, 1, 3, None)):
         sent, returned = network(seed + 2 * number, rank, form), network(seed + 2 * number + 1, rank, form)
         layers = () if rank is None else tuple(SHAPES)
-        changes.append(recovered(factorized_delta(returned, sent, layers), layers))
+        changes.append(recovered_delta(factorized_delta(returned, sent, layers), layers))
         vectors.append(dense(returned) - dense(sent))
     stacked = torch.stack(vectors)
-    torch.testing.assert_close(gram(changes), stacked @ stacked.T, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(gram_matrix(changes), stacked @ stacked.T, rtol=1e-5, atol=1e-3)
 
 
 def test_a_diagonal_is_the_squared_norm() -> None:
     sent, returned = network(0, 2, "spatial"), network(1, 2, "spatial")
     whole = factorized_delta(returned, sent, tuple(SHAPES))
-    assert gram([recovered(whole, tuple(SHAPES))]).item() == pytest.approx(whole.norm**2, rel=1e-9)
+    assert gram_matrix([recovered_delta(whole, tuple(SHAPES))]).item() == pytest.approx(whole.norm**2, rel=1e-9)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,6 +53,7 @@ def plain_krum_scores(vectors: Tensor, hostile: int) -> list[float]:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 12), st.floats(0.01, 3.0))
+@example(512, 6, 1.0625)  # nobody is further than tau from the second center, but one client is from the mean
 def test_the_mean_of_the_lengthened_is_that_of_the_paper(seed: int, count: int, tau: float) -> None:
     vectors = changes(seed, count)
     factors = centered_clip(vectors @ vectors.T, tau)

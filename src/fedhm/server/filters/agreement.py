@@ -1,7 +1,12 @@
-"""Inner products of recovered changes, of networks that are all versions of one model: ⟨Dᵢ, Dⱼ⟩ for all pairs.
+"""Comparison of a round's updates with each other: drop clients that disagree, centered clipping, multi-Krum.
 
-A factorized layer's change is U V − U₀ V₀ = (U, −U₀)(V; V₀), a product of factors of twice the rank. So inner products
-of two such are those of small matrices, and of one with a dense change D it is ⟨Lᵀ D, R⟩: nothing is recovered.
+All rules need only inner products ⟨Dᵢ, Dⱼ⟩ of recovered deltas, also between networks of different ranks that are
+versions of one model. These are computed in factor form, and nothing is recovered. A factorized layer's delta is
+
+    U V − U₀ V₀ = (U, −U₀)(V; V₀) = L R
+
+a product of factors of twice the rank. Two such products have the inner product of small matrices; with a dense delta D
+it is ⟨Lᵀ D, R⟩.
 """
 
 import statistics
@@ -27,41 +32,20 @@ from fedhm.server.filters.history import (
     finite_norm,
 )
 
+# Inner products of recovered deltas
+
 RecoveredDelta = Mapping[str, Tensor | tuple[Tensor, Tensor]]  # by name of the weight: dense, or left and right factor
 
 
-def gram(changes: Sequence[RecoveredDelta]) -> Tensor:
-    """Return the inner products of all pairs, (n, n)."""
-    found = torch.zeros(len(changes), len(changes), dtype=torch.float64)
-    for row, one in enumerate(changes):
-        for column, other in enumerate(changes[: row + 1]):
-            found[row, column] = found[column, row] = delta_inner_product(one, other)
-    return found
-
-
-def delta_inner_product(one: RecoveredDelta, other: RecoveredDelta) -> float:
-    """Return the inner product of two changes."""
-    return sum(_of_layer(one[name], other[name]) for name in one)
-
-
-def layer_inner_products(one: RecoveredDelta, other: RecoveredDelta) -> dict[str, float]:
-    """Return the inner products of two changes, layer by layer."""
-    found: dict[str, float] = {}
-    for name in one:
-        layer = name.rpartition(".")[0]
-        found[layer] = found.get(layer, 0.0) + _of_layer(one[name], other[name])
-    return found
-
-
-def recovered(change: FactorizedDelta, factorized: Collection[str]) -> RecoveredDelta:
-    """Return a change by the names that its tensors have in the full model, its factorized layers as factors."""
+def recovered_delta(change: FactorizedDelta, factorized: Collection[str]) -> RecoveredDelta:
+    """Return a delta by the names of the full model's tensors; factorized layers stay factors."""
     found: dict[str, Tensor | tuple[Tensor, Tensor]] = {}
     pairs = {f"{layer}.{part}" for layer in factorized for part in ("u", "v")}
     for name, tensor in change.returned.items():
         if name not in pairs and is_averageable(tensor):
             difference = upcast_half(tensor) - upcast_half(change.sent[name])
             found[name] = torch.view_as_real(difference) if difference.is_complex() else difference
-    for layer in sorted(factorized):  # sums are to have one order
+    for layer in sorted(factorized):  # sums need one order
         u, v = f"{layer}.u", f"{layer}.v"
         left, right = to_matrix_factors(change.returned[u], change.returned[v])
         left_sent, right_sent = to_matrix_factors(change.sent[u], change.sent[v])
@@ -72,7 +56,25 @@ def recovered(change: FactorizedDelta, factorized: Collection[str]) -> Recovered
     return found
 
 
-def _of_layer(one: Tensor | tuple[Tensor, Tensor], other: Tensor | tuple[Tensor, Tensor]) -> float:
+def gram_matrix(deltas: Sequence[RecoveredDelta]) -> Tensor:
+    """Return the inner products of all pairs, (n, n)."""
+    found = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+    for row, one in enumerate(deltas):
+        for column, other in enumerate(deltas[: row + 1]):
+            found[row, column] = found[column, row] = sum(_weight_product(one[name], other[name]) for name in one)
+    return found
+
+
+def layer_inner_products(one: RecoveredDelta, other: RecoveredDelta) -> dict[str, float]:
+    """Return the inner products of two deltas, layer by layer."""
+    found: dict[str, float] = {}
+    for name in one:
+        layer = name.rpartition(".")[0]
+        found[layer] = found.get(layer, 0.0) + _weight_product(one[name], other[name])
+    return found
+
+
+def _weight_product(one: Tensor | tuple[Tensor, Tensor], other: Tensor | tuple[Tensor, Tensor]) -> float:
     if isinstance(one, Tensor):
         if isinstance(other, Tensor):
             return torch.dot(one.flatten(), other.flatten().to(one.dtype)).item()
@@ -84,132 +86,244 @@ def _of_layer(one: Tensor | tuple[Tensor, Tensor], other: Tensor | tuple[Tensor,
     return inner_product(one, other)
 
 
-# The first updates of a round that can be compared with each other, by which every update is judged.
+# Agreement with the other clients
 
-MIN_PEERS = 2  # others, who tell which way is against theirs
-MIN_PEERS_TO_JUDGE = 4  # others, of which three honest ones tell who disagrees with them
-STD_PER_MAD = 1.4826  # in a median distance from the median
-AGREEMENT_QUANTILE = 0.6  # of the cosines with others
-CLEAR_SPREADS = 2.0  # spreads: so large is the median agreement of clients that go one way
-CLEAR_SHARE = 1 / 8  # of the largest median so far, likewise
+MIN_PEERS = 2  # fewer other clients do not show which direction is against theirs
+MIN_PEERS_TO_JUDGE = 4  # three honest ones among four show who disagrees with them
+STD_PER_MAD = 1.4826  # standard deviations in a median distance from the median, of a normal distribution
+AGREEMENT_QUANTILE = 0.6  # of the similarities with others
+CLEAR_SPREADS = 2.0  # clients with a common direction have a median agreement of at least so many spreads
+CLEAR_SHARE = 1 / 8  # and of at least this share of the largest median so far
 
 
 class PeerGroup:
-    """Changes of one model by their clients. Those that disagree with the rest, or did before, do not tell the way.
+    """The first updates of a round that can be compared with each other. Every update is judged by them.
 
-    last  the layer that gives the outputs: who agrees is told by the others, if there are any
+    The reference are the members that agree: clients that disagree with the rest, or did in earlier rounds, are no
+    members of it. `AgreementHistory` has the formulas.
+
+    output_layer  the classifier: agreement is measured in all other layers, if there are any
     """
 
     def __init__(
         self,
         clients: Sequence[int],
-        changes: Sequence[RecoveredDelta],
+        deltas: Sequence[RecoveredDelta],
         output_layer: str | None,
-        known: AgreementHistory,
+        history: AgreementHistory,
     ) -> None:
-        self._clients, self._changes, self._last, self._known = clients, changes, output_layer, known
-        products = torch.stack([self._products(change) for change in changes], 1)  # (1 + layers, n, n)
-        self._lengths = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt()
-        self._cosines = _over(products, self._lengths[:, :, None] * self._lengths[:, None])
-        trusted = [place for place, client in enumerate(clients) if not known.disagreed_before(client)]
-        self._way = trusted if len(trusted) > MIN_PEERS_TO_JUDGE else list(range(len(clients)))
+        self._clients, self._deltas, self._output_layer, self._history = clients, deltas, output_layer, history
+        products = torch.stack([self._products(delta) for delta in deltas], 1)  # (1 + layers, n, n)
+        self._norms = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt()
+        self._cosines = _cosines(products, self._norms[:, :, None] * self._norms[:, None])
+        trusted = [place for place, client in enumerate(clients) if not history.disagreed_before(client)]
+        self._reference = trusted if len(trusted) > MIN_PEERS_TO_JUDGE else list(range(len(clients)))
         for _ in clients:
-            self._look()
+            scores = self._compare_members()
             if self.median <= 0:
                 break
-            left = [place for place, seen in enumerate(self._seen) if not known.disagrees(clients[place], seen)]
-            if left == self._way or len(left) <= MIN_PEERS_TO_JUDGE:
+            left = [place for place, score in enumerate(scores) if not history.disagrees(clients[place], score)]
+            if left == self._reference or len(left) <= MIN_PEERS_TO_JUDGE:
                 break
-            self._way = left
+            self._reference = left
 
     @property
-    def clear(self) -> bool:
-        """Tell whether clients go one way at all: those that have converged do not, and nobody can be told by it."""
-        return self.median > max(0.0, CLEAR_SPREADS * self._distance, CLEAR_SHARE * self._known.most)
+    def has_direction(self) -> bool:
+        """Tell whether clients have a common direction. Clients that have converged do not: nobody can be judged."""
+        return self.median > max(0.0, CLEAR_SPREADS * self._deviation, CLEAR_SHARE * self._history.largest_median)
 
-    def others(self, client: int) -> int:
-        """Return how many other clients' changes tell the way."""
-        return sum(self._clients[place] != client for place in self._way)
+    def peers(self, client: int) -> int:
+        """Return how many other clients' deltas are in the reference."""
+        return sum(self._clients[place] != client for place in self._reference)
 
-    def compare(self, client: int, change: RecoveredDelta) -> tuple[float, float]:
-        """Return how a change goes along with the others': its agreement, and its cosine as a whole."""
-        own = self._stacked(layer_inner_products(change, change)).clamp(min=0.0).sqrt()
-        return self._along(client, _over(self._products(change), own[:, None] * self._lengths))
+    def compare(self, client: int, delta: RecoveredDelta) -> tuple[float, float]:
+        """Return a delta's agreement with the others, and its cosine with the sum of their directions."""
+        own = self._stacked(layer_inner_products(delta, delta)).clamp(min=0.0).sqrt()
+        return self._agreement(client, _cosines(self._products(delta), own[:, None] * self._norms))
 
-    def seen(self, agreement: float) -> AgreementScore:
+    def score(self, agreement: float) -> AgreementScore:
+        """Return an agreement together with the median and spread of the reference."""
         return AgreementScore(agreement, self.median, self._spread)
 
-    def _look(self) -> None:
-        """Compare all with those that tell the way."""
-        found = [self._along(client, self._cosines[:, place]) for place, client in enumerate(self._clients)]
-        agreements, wholes = ([found[place][part] for place in self._way] for part in (0, 1))
-        self.median, self.median_cosine = statistics.median(agreements), statistics.median(wholes)
-        self._distance = STD_PER_MAD * statistics.median(abs(each - self.median) for each in agreements)
-        self._spread = max(self._distance, MIN_SPREAD * self.median)
-        self._seen = [self.seen(agreement) for agreement, _ in found]
+    def _compare_members(self) -> list[AgreementScore]:
+        """Compare all members with the reference, and set the median and spread of the reference."""
+        found = [self._agreement(client, self._cosines[:, place]) for place, client in enumerate(self._clients)]
+        agreements, cosines = ([found[place][part] for place in self._reference] for part in (0, 1))
+        self.median, self.median_cosine = statistics.median(agreements), statistics.median(cosines)
+        self._deviation = STD_PER_MAD * statistics.median(abs(each - self.median) for each in agreements)
+        self._spread = max(self._deviation, MIN_SPREAD * self.median)
+        return [self.score(agreement) for agreement, _ in found]
 
-    def _along(self, client: int, cosines: Tensor) -> tuple[float, float]:
-        """Return the agreement, and the cosine with the sum of the others' changes, each of length 1.
+    def _agreement(self, client: int, cosines: Tensor) -> tuple[float, float]:
+        """Return the agreement, and the cosine with the sum of the others' deltas, each scaled to norm 1.
 
-        cosines  with each, (1 + layers, n)
+        cosines  with each member, (1 + layers, n)
         """
-        others = [place for place in self._way if self._clients[place] != client]
+        others = [place for place in self._reference if self._clients[place] != client]
         if not others:
             return 0.0, 0.0
         agreement = cosines[1:, others].mean(0).quantile(AGREEMENT_QUANTILE)
-        length = self._cosines[0][others][:, others].sum().clamp(min=0.0).sqrt()
-        return agreement.item(), _over(cosines[0, others].sum(), length).item()
+        norm = self._cosines[0][others][:, others].sum().clamp(min=0.0).sqrt()
+        return agreement.item(), _cosines(cosines[0, others].sum(), norm).item()
 
-    def _products(self, change: RecoveredDelta) -> Tensor:
-        return torch.stack([self._stacked(layer_inner_products(change, other)) for other in self._changes], 1)
+    def _products(self, delta: RecoveredDelta) -> Tensor:
+        return torch.stack([self._stacked(layer_inner_products(delta, other)) for other in self._deltas], 1)
 
     def _stacked(self, products: dict[str, float]) -> Tensor:
-        """Return the whole, then the layers that tell who agrees, (1 + layers,), in one order for all networks."""
+        """Return the sum over all layers, then the layers that agreement is measured in, (1 + layers,).
+
+        Layers have one order for all networks.
+        """
         ordered = dict(sorted(products.items()))
-        layers = [value for layer, value in ordered.items() if layer != self._last] or [*ordered.values()]
+        layers = [value for layer, value in ordered.items() if layer != self._output_layer] or [*ordered.values()]
         return torch.tensor([sum(ordered.values()), *layers], dtype=torch.float64)
 
 
-def _over(products: Tensor, lengths: Tensor) -> Tensor:
-    """Return cosines: 0 of what did not change, −1 of what is too long to be computed."""
-    return torch.where(lengths > 0, products / lengths, 0.0).nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
+def _cosines(products: Tensor, norms: Tensor) -> Tensor:
+    """Return cosines from inner products: 0 for a delta of norm 0, −1 where the numbers overflow."""
+    return torch.where(norms > 0, products / norms, 0.0).nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
 
 
-# Robust rules that only ask for the inner products of a round's changes Dᵢ: centered clipping and multi-Krum.
-#
-# Centered clipping (Karimireddy, He, Jaggi 2021) repeats, from v = 0,
-#
-#     v ← v + (1/n) Σᵢ (Dᵢ − v) min(1, τ / ‖Dᵢ − v‖)
-#
-# v stays in the span of the changes, v = Σⱼ cⱼ Dⱼ, so with λᵢ = min(1, τ / ‖Dᵢ − v‖) and their mean λ̄
-#
-#     cⱼ ← (1 − λ̄) cⱼ + λⱼ / n    ‖Dᵢ − v‖² = Gᵢᵢ − 2 (G c)ᵢ + cᵀ G c
-#
-# and the mean of changes that are n cⱼ times as long is v. A factor is above 1 where others were cut: their share
-# goes to those that agree. If nobody is further than τ from the mean, all factors are exactly 1.
-#
-# Multi-Krum (Blanchard et al. 2017) gives a change the sum of its n − f − 2 smallest squared distances to others as
-# its score, with f of n hostile, and lets the n − f with the smallest scores pass.
+REFERENCE_SIZE = 12  # updates that are held and compared, of all networks together
+DISAGREED = "it disagreed with the others in its last rounds"
+MAX_AGAINST = 0.6  # of the usual norm: limit on the part of an update that goes against the others
+MAX_AGAINST_UNCLEAR = 0.9  # the same, if clients have no common direction
+
+
+def drop_disagreeing(
+    arriving: Iterable[UpdateDelta],
+    norms: NormHistory,
+    round_number: int,
+    log: DefenceLog,
+    layout: Callable[[NetworkSpec], Layout],
+    one_model: bool,
+    history: AgreementHistory,
+) -> Iterator[UpdateDelta]:
+    """Yield the updates to merge, in their order, and log why the others are dropped.
+
+    A bound on norms is not enough. An update against the others' direction may still be four times as strong as any of
+    them, and FedHM's upper bands are averaged over two or three clients, among which a hostile client is no minority.
+    But all clients train the same layers, so they can be compared. An update is dropped if
+
+    - its client disagrees with the others, in this round or in its last rounds, or did before and cannot be compared in
+      this round; or
+    - its part against the others is longer than 0.6 × the usual norm. That of honest clients was never longer than half
+      the usual norm if clients have a common direction. Without one, as for clients with few labels in a first round,
+      it was up to 0.72 ×, and 0.9 × is allowed; or
+    - it was clipped, and goes along with the others less than most do. A long honest update has trained longer.
+
+    Among three or four clients only the last two can be told, among fewer nothing.
+
+    The first few updates of a round are held and compared with each other; all later ones are compared with these. So
+    memory does not depend on the number of clients.
+    """
+
+    def delta_of(each: UpdateDelta) -> RecoveredDelta:
+        return recovered_delta(each.parts[WEIGHTS], layout(each.update.network).factorized)
+
+    def group_key(each: UpdateDelta) -> NetworkSpec | None:
+        return None if one_model else each.update.network
+
+    rest = iter(arriving)
+    held = list(islice(rest, REFERENCE_SIZE))
+    known = [(each, delta_of(each)) for each in held if WEIGHTS in each.parts]
+    usual = norms.level(WEIGHTS, None, round_number, [finite_norm(each.parts[WEIGHTS]) for each, _ in known])
+    groups: dict[NetworkSpec | None, PeerGroup] = {}
+    for key in dict.fromkeys(group_key(each) for each, _ in known):
+        members = [(each, delta) for each, delta in known if group_key(each) == key]
+        clients = [each.update.client for each, _ in members]
+        if len(set(clients)) > MIN_PEERS:
+            output_layer = layout(members[0][0].update.network).output_layer
+            groups[key] = PeerGroup(clients, [delta for _, delta in members], output_layer, history)
+    deltas = {id(each): delta for each, delta in known}
+
+    def passes(each: UpdateDelta) -> bool:
+        client, weights = each.update.client, each.parts.get(WEIGHTS)
+        group = groups.get(group_key(each)) if weights else None
+        if weights is None or group is None or not usual or group.median <= 0 or group.peers(client) < MIN_PEERS:
+            reason = DISAGREED if history.disagreed_before(client) else None  # the common direction is not known
+        else:
+            own = deltas.get(id(each))
+            agreement, cosine = group.compare(client, delta_of(each) if own is None else own)
+            against, clipped = -cosine * finite_norm(weights), _was_clipped(each, log.clipped)
+            reason = disagreement(client, group, agreement) or _opposition(group, cosine, against, usual, clipped)
+        if reason:
+            _log_disagreeing(each, reason, log)
+        return not reason
+
+    def disagreement(client: int, group: PeerGroup, agreement: float) -> str | None:
+        if not group.has_direction or group.peers(client) < MIN_PEERS_TO_JUDGE:
+            return DISAGREED if history.disagreed_before(client) else None
+        score = group.score(agreement)
+        log.agreement[client] = min(log.agreement.get(client, score), score)  # of several tasks, the worst
+        if not history.disagrees(client, score):
+            return None
+        return f"it disagrees with the others: agreement {agreement:.3g}, median {score.median:.3g}"
+
+    yield from filter(passes, held)
+    yield from filter(passes, rest)
+
+
+def _opposition(group: PeerGroup, cosine: float, against: float, usual: float, clipped: bool) -> str | None:
+    """Return why an update goes too far against the others; None if it does not."""
+    if against > (MAX_AGAINST if group.has_direction else MAX_AGAINST_UNCLEAR) * usual:
+        return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
+    if clipped and cosine < group.median_cosine:
+        reason = f"it was too long, and does not go along with the others: cosine {cosine:.3g}"
+        return f"{reason}, median {group.median_cosine:.3g}"
+    return None
+
+
+def _was_clipped(each: UpdateDelta, clipped: Sequence[dict[str, object]]) -> bool:
+    who = (each.update.client, each.update.tier, WEIGHTS)
+    return any((entry["client"], entry["tier"], entry["part"]) == who for entry in clipped)
+
+
+def _log_disagreeing(each: UpdateDelta, reason: str, log: DefenceLog) -> None:
+    update = each.update
+    entry = {"client": update.client, "tier": update.tier, "kind": update.kind, "reason": reason}
+    log.dropped.append(entry)
+    log.disagreeing += 1
+    for part in each.parts:  # a dropped update must not influence how far clients usually move
+        log.norms[part][update.tier].pop(update.client, None)
+
+
+# Rules that look at all updates of a round together
 
 ITERATIONS = 5
 
 
 def centered_clip(gram: Tensor, tau: float) -> Tensor:
-    """Return by how much each change is to be lengthened, (n,), so that their mean is that of centered clipping."""
+    """Return by how much each delta is to be scaled, (n,), so that their mean is that of centered clipping.
+
+    Centered clipping (Karimireddy, He, Jaggi 2021) repeats, from v = 0,
+
+        v ← v + (1/n) Σᵢ (Dᵢ − v) min(1, τ / ‖Dᵢ − v‖)
+
+    v stays in the span of the deltas, v = Σⱼ cⱼ Dⱼ, so with λᵢ = min(1, τ / ‖Dᵢ − v‖) and their mean λ̄
+
+        cⱼ ← (1 − λ̄) cⱼ + λⱼ / n    ‖Dᵢ − v‖² = Gᵢᵢ − 2 (G c)ᵢ + cᵀ G c
+
+    The mean of deltas that are scaled by n cⱼ is v. A factor is above 1 if others were clipped: their share goes to the
+    deltas that agree. If no delta is further than τ from the mean, all factors are exactly 1.
+    """
     count = len(gram)
     weights = torch.zeros(count, dtype=torch.float64)
+    kept = torch.zeros(count, dtype=torch.float64)  # λ
     for _ in range(ITERATIONS):
         squared = gram.diagonal() - 2 * gram @ weights + weights @ gram @ weights
         distances = squared.clamp(min=0.0).sqrt()
         kept = torch.where(distances > tau, tau / distances, 1.0)
-        if bool((kept == 1.0).all()):  # v is the mean, whatever it was
-            return torch.ones(count, dtype=torch.float64)
         weights = (1 - kept.mean()) * weights + kept / count
-    return count * weights
+    # With all λ = 1 the last step went to the mean, but n · (1/n) need not be 1 in floating point.
+    return torch.ones(count, dtype=torch.float64) if bool((kept == 1.0).all()) else count * weights
 
 
 def krum_scores(gram: Tensor, hostile: int) -> Tensor:
-    """Return the score of every change, (n,); there must be at least 2 f + 3 of them."""
+    """Return the score of every delta, (n,): the sum of its n − f − 2 smallest squared distances to others.
+
+    There must be at least 2 f + 3 deltas, f of them hostile (Blanchard et al. 2017).
+    """
     count, squares = len(gram), gram.diagonal()
     distances = (squares[:, None] + squares - 2 * gram).clamp(min=0.0)
     others = distances[~torch.eye(count, dtype=torch.bool)].view(count, count - 1)
@@ -217,7 +331,10 @@ def krum_scores(gram: Tensor, hostile: int) -> Tensor:
 
 
 def krum(gram: Tensor, hostile: int) -> list[int]:
-    """Return which changes pass, in their order. Of too few to tell f hostile ones, as many count as can be told."""
+    """Return which deltas pass multi-Krum, in their order: the n − f with the smallest scores.
+
+    With too few deltas for f hostile ones, f is lowered to the number that can be found among them.
+    """
     hostile = min(hostile, (len(gram) - 3) // 2)
     if hostile < 1:
         return list(range(len(gram)))
@@ -225,18 +342,17 @@ def krum(gram: Tensor, hostile: int) -> list[int]:
     return sorted(order[: len(gram) - hostile].tolist())
 
 
-# The rules that look at all updates of a round together. They are held until the last one is there, in factor form.
-#
-# Those that can be compared are judged together: all of them where the networks are versions of one model, as FedHM's
-# are, and otherwise those of the same network.
-
-Judge = Callable[[Sequence[UpdateDelta], Tensor], list[UpdateDelta | None]]  # None: it is not to be merged
+Judge = Callable[[Sequence[UpdateDelta], Tensor], list[UpdateDelta | None]]  # None: do not merge this update
 
 
 def judge_together(
     arriving: Iterable[UpdateDelta], judge: Judge, layout: Callable[[NetworkSpec], Layout], one_model: bool
 ) -> Iterator[UpdateDelta]:
-    """Yield what a rule makes of the updates, in their order."""
+    """Yield the updates that a rule leaves, in their order. All are held in factor form until the last one arrives.
+
+    Updates that can be compared are judged together. If the networks are versions of one model, as FedHM's are, these
+    are all updates; otherwise the updates of the same network.
+    """
     held = list(arriving)
     groups: dict[NetworkSpec | None, list[int]] = {}
     for place, each in enumerate(held):
@@ -245,16 +361,16 @@ def judge_together(
     found: list[UpdateDelta | None] = list(held)
     for places in groups.values():
         members = [held[place] for place in places]
-        changes = [recovered(m.parts[WEIGHTS], layout(m.update.network).factorized) for m in members]
-        for place, left in zip(places, judge(members, gram(changes)), strict=True):
+        deltas = [recovered_delta(m.parts[WEIGHTS], layout(m.update.network).factorized) for m in members]
+        for place, left in zip(places, judge(members, gram_matrix(deltas)), strict=True):
             found[place] = left
     yield from (left for left in found if left is not None)
 
 
 def centered_clip_judge(history: NormHistory, round_number: int, log: DefenceLog) -> Judge:
-    """Shorten those that are far from where the others go. τ is the median of their lengths, at most the usual one."""
+    """Return the rule of centered clipping. τ is the median of the norms, at most the usual norm."""
 
-    def judge(members: Sequence[UpdateDelta], inner: Tensor) -> list[UpdateDelta | None]:
+    def judge(members: Sequence[UpdateDelta], gram: Tensor) -> list[UpdateDelta | None]:
         norms = [each.parts[WEIGHTS].norm for each in members]
         usual = history.level(WEIGHTS, None, round_number)
         median = statistics.median(norms)
@@ -262,8 +378,8 @@ def centered_clip_judge(history: NormHistory, round_number: int, log: DefenceLog
         if not tau:
             return list(members)
         found: list[UpdateDelta | None] = []
-        for each, norm, factor in zip(members, norms, centered_clip(inner, tau).tolist(), strict=True):
-            found.append(each if factor == 1.0 else each.cut({WEIGHTS: factor * norm}))
+        for each, norm, factor in zip(members, norms, centered_clip(gram, tau).tolist(), strict=True):
+            found.append(each if factor == 1.0 else each.with_norms({WEIGHTS: factor * norm}))
             if factor < 1.0:
                 who = {"client": each.update.client, "tier": each.update.tier, "part": WEIGHTS}
                 log.clipped.append(who | {"norm": norm, "bound": factor * norm})
@@ -273,12 +389,12 @@ def centered_clip_judge(history: NormHistory, round_number: int, log: DefenceLog
 
 
 def krum_judge(hostile: int, log: DefenceLog) -> Judge:
-    """Drop those that are furthest from their nearest others, fewer where some have been dropped already."""
+    """Return the rule of multi-Krum. It drops fewer updates if some were dropped for disagreeing."""
 
-    def judge(members: Sequence[UpdateDelta], inner: Tensor) -> list[UpdateDelta | None]:
+    def judge(members: Sequence[UpdateDelta], gram: Tensor) -> list[UpdateDelta | None]:
         left = max(0, hostile - log.disagreeing)
-        chosen = set(krum(inner, left))
-        scores = krum_scores(inner, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
+        chosen = set(krum(gram, left))
+        scores = krum_scores(gram, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
         found: list[UpdateDelta | None] = []
         for place, each in enumerate(members):
             found.append(each if place in chosen else None)
@@ -291,107 +407,3 @@ def krum_judge(hostile: int, log: DefenceLog) -> Judge:
         return found
 
     return judge
-
-
-# An update that does not go along with the others is not merged.
-#
-# A bound on lengths leaves an update that goes the others' way backwards four times as strong as any of them, and the
-# upper bands of FedHM are averaged over two or three clients, among whom a hostile one is no minority. But all
-# clients train the same layers, and there they can be compared. An update is dropped if
-#
-# - its client disagrees with the others, in this round or in its last ones, or did and cannot be compared
-#   in this one, or
-# - what of it goes against the others is longer than 0.6 × how far clients usually move: of honest ones it was never
-#   longer than half of that where clients go one way. Where they do not, as those with few labels in a first round, it
-#   was up to 0.72 × that, and may be 0.9 ×; or
-# - it was too long, and goes along with the others less than most do: a long honest one has trained longer.
-#
-# Among three or four clients only the last two can be told, among fewer nothing.
-#
-# The first few updates of a round are held and compared with each other, all later ones with these: memory stays
-# independent of the number of clients.
-
-REFERENCE_SIZE = 12  # updates, of all networks together
-DISAGREED = "it disagreed with the others in its last rounds"
-MAX_AGAINST = 0.6  # times how far clients usually move: so long may be what goes against the others
-MAX_AGAINST_UNCLEAR = 0.9  # likewise, where clients go no common way
-
-
-def drop_disagreeing(
-    arriving: Iterable[UpdateDelta],
-    history: NormHistory,
-    round_number: int,
-    log: DefenceLog,
-    layout: Callable[[NetworkSpec], Layout],
-    one_model: bool,
-    standing: AgreementHistory,
-) -> Iterator[UpdateDelta]:
-    """Yield the updates that are to be merged, in their order, and note why others are not."""
-
-    def changed(each: UpdateDelta) -> RecoveredDelta:
-        return recovered(each.parts[WEIGHTS], layout(each.update.network).factorized)
-
-    def group(each: UpdateDelta) -> NetworkSpec | None:
-        return None if one_model else each.update.network
-
-    rest = iter(arriving)
-    held = list(islice(rest, REFERENCE_SIZE))
-    known = [(each, changed(each)) for each in held if WEIGHTS in each.parts]
-    usual = history.level(WEIGHTS, None, round_number, [finite_norm(each.parts[WEIGHTS]) for each, _ in known])
-    panels: dict[NetworkSpec | None, PeerGroup] = {}
-    for name in dict.fromkeys(group(each) for each, _ in known):
-        members = [(each, change) for each, change in known if group(each) == name]
-        clients = [each.update.client for each, _ in members]
-        if len(set(clients)) > MIN_PEERS:
-            last = layout(members[0][0].update.network).output_layer
-            panels[name] = PeerGroup(clients, [change for _, change in members], last, standing)
-    changes = {id(each): change for each, change in known}
-
-    def passes(each: UpdateDelta) -> bool:
-        client, weights = each.update.client, each.parts.get(WEIGHTS)
-        panel = panels.get(group(each)) if weights else None
-        if weights is None or panel is None or not usual or panel.median <= 0 or panel.others(client) < MIN_PEERS:
-            reason = DISAGREED if standing.disagreed_before(client) else None  # nobody knows the way
-        else:
-            own = changes.get(id(each))
-            agreement, cosine = panel.compare(client, changed(each) if own is None else own)
-            against, cut = -cosine * finite_norm(weights), _was_cut(each, log.clipped)
-            reason = of_agreement(client, panel, agreement) or _of_length(panel, cosine, against, usual, cut)
-        if reason:
-            _note(each, reason, log)
-        return not reason
-
-    def of_agreement(client: int, panel: PeerGroup, agreement: float) -> str | None:
-        if not panel.clear or panel.others(client) < MIN_PEERS_TO_JUDGE:
-            return DISAGREED if standing.disagreed_before(client) else None
-        seen = panel.seen(agreement)
-        log.agreement[client] = min(log.agreement.get(client, seen), seen)  # of several tasks, the worst
-        if not standing.disagrees(client, seen):
-            return None
-        return f"it disagrees with the others: agreement {agreement:.3g}, median {seen.median:.3g}"
-
-    yield from filter(passes, held)
-    yield from filter(passes, rest)
-
-
-def _of_length(panel: PeerGroup, cosine: float, against: float, usual: float, cut: bool) -> str | None:
-    if against > (MAX_AGAINST if panel.clear else MAX_AGAINST_UNCLEAR) * usual:
-        return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
-    if cut and cosine < panel.median_cosine:
-        reason = f"it was too long, and does not go along with the others: cosine {cosine:.3g}"
-        return f"{reason}, median {panel.median_cosine:.3g}"
-    return None
-
-
-def _was_cut(each: UpdateDelta, clipped: Sequence[dict[str, object]]) -> bool:
-    who = (each.update.client, each.update.tier, WEIGHTS)
-    return any((entry["client"], entry["tier"], entry["part"]) == who for entry in clipped)
-
-
-def _note(each: UpdateDelta, reason: str, log: DefenceLog) -> None:
-    update = each.update
-    entry = {"client": update.client, "tier": update.tier, "kind": update.kind, "reason": reason}
-    log.dropped.append(entry)
-    log.disagreeing += 1
-    for part in each.parts:  # how far clients usually move is not for it to say
-        log.norms[part][update.tier].pop(update.client, None)

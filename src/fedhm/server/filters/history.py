@@ -1,4 +1,9 @@
-"""What a client changed, in the parts that are bounded apart: weights, averages that follow the data, outputs."""
+"""How far clients move, and how much they agree: the deltas of a round, and the history that defence judges by.
+
+`UpdateDelta` splits an update's change into parts that are bounded separately: weights, averages that follow the data,
+and outputs. `NormHistory` turns the norms of earlier rounds into bounds. `AgreementHistory` remembers which clients
+disagreed with the others. Both follow from the records alone, so a resumed run has the same history.
+"""
 
 import math
 import statistics
@@ -17,13 +22,13 @@ from fedhm.networks.exchange import exchanged_tensors
 from fedhm.work.messages import Task, Update
 from fedhm.work.work import work_of
 
-LARGEST = 1e300  # of a norm: JSON has no infinity
+LARGEST_NORM = 1e300  # JSON has no infinity
 WEIGHTS, AVERAGES, OUTPUTS = "weights", "averages", "outputs"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the tensors of a network are."""
+    """Which of a network's tensors are factors, and which are averages."""
 
     factorized: Set[str]  # layers that travel as factors
     averages: Set[str]  # running averages, and other buffers that follow the data
@@ -31,44 +36,44 @@ class Layout:
 
 
 def layout_of(network: nn.Module, averages: Set[str]) -> Layout:
-    """Return what a network's tensors are, as they travel."""
+    """Return the layout of a network's tensors as they travel."""
     own = network.state_dict().keys()
     made = {name.removesuffix(".u") for name in exchanged_tensors(network) if name.endswith(".u") and name not in own}
     return Layout(plan_of(network).keys() | made, averages, find_classifier(network))
 
 
 def finite_norm(delta: FactorizedDelta) -> float:
-    """Return the norm of a change, or the largest that a record can have where it is too long to be computed."""
-    return delta.norm if delta.norm <= LARGEST else LARGEST  # NaN is not
+    """Return the norm of a change; if it overflows, the largest norm that a record can hold."""
+    return delta.norm if delta.norm <= LARGEST_NORM else LARGEST_NORM  # no comparison with NaN is true
 
 
 @dataclass(frozen=True)
 class UpdateDelta:
-    """An update, and how far each part of it is from what was sent."""
+    """An update, and the change of each of its parts from the tensors that were sent."""
 
     task: Task
     update: Update
     parts: Mapping[str, FactorizedDelta]
 
-    def cut(self, lengths: Mapping[str, float]) -> "UpdateDelta":
-        """Return the update with some of its parts at other lengths, on the straight way from what was sent.
+    def with_norms(self, norms: Mapping[str, float]) -> "UpdateDelta":
+        """Return the update with some of its parts scaled to other norms, in the same direction.
 
-        The very same one, to the last bit, if no part is to have another length.
+        Without norms, the update is returned as it is, bit for bit.
         """
-        if not lengths:
+        if not norms:
             return self
-        parts = {n: each.scaled_to(lengths[n]) if n in lengths else each for n, each in self.parts.items()}
+        parts = {n: each.scaled_to(norms[n]) if n in norms else each for n, each in self.parts.items()}
         found = {name: tensor for each in parts.values() for name, tensor in each.returned.items()}
         update = replace(self.update, tensors={name: found[name] for name in self.update.tensors})
         return replace(self, update=update, parts=parts)
 
 
 def update_delta(task: Task, update: Update, known: Layout) -> UpdateDelta:
-    """Return what an update changed; nothing where its kind of work does not train."""
+    """Return the change of an update. It has no parts if its kind of work does not train."""
     work = work_of(task.kind)
     if not work.trains:
         return UpdateDelta(task, update, {})
-    if not work.returns_network:  # its own answer, such as logits, which may be as long as those of others
+    if not work.returns_network:  # its answer, such as logits, is bounded by the norms of other clients' answers
         nothing = {name: torch.zeros_like(tensor) for name, tensor in update.tensors.items()}
         return UpdateDelta(task, update, {OUTPUTS: factorized_delta(update.tensors, nothing, ())})
     sent = work.loaded(task)
@@ -80,55 +85,55 @@ def update_delta(task: Task, update: Update, known: Layout) -> UpdateDelta:
     return UpdateDelta(task, update, parts)
 
 
-# How far clients moved in the rounds before, and how far one may move by that.
-#
-# A bound that follows from the others' norms needs no setting. Four facts shape it:
-#
-# - Norms of weights are divided by the round's learning rate, of which they are multiples: a bound from before it was
-#   lowered would allow ten times too much afterwards.
-# - Norms shrink as clients converge, and not all at once: late in a run an honest client may move six times as far as
-#   the median of the last rounds. So the level is the largest median so far, which is still far below what a
-#   single update may do by `train.max_change`.
-# - Norms may also grow, as those of adapters do that begin at zero. So this round's median counts where it is larger,
-#   but no more than twice the level: of a single round's clients more than half may be hostile.
-# - A median resists a minority, but in a tier of few clients the hostile may be most. So a tier's level is bounded by
-#   that of all tiers together, and what counts of a norm is what the bound left of it.
+WINDOW = 5  # rounds whose norms make one median; in a single round, a tier has only two or three norms
+MIN_NORMS = 3  # a median of three resists one false norm; with fewer norms, nobody is bounded
+ENOUGH_NORMS = 8  # with so many norms there is no need to wait for more
+MAX_OVER_ALL_TIERS = 2.0  # a tier's level is at most this multiple of the level of all tiers
+MAX_GROWTH = 2.0  # this round's level is at most this multiple of the level of earlier rounds
+BOUND_FACTOR = 4.0  # an update's norm is at most this multiple of the level
 
-WINDOW = 5  # rounds whose norms make one median: of a single round, a tier has two or three
-MIN_NORMS = 3  # norms, of which a median resists one that lies: with fewer, nobody is bounded
-ENOUGH_NORMS = 8  # norms, from which on there is no need to wait for more
-MAX_OVER_ALL_TIERS = 2.0  # times the level of all tiers: a tier's own is not more
-MAX_GROWTH = 2.0  # times the level of the rounds before: that of this round is not more
-BOUND_FACTOR = 4.0  # times the level: an update may be so long
-
-# Of one round's updates, by part of the update, tier and client: of a client with several tasks the largest, since all
-# its tasks together are to have one vote
+# The norms of one round's updates, by part of the update, tier and client. A client with several tasks has one vote:
+# the largest of its norms.
 Norms = Mapping[str, Mapping[str, Mapping[int, float]]]
 
 
 class NormHistory:
-    """The norms of the rounds before, as their records have them."""
+    """The norms of earlier rounds, and the bound on a client's norm that follows from them.
+
+    A bound that follows from the others' norms needs no setting. Four facts shape it:
+
+    - Norms of weights are divided by the round's learning rate, to which they are proportional. Otherwise, a bound from
+      before the rate was lowered would allow ten times too much afterwards.
+    - Norms shrink as clients converge, but not all at once. Late in a run, an honest client may move six times as far
+      as the median of the last rounds. So the level is the largest median so far. This is still far below the limit of
+      a single update, `train.max_change`.
+    - Norms may also grow, like those of adapters, which start at zero. So this round's median counts if it is larger,
+      but at most twice the level: in a single round, more than half of the clients may be hostile.
+    - A median resists a minority, but hostile clients may be the majority of a small tier. So a tier's level is bounded
+      by the level of all tiers together, and norms enter the history after they were clipped.
+    """
 
     def __init__(self, learning_rate: Callable[[int], float]) -> None:
-        self._learning_rate = learning_rate  # of a round
-        self._of: defaultdict[str, _OfPart] = defaultdict(_OfPart)
+        self._learning_rate = learning_rate  # by round
+        self._parts: defaultdict[str, _PartNorms] = defaultdict(_PartNorms)
 
     def add(self, round_number: int, norms: Norms) -> None:
         """Add the norms of one more round."""
         for part, by_tier in norms.items():
             unit = self._unit(part, round_number)
-            self._of[part].add({tier: [norm / unit for norm in each.values()] for tier, each in by_tier.items()})
+            self._parts[part].add({tier: [norm / unit for norm in each.values()] for tier, each in by_tier.items()})
 
     def level(self, part: str, tier: str | None, round_number: int, now: Iterable[float] = ()) -> float | None:
-        """Return how far clients of a tier, or of all, move in a round; None: too little is known to say.
+        """Return how far clients usually move in a round; None: too few norms are known.
 
-        now  norms of this round, which alone count while there are too few of the rounds before
+        tier  None: clients of all tiers
+        now   norms of this round; while earlier rounds have too few norms, only these count
         """
         unit = self._unit(part, round_number)
-        return self._of[part].level(tier, [norm / unit for norm in now]) * unit or None
+        return self._parts[part].level(tier, [norm / unit for norm in now]) * unit or None
 
     def bound(self, part: str, tier: str, round_number: int, now: Iterable[float] = ()) -> float | None:
-        """Return how long a part of an update may be; None: too little is known to say."""
+        """Return the largest allowed norm of a part of an update; None: too few norms are known."""
         level = self.level(part, tier, round_number, now)
         return None if level is None else BOUND_FACTOR * level
 
@@ -136,12 +141,12 @@ class NormHistory:
         return self._learning_rate(round_number) if part == WEIGHTS else 1.0
 
 
-class _OfPart:
-    """The norms of one part of the updates, in its unit."""
+class _PartNorms:
+    """The norms of one part of the updates, divided by its unit."""
 
     def __init__(self) -> None:
         self._recent: deque[dict[str, list[float]]] = deque(maxlen=WINDOW)
-        self._levels: dict[str | None, float] = {}  # by tier; None: of all tiers
+        self._levels: dict[str | None, float] = {}  # by tier; None: all tiers
 
     @property
     def settled(self) -> bool:
@@ -154,7 +159,7 @@ class _OfPart:
                 self._levels[tier] = max(self._levels.get(tier, 0.0), statistics.median(known))
 
     def level(self, tier: str | None, now: Sequence[float]) -> float:
-        """Return the level of a tier, or of all; 0: too little is known."""
+        """Return the level of a tier, or of all tiers; 0: too few norms are known."""
         if self.settled:
             everybody = self._levels[None]
             before = min(self._levels.get(tier, everybody), MAX_OVER_ALL_TIERS * everybody)
@@ -165,38 +170,21 @@ class _OfPart:
         return statistics.median(known) if len(known) >= MIN_NORMS else 0.0
 
     def _known(self, tier: str | None) -> list[float]:
-        """Return the norms of the last rounds: of a tier, or of all."""
+        """Return the norms of the last rounds, of a tier or of all tiers."""
         rounds = ([norms.get(tier, [])] if tier is not None else norms.values() for norms in self._recent)
         return [norm for each in rounds for of_tier in each for norm in of_tier]
 
 
-# Who goes along with the others, in this round and in those before.
-#
-# Two clients' changes have a cosine in every layer, of which the mean is taken. The classifier is left out: its rows
-# follow from the labels that a client holds. A client's agreement is the 60 % quantile of its means with all others:
-# not with their sum, in which a few hostile ones that are alike count for more than many honest ones that are not.
-# Clients with few labels may disagree for once, those that were made to harm do so in every round. So a client is out
-# if, with the others' median and spread,
-#
-#     agreement − median / 2 < −4 max(spread, median / 4)    in this round, or
-#     Σ (agreement − median / 2) < −2.5 √ Σ spread²          over its last eight, or fewer, but not one alone
-#
-# Who is out by the rounds before does not tell the way until it agrees again. Clients that have converged go no
-# common way, with a median of less than two spreads or an eighth of what it was once: such rounds do not count, and
-# who was out stays out.
-
-EXPECTED_SHARE = 1 / 2  # of the others' median agreement: so much is to be expected of everybody
-MIN_SPREAD = 1 / 10  # of the median: among few clients some may be alike by chance
-ROUND_SPREADS, MIN_ROUND_SPREAD = (
-    4.0,
-    1 / 4,
-)  # spreads, and what is the least of them then: so far below may it be in a round
-LASTING_SPREADS = 2.5  # spreads: so far below may it be over its last rounds
-AGREEMENT_WINDOW = 8  # rounds of a client that are looked at together
+EXPECTED_SHARE = 1 / 2  # every client is expected to reach this share of the others' median agreement
+MIN_SPREAD = 1 / 10  # of the median: among few clients, some may be alike by chance
+ROUND_SPREADS = 4.0  # how many spreads below the expectation a client may be in one round
+MIN_ROUND_SPREAD = 1 / 4  # of the median: the smallest spread that counts for one round
+LASTING_SPREADS = 2.5  # how many spreads below the expectation a client may be over its last rounds
+AGREEMENT_WINDOW = 8  # rounds of a client that are judged together
 
 
 class AgreementScore(NamedTuple):
-    """How a client went along with the others in a round."""
+    """How much a client agreed with the others in a round. Records hold these three numbers."""
 
     agreement: float
     median: float  # of the others
@@ -204,37 +192,55 @@ class AgreementScore(NamedTuple):
 
     @property
     def excess(self) -> float:
+        """Return by how much the agreement is above the expectation."""
         return self.agreement - EXPECTED_SHARE * self.median
 
 
 class AgreementHistory:
-    """How clients agreed in the rounds before, as their records have it."""
+    """How much clients agreed with the others in earlier rounds, and which clients disagree.
+
+    The changes of two clients have a cosine in every layer; the mean of these cosines is their similarity. The
+    classifier is left out, since its rows follow from the labels that a client holds. A client's agreement is the 60 %
+    quantile of its similarities with all others. The similarity with their sum would not do: in the sum, a few hostile
+    clients that are alike count for more than many honest clients that are not.
+
+    Clients with few labels may disagree once. Clients that mean harm disagree in every round. So a client disagrees if,
+    with the others' median and spread,
+
+        agreement − median / 2 < −4 max(spread, median / 4)    in this round, or
+        Σ (agreement − median / 2) < −2.5 √ Σ spread²          over its last eight rounds, or fewer, but at least two
+
+    A client that disagreed in earlier rounds is no reference for others until it agrees again. Clients that have
+    converged have no common direction: their median is less than two spreads, or an eighth of its largest value so far.
+    Such rounds do not count, and a client that disagreed before them stays out.
+    """
 
     def __init__(self) -> None:
-        self._of: defaultdict[int, deque[AgreementScore]] = defaultdict(lambda: deque(maxlen=AGREEMENT_WINDOW - 1))
-        self.most = 0.0  # the largest median
+        self._scores: defaultdict[int, deque[AgreementScore]] = defaultdict(lambda: deque(maxlen=AGREEMENT_WINDOW - 1))
+        self.largest_median = 0.0
 
-    def add(self, agreement: Mapping[int, AgreementScore]) -> None:
-        """Add what was seen in one more round, by client."""
-        for client, seen in agreement.items():
-            self._of[client].append(seen)
-            self.most = max(self.most, seen.median)
+    def add(self, scores: Mapping[int, AgreementScore]) -> None:
+        """Add the scores of one more round, by client."""
+        for client, score in scores.items():
+            self._scores[client].append(score)
+            self.largest_median = max(self.largest_median, score.median)
 
-    def margin(self, client: int, seen: AgreementScore) -> float:
-        """Return by how many spreads a client is above where it disagrees, in this round or over the last ones."""
-        once = seen.excess / max(seen.spread, MIN_ROUND_SPREAD * seen.median) + ROUND_SPREADS
-        return min(once, _lasting([*self._of[client], seen]))
+    def margin(self, client: int, score: AgreementScore) -> float:
+        """Return how many spreads a client is above the limit, in this round or over its last rounds."""
+        in_round = score.excess / max(score.spread, MIN_ROUND_SPREAD * score.median) + ROUND_SPREADS
+        return min(in_round, _lasting_margin([*self._scores[client], score]))
 
-    def disagrees(self, client: int, seen: AgreementScore) -> bool:
-        """Tell whether a client disagrees, by this round alone or by the last ones together."""
-        return self.margin(client, seen) < 0
+    def disagrees(self, client: int, score: AgreementScore) -> bool:
+        """Tell whether a client disagrees, in this round alone or over its last rounds together."""
+        return self.margin(client, score) < 0
 
     def disagreed_before(self, client: int) -> bool:
-        """Tell whether a client disagrees by the rounds before."""
-        return _lasting(self._of[client]) < 0
+        """Tell whether a client disagreed over its last rounds, this one not among them."""
+        return _lasting_margin(self._scores[client]) < 0
 
 
-def _lasting(rounds: Collection[AgreementScore]) -> float:
-    if len(rounds) < 2:
+def _lasting_margin(scores: Collection[AgreementScore]) -> float:
+    """Return how many spreads a client is above the limit over its last rounds; below 0, it disagrees."""
+    if len(scores) < 2:
         return math.inf
-    return sum(seen.excess for seen in rounds) / math.hypot(*(seen.spread for seen in rounds)) + LASTING_SPREADS
+    return sum(score.excess for score in scores) / math.hypot(*(score.spread for score in scores)) + LASTING_SPREADS
