@@ -129,7 +129,8 @@ def _one_for_each_rank(levels: Sequence[RankLevel]) -> list[RankLevel]:
     return [found[rank] for rank in sorted(found, reverse=True)]
 
 
-Aggregate = Literal["models", "updates", "bands", "partitions"]
+Aggregate = Literal["models", "updates", "bands"]  # how FedHM averages models of different ranks
+AdapterAggregate = Literal[Aggregate, "partitions"]  # how adapters are averaged
 LENGTH = 1 / math.sqrt(3)  # the norm of a row of A, as peft draws it
 
 
@@ -165,7 +166,9 @@ class AdapterSum:
             self.lefts, self.rights = [], []
 
 
-def merge_adapters(levels: Sequence[AdapterSum], old: Factors, aggregate: Aggregate, speed: float = 1.0) -> Factors:
+def merge_adapters(
+    levels: Sequence[AdapterSum], old: Factors, aggregate: AdapterAggregate, speed: float = 1.0
+) -> Factors:
     """Return the server's adapter after a round, with as many directions as before and all singular values.
 
     models      Σ αₚ Lₚ Rₚ / Σ αₚ
@@ -204,7 +207,12 @@ def merge_adapters(levels: Sequence[AdapterSum], old: Factors, aggregate: Aggreg
 
 
 def _mean(
-    levels: Sequence[AdapterSum], totals: Sequence[Tensor], left: Tensor, right: Tensor, how: Aggregate, speed: float
+    levels: Sequence[AdapterSum],
+    totals: Sequence[Tensor],
+    left: Tensor,
+    right: Tensor,
+    how: AdapterAggregate,
+    speed: float,
 ) -> Tensor:
     weight = sum(level.weight for level in levels)
     if how == "models":

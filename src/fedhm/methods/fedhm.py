@@ -31,12 +31,12 @@ from torch import nn
 from fedhm.config.method import Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Positive, Tiers, tier_name
 from fedhm.errors import FedhmError
-from fedhm.lowrank.average import singular_directions
+from fedhm.lowrank.average import Aggregate, singular_directions
 from fedhm.lowrank.diagnostics import layer_constants, tier_energies
 from fedhm.lowrank.hybrid import NestedTiers, nest_tiers, to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import Factors, roll, to_layer_factors
-from fedhm.methods.means import Aggregate, RecoveredMean, factorized, unbounded
+from fedhm.methods.means import RecoveredMean, factorized, unbounded
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.plans import FULL, TierPlan, TierPlanner, has_budgets
 from fedhm.networks.exchange import Tensors

@@ -21,7 +21,7 @@ from torch import nn
 from fedhm.adapters.packing import FOLDED
 from fedhm.config.method import Family, NamedEntry
 from fedhm.config.section import Positive
-from fedhm.lowrank.average import AdapterSum, Aggregate, merge_adapters
+from fedhm.lowrank.average import AdapterAggregate, AdapterSum, merge_adapters
 from fedhm.lowrank.svd import Factors, to_matrix_factors
 from fedhm.machine.device import parallel_map
 from fedhm.methods.adapting import RanksConfig, adapter_tensors, initial_adapters
@@ -34,7 +34,7 @@ from fedhm.work.messages import Participant, Task, Update
 
 class LoRAConfig(RanksConfig):
     name: Literal["lora"] = "lora"
-    aggregate: Aggregate = "bands"
+    aggregate: AdapterAggregate = "bands"
     band_speed: Annotated[float, Field(ge=0, le=1)] = 1.0  # by bands: of what lies beyond the smallest rank
     fold: bool = False  # what was learnt beyond a client's rank goes into its base
     fold_rank: Positive = 64  # of what is folded
@@ -113,7 +113,7 @@ class LoRA(Method[LoRAState]):
             for name in state.weights:
                 classifier = name.rpartition(".")[0] == self._setup.classifier
                 head.add(name, update.tensors[name], weight, rows if classifier else None)
-        how: Aggregate = "updates" if self.config.fold else self.config.aggregate
+        how: AdapterAggregate = "updates" if self.config.fold else self.config.aggregate
 
         def factors_of(layer: str) -> Factors:
             found = merge_adapters(list(added[layer].values()), state.factors[layer], how, self.config.band_speed)

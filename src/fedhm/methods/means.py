@@ -12,7 +12,7 @@ from torch import Tensor
 from fedhm.config.method import MethodConfig, only_uniform
 from fedhm.config.schema import ServerConfig
 from fedhm.errors import FedhmError
-from fedhm.lowrank.average import RankLevel, mean_by_bands
+from fedhm.lowrank.average import Aggregate, RankLevel, mean_by_bands
 from fedhm.lowrank.diagnostics import largest_norm
 from fedhm.lowrank.layers import largest_rank
 from fedhm.lowrank.svd import Factors, Form, decompose, roll, to_matrix_factors, unroll
@@ -283,8 +283,6 @@ def mean_of(server: ServerConfig, method: MethodConfig) -> MakeMean:
 
 
 # The mean of client models of different ranks, recovered to full shape: of the models, their changes, or by bands.
-
-Aggregate = Literal["models", "updates", "bands"]
 
 
 def unbounded(aggregate: Aggregate, weighting: str) -> str:
