@@ -14,7 +14,7 @@ from fedhm.networks.spec import NetworkSpec
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
 from fedhm.server.filters.admission import reason_to_refuse
-from fedhm.server.record import ClientMetrics, Group, Record, Tally
+from fedhm.server.record import ClientMetrics, GroupMetrics, Record, Tally
 from fedhm.work.messages import Task, TaskOptions, Update
 from fedhm.work.work import Expected
 
@@ -120,7 +120,7 @@ def test_lies_are_bounded_by_the_counts(changes: dict[str, object], reason: str 
     assert reason_to_refuse(update, TASK, KNOWN) == reason
 
 
-def answers(*losses: float) -> Group:
+def answers(*losses: float) -> GroupMetrics:
     """Return what clients with ten samples each come to, of which seven are right."""
     tally = Tally(Classification())
     for client, loss in enumerate(losses):

@@ -8,7 +8,7 @@ from fedhm.config.objective import Metric, Metrics
 from fedhm.config.schema import StopConfig
 from fedhm.errors import FedhmError
 from fedhm.server.callbacks import EarlyStopping
-from fedhm.server.record import ClientMetrics, Group, Record
+from fedhm.server.record import ClientMetrics, GroupMetrics, Record
 
 ACCURACY, LOSS = Metric("accuracy", percent=True), Metric("loss", more_is_better=False)
 
@@ -80,7 +80,7 @@ def test_the_median_over_clients_counts_where_only_they_evaluate() -> None:
     found = records(ACCURACY, 0.9, 0.1)
     for record, median in zip(found, (0.2, 0.6), strict=True):
         of = {name: Metrics(accuracy=median) for name in ("mean", "median", "worst_tenth")}
-        group = Group(5, 50, pooled=record.metrics["1/4"], **of)
+        group = GroupMetrics(5, 50, pooled=record.metrics["1/4"], **of)
         record.clients = {"1/4": ClientMetrics(group, {}, [])}
     config = StopConfig(tier="1/4", target=0.5)
     at_clients = EarlyStopping(config, ACCURACY, ["full", "1/4"], at_clients=True)

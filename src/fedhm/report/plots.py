@@ -27,7 +27,7 @@ from fedhm.report.plot import (
 )
 from fedhm.report.sheets import Sheet
 from fedhm.runs.history import Run
-from fedhm.server.record import ClientMetrics, Group, Record
+from fedhm.server.record import ClientMetrics, GroupMetrics, Record
 
 GAP = math.nan  # between two parts of a line
 
@@ -270,7 +270,7 @@ def client_plot(run: Run, runs: Sequence[Run]) -> Plot | None:
     )
 
 
-def _groups(found: ClientMetrics) -> dict[str, Group]:
+def _groups(found: ClientMetrics) -> dict[str, GroupMetrics]:
     return found.by_device or found.by_tier
 
 

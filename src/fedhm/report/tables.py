@@ -25,7 +25,7 @@ from fedhm.report.format import MISSING, format_bytes, format_macs, format_memor
 from fedhm.report.sheets import Sheet, markdown_table, rich_table
 from fedhm.runs.history import Run
 from fedhm.server.filters.fleet import LATE, ClientPlan, TierWork
-from fedhm.server.record import Group, Record
+from fedhm.server.record import GroupMetrics, Record
 from fedhm.work.messages import Task
 from fedhm.work.work import work_of
 
@@ -45,7 +45,7 @@ def client_sheet(run: Run) -> Sheet | None:
         return None
     metric = run.config.objective.headline
 
-    def row(tier: str, whose: str, group: Group) -> list[str]:
+    def row(tier: str, whose: str, group: GroupMetrics) -> list[str]:
         values = (group.pooled, group.mean, group.median, group.worst_tenth)
         shown = (metric.shown(each[metric.name]) for each in values)
         return [tier, whose, f"{group.clients:,}", f"{group.samples:,}", *shown]

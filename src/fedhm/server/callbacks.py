@@ -1,4 +1,4 @@
-"""Who is told how a run goes: progress bars, trackers, and whatever a user brings."""
+"""Callbacks: everything that happens beside the rounds, such as early stopping, progress bars and trackers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,49 +15,49 @@ from fedhm.server.record import Record
 
 
 class Watcher(Protocol):
-    """An object that is told how a run goes: `fedhm.run(..., watchers=[...])`.
+    """An object that follows a run: `fedhm.run(..., watchers=[...])`.
 
-    Any object that has these methods is one. It is told of a round once the round is on disk. What it raises ends the
-    run, which can be resumed.
+    Any object with these methods is a watcher. `round_done` is called after the round is on disk. An exception of a
+    watcher ends the run, which can be resumed.
     """
 
     def started(self, done: int, rounds: int) -> None:
-        """Say that the rounds begin: so many are done already, of so many."""
+        """Handle the start of the rounds: `done` of `rounds` are done already."""
 
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
-        """Say that a client has answered: `what` is the kind of its work, `done` of `of` such tasks are over."""
+        """Handle a client's answer: `what` is the kind of its work, `done` of `of` tasks of this kind are over."""
 
     def round_done(self, record: Record) -> None:
-        """Say what a round left behind."""
+        """Handle the record of a round."""
 
 
 @dataclass(frozen=True)
 class About:
-    """What is known of a run when it begins, or is resumed."""
+    """The facts of a run at its start, or when it is resumed."""
 
     config: Config
     costs: Mapping[str, Cost]  # by tier
     records: Sequence[Record]  # of the rounds that are done already
-    folder: Path | None  # None: it is not kept on disk
+    folder: Path | None  # None: the run has no folder
 
 
 @runtime_checkable
 class RunWatcher(Watcher, Protocol):
-    """A watcher that has these as well is told what the run is, what it ended with, and when nothing more comes."""
+    """A watcher with these methods also gets the facts of the run, its final models, and its end."""
 
     def begun(self, about: About) -> None:
-        """Say what the run is, before `started`."""
+        """Handle the facts of the run, before `started`."""
 
     def ended(self, networks: Mapping[str, nn.Module]) -> None:
-        """Say that all rounds are done, with the final model of every tier."""
+        """Handle the final model of every tier, after all rounds."""
 
     def close(self) -> None:
-        """Say that nothing more comes: the run has ended, failed, or was stopped, perhaps before it had begun."""
+        """Release everything: the run has ended, failed, or was stopped, perhaps before it began."""
 
 
 @dataclass
 class RunState:
-    """Where a run is: what callbacks look at, and complete."""
+    """The state of a run. Callbacks read it and may complete it."""
 
     config: Config
     costs: Mapping[str, Cost]  # by tier, at the start
@@ -98,7 +98,7 @@ class Callback:
 
 
 class WatcherCallback(Callback):
-    """Passes on to a user's watcher, or to a tracker, what it wants to know."""
+    """Calls a user's watcher, or a tracker."""
 
     def __init__(self, watcher: Watcher, folder: Path | None) -> None:
         self._watcher, self._folder = watcher, folder
@@ -125,11 +125,11 @@ class WatcherCallback(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends a run before its last round, and tells which round was the best. Both follow from the records alone.
+    """Ends a run early, and finds its best round. Both follow from the records alone.
 
     The headline metric of one tier's model decides.
 
-    at_clients  the server has no test set: unless the settings say otherwise, the median over clients counts
+    at_clients  the server has no test set: the median over clients counts, unless the settings say otherwise
     """
 
     def __init__(self, config: StopConfig, metric: Metric, tiers: Sequence[str], *, at_clients: bool = False) -> None:
@@ -150,7 +150,7 @@ class EarlyStopping(Callback):
         run.best_round = self.best(run.records)
 
     def reason(self, records: Sequence[Record]) -> str:
-        """Return why a run is to end after the last of these rounds, as part of a sentence; empty if it is not."""
+        """Return why a run ends after the last of these rounds, as part of a sentence; empty if it goes on."""
         found = self._values(records)
         if not found or records[-1].round not in found:
             return ""
@@ -168,7 +168,7 @@ class EarlyStopping(Callback):
         return ""
 
     def best(self, records: Sequence[Record]) -> int:
-        """Return the round after which the model was best; 0 if none was evaluated, or a run may not end early."""
+        """Return the round with the best model; 0 if no round was evaluated, or early stopping is off."""
         return self._last_improvement(self._values(records), 0.0) if self.active else 0
 
     def _values(self, records: Sequence[Record]) -> dict[int, float]:
@@ -178,10 +178,10 @@ class EarlyStopping(Callback):
         return record.clients[self._tier].overall.median if self._by_median else record.metrics[self._tier]
 
     def _last_improvement(self, values: dict[int, float], least: float) -> int:
-        """Return the last round that was better than the best before it by more than `least`; 0 if none ever was."""
+        """Return the last round that was better than all rounds before it by more than `least`; 0 if there is none."""
         sign = 1 if self._metric.more_is_better else -1
         last, best = 0, -float("inf")
         for number, value in values.items():
-            if sign * value > best + least:  # never of NaN
+            if sign * value > best + least:  # never true for NaN
                 last, best = number, sign * value
         return last

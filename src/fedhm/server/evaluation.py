@@ -1,4 +1,4 @@
-"""How well every tier's model does after a round: on the server's test set, and on test samples of the clients."""
+"""The evaluation of every tier's model after a round: on the server's test set, and on the clients' test samples."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ from fedhm.work.evaluate import EVALUATE, evaluate_tiers, no_numbers, warn_of
 from fedhm.work.messages import Participant, Task, TaskOptions, Update
 from fedhm.work.statistics import STATISTICS, pool
 
-Sampler = Callable[[int], Iterator[list[Participant]]]  # of a round: who takes part, attempt by attempt
+Sampler = Callable[[int], Iterator[list[Participant]]]  # from a round to its participants, attempt by attempt
 
 
 class Deploying(Protocol):
-    """What an evaluation asks of a method (`methods/method.py`)."""
+    """What an evaluation needs of a method (`methods/method.py`)."""
 
     tiers: tuple[str, ...]
     levels: tuple[str, ...]
@@ -59,7 +59,7 @@ class Evaluation:
     def evaluate(
         self, state: Any, record: Record, run: Run, sampler: Sampler, callbacks: Sequence[Callback] = ()
     ) -> dict[str, nn.Module]:
-        """Return every tier's model after the round, and record how well it does; `run` is an engine's."""
+        """Return every tier's model after the round, and record its metrics; `run` is an engine's."""
         weights = self.weights(state, record, run, sampler, callbacks)
         networks = self.networks(state, weights)
         record.clients = self._at_clients(state, weights, record, run, callbacks)
@@ -83,7 +83,7 @@ class Evaluation:
         return weights
 
     def networks(self, state: Any, weights: Mapping[str, Tensors]) -> dict[str, nn.Module]:
-        """Return the networks of all tiers with their weights: plain modules, whatever form they travelled in."""
+        """Return the networks of all tiers with their weights, as plain modules."""
         networks = {t: load(self.method.network(self.method.spec(t, state)), weights[t]) for t in weights}
         return {tier: set_packing(network, None) for tier, network in networks.items()}
 
@@ -132,7 +132,7 @@ class Evaluation:
         )
 
     def _without_outliers(self, answered: Sequence[Update], record: Record) -> list[Tensors]:
-        """Return the statistics of one network, none far from those of most clients, and note whose were."""
+        """Return the statistics of one network without outliers, and record the clients that had some."""
         gathered = [update.tensors for update in answered]
         if self.config.server.robust == "none":
             return gathered
@@ -146,7 +146,7 @@ class Evaluation:
     def _at_clients(
         self, state: Any, weights: Mapping[str, Tensors], record: Record, run: Run, callbacks: Sequence[Callback]
     ) -> dict[str, ClientMetrics]:
-        """Return by tier how its model does at the chosen clients; all tiers are one exchange."""
+        """Return every tier's metrics at the chosen clients. One exchange serves all tiers."""
         if not self.holders:
             return {}
         chosen = evaluators(self.config, self.holders, self.clients, self.method.levels, record.round)

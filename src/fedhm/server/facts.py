@@ -46,7 +46,7 @@ def facts_of(network: nn.Module, sample: Inputs) -> NetworkFacts:
 
 
 def _fixed_and_moving(network: nn.Module, sample: Inputs) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the tensors that training leaves alone, and those that it changes without stepping on them."""
+    """Return the tensors that training leaves alone, and those that forward passes change."""
     names = untrained_names(network) - running_statistic_names(network)
     if not names:
         return names, names
@@ -84,7 +84,7 @@ class TaskFacts:
         return self._config.engine.fp16 and self._config.engine.name == "flower"
 
     def static(self, round_number: int) -> bool:
-        """Tell whether BatchNorm statistics are gathered for an evaluation, so that running averages stay at home."""
+        """Tell whether BatchNorm statistics are gathered for the evaluation: then running averages need not travel."""
         start = self._config.evaluation.static_from
         return start != "never" and round_number > start and not self._config.train.frozen_statistics
 

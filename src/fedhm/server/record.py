@@ -1,4 +1,7 @@
-"""How a network does at the clients, each on test samples of its own: pooled, and how it is spread over them."""
+"""The record of a round, one line of JSON: participants, traffic, metrics, what filters did, and how long it took.
+
+The metrics of clients that evaluate on their own test samples come first: pooled, and their spread over the clients.
+"""
 
 import json
 import math
@@ -22,8 +25,8 @@ from fedhm.work.work import work_of
 
 
 @dataclass(frozen=True)
-class OneClient:
-    """How the network does on the test samples of one client."""
+class ClientResult:
+    """The metrics of a network on the test samples of one client."""
 
     client: int
     tier: str  # the client's own
@@ -32,38 +35,42 @@ class OneClient:
 
 
 @dataclass(frozen=True)
-class Group:
-    """How the network does at some clients. In `pooled` every sample counts alike, in the others every client."""
+class GroupMetrics:
+    """The metrics of a network over several clients. In `pooled` every sample counts alike, otherwise every client."""
 
     clients: int
     samples: int
-    pooled: Metrics  # exactly those of all their samples together; where few have no number, of the others
+    pooled: Metrics  # exactly those of all samples together; if a few clients have NaN, of the other clients
     mean: Metrics
-    median: Metrics  # which a few clients that lie, or are broken, do not move; over those that have numbers
+    median: Metrics  # over the clients without NaN; a few false or broken clients do not move it
     worst_tenth: Metrics  # the mean over the tenth of the clients at which the network does worst, at least one
 
 
 @dataclass(frozen=True)
 class ClientMetrics:
-    overall: Group
-    by_tier: dict[str, Group]  # by the clients' tiers
-    each: list[OneClient]  # in the order of their numbers
-    by_device: dict[str, Group] = field(default_factory=dict)  # left out of files where there are no devices
+    """The metrics of a network at the clients: of all together, of groups, and of each client."""
+
+    overall: GroupMetrics
+    by_tier: dict[str, GroupMetrics]  # by the clients' tiers
+    each: list[ClientResult]  # in the order of their numbers
+    by_device: dict[str, GroupMetrics] = field(default_factory=dict)  # left out of files if there are no devices
 
 
 @dataclass
 class Tally:
-    """The answers of clients on one network."""
+    """Collects the clients' answers about one network, and computes its metrics from them."""
 
     objective: Objective
-    devices: Sequence[str] = ()  # of all clients, by name; empty: they have none
-    _answers: list["_Answer"] = field(default_factory=list)
+    devices: Sequence[str] = ()  # the names of all clients' devices; empty: they have none
+    _answers: list["_ClientSums"] = field(default_factory=list)
 
     def add(self, client: int, tier: str, samples: int, sums: Tensors) -> None:
-        self._answers.append(_Answer(OneClient(client, tier, samples, self.objective.results(sums, samples)), sums))
+        self._answers.append(
+            _ClientSums(ClientResult(client, tier, samples, self.objective.results(sums, samples)), sums)
+        )
 
     def result(self, tiers: Sequence[str]) -> ClientMetrics:
-        """Return what all answers come to; groups are in the order of `tiers`."""
+        """Return the metrics over all answers; groups are in the order of `tiers`."""
         of_tier = {tier: [a for a in self._answers if a.one.tier == tier] for tier in tiers}
         of_device = {
             device: [a for a in self._answers if self.devices[a.one.client] == device]
@@ -76,27 +83,27 @@ class Tally:
             {device: self._group(members) for device, members in of_device.items() if members},
         )
 
-    def _group(self, members: Sequence["_Answer"]) -> Group:
-        counted = {name: _counted(members, name) for name in members[0].one.metrics}
+    def _group(self, members: Sequence["_ClientSums"]) -> GroupMetrics:
+        usable = {name: _usable(members, name) for name in members[0].one.metrics}
 
         def over(summary: Callable[[Metric, list[float]], float]) -> Metrics:
-            known = [metric for metric in self.objective.metrics if metric.name in counted]
-            return Metrics({m.name: summary(m, [_or_nan(a.metric(m.name)) for a in counted[m.name]]) for m in known})
+            known = [metric for metric in self.objective.metrics if metric.name in usable]
+            return Metrics({m.name: summary(m, [_or_nan(a.metric(m.name)) for a in usable[m.name]]) for m in known})
 
-        return Group(
+        return GroupMetrics(
             len(members),
             sum(answer.one.samples for answer in members),
-            self._pooled(counted),
+            self._pooled(usable),
             over(lambda _, values: statistics.fmean(values)),
             over(lambda _, values: statistics.median([v for v in values if not math.isnan(v)] or [math.nan])),
             over(_worst_tenth),
         )
 
-    def _pooled(self, counted: Mapping[str, Sequence["_Answer"]]) -> Metrics:
-        """Return the metrics of all samples together, each of the clients that count for it."""
-        results: dict[tuple[int, ...], Metrics] = {}  # by who counts, as a rule the same clients for all metrics
+    def _pooled(self, usable: Mapping[str, Sequence["_ClientSums"]]) -> Metrics:
+        """Return the metrics of all samples together, each over the clients that are usable for it."""
+        results: dict[tuple[int, ...], Metrics] = {}  # by clients, which are usually the same for all metrics
         found = {}
-        for name, answers in counted.items():
+        for name, answers in usable.items():
             clients = tuple(answer.one.client for answer in answers)
             if clients not in results:
                 sums = reduce(_added, (answer.sums for answer in answers))
@@ -106,8 +113,8 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    one: OneClient
+class _ClientSums:
+    one: ClientResult
     sums: Tensors
 
     def metric(self, name: str) -> float:
@@ -118,11 +125,11 @@ def _added(sums: Tensors, more: Tensors) -> Tensors:
     return {name: value + more[name] for name, value in sums.items()}
 
 
-def _counted(members: Sequence[_Answer], metric: str) -> Sequence[_Answer]:
-    """Return those for which a metric is a number, if they are more than half; otherwise all, of which nothing follows.
+def _usable(members: Sequence[_ClientSums], metric: str) -> Sequence[_ClientSums]:
+    """Return the clients whose metric is finite, if they are more than half; otherwise all clients.
 
-    So one client that answers NaN, since it lies or has odd samples, does not hide what the others have; and a network
-    that gives NaN at most of them is not judged by the rest.
+    So one client with NaN, because it lies or has odd samples, does not hide the metrics of the others. A network that
+    gives NaN at most clients is not judged by the rest: its metric is NaN.
     """
     numbers = [answer for answer in members if math.isfinite(answer.metric(metric))]
     return numbers if 2 * len(numbers) > len(members) else members
@@ -135,22 +142,20 @@ def _worst_tenth(metric: Metric, values: Sequence[float]) -> float:
 
 
 def _or_nan(value: float) -> float:
-    """Return the value, or NaN for one that no mean could be made of."""
+    """Return the value, or NaN if it is infinite."""
     return value if math.isfinite(value) else math.nan
 
-
-# The records of rounds, one line of JSON each.
 
 Item = TypeVar("Item")
 
 
 @dataclass
 class Traffic:
-    """What one tier's participants exchanged and computed in a round."""
+    """The bytes and computation of one tier's participants in a round."""
 
-    clients: int = 0  # tasks: a client that got several is counted as often
-    answers: int = 0  # of these, those whose update could be used
-    down: int = 0  # bytes, server → clients: as they travelled, or those of the tensors where nobody counted
+    clients: int = 0  # tasks: a client with several tasks is counted several times
+    answers: int = 0  # tasks whose update could be used
+    down: int = 0  # bytes, server → clients: as the engine counted them, otherwise those of the tensors
     up: int = 0
     macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
     loss: float = 0.0  # of training, mean over the answers
@@ -158,35 +163,36 @@ class Traffic:
 
 @dataclass
 class Simulated:
-    """The time that training takes on the clients' devices, which is computed and not waited for."""
+    """The time that a round takes on the clients' devices. It is computed, not waited for."""
 
-    seconds: float = 0.0  # of the round, all attempts: the slowest client's, or the deadline if one is later
-    clients: dict[int, ClientSeconds] = field(default_factory=dict)  # also of those who are late
+    seconds: float = 0.0  # of all attempts: the time of the slowest client, or the deadline if a client is later
+    clients: dict[int, ClientSeconds] = field(default_factory=dict)  # late clients too
 
 
 @dataclass
 class Record:
+    """Everything that is kept about a round. Most fields are left out of files if they are empty."""
+
     round: int
     participants: list[Participant] = field(default_factory=list)  # of the attempt that counted
-    metrics: dict[str, Metrics] = field(default_factory=dict)  # by tier; empty where the round was not evaluated
+    metrics: dict[str, Metrics] = field(default_factory=dict)  # by tier; empty if the round was not evaluated
     traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier
-    statistics: Traffic = field(default_factory=Traffic)  # of gathering BatchNorm statistics
+    statistics: Traffic = field(default_factory=Traffic)  # for gathering BatchNorm statistics
     diagnostics: dict[str, float] = field(default_factory=dict)
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
-    # By part of the updates, tier and client: how far it moved, as the bounds of later rounds follow from it
+    # How far each client moved, by part of the updates, tier and client. The bounds of later rounds follow from it.
     norms: dict[str, dict[str, dict[int, float]]] = field(default_factory=dict)
-    plans: dict[str, dict[str, int]] = field(default_factory=dict)  # by tier: ranks that were chosen after this round
+    plans: dict[str, dict[str, int]] = field(default_factory=dict)  # by tier: the ranks chosen after this round
     clipped: list[dict[str, Any]] = field(default_factory=list)  # updates that were longer than their bound
-    # By client: how it went along with the others, their median and spread, as later rounds judge by it
+    # How much each client agreed with the others. Later rounds judge by it.
     agreement: dict[int, AgreementScore] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    attempts: int = 1  # until enough updates could be used; traffic, the dropped and seconds are those of all
-    stopped: str = ""  # why the run ended with this round, before its last one
-    epsilon: float | None = None  # of differential privacy, after this round; None, and left out of files: none
-    # Of clients that evaluate; both are left out of files where none did
-    clients: dict[str, ClientMetrics] = field(default_factory=dict)  # by tier of the network
-    evaluation: Traffic = field(default_factory=Traffic)
-    simulated: Simulated | None = None  # None, and left out of files: the config has no devices
+    attempts: int = 1  # until enough updates could be used; traffic, dropped and seconds are those of all attempts
+    stopped: str = ""  # why the run ended early after this round
+    epsilon: float | None = None  # of differential privacy after this round; None: the run is not private
+    clients: dict[str, ClientMetrics] = field(default_factory=dict)  # by tier of the network; empty: none evaluates
+    evaluation: Traffic = field(default_factory=Traffic)  # of the clients that evaluate
+    simulated: Simulated | None = None  # None: the config has no devices
     _losses: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)  # by tier
 
     def all_metrics(self) -> Iterator[Metrics]:
@@ -198,7 +204,7 @@ class Record:
             yield from (one.metrics for one in found.each)
 
     def count(self, task: Task, reply: Reply, macs: int) -> None:
-        """Count one task and what came of it: an update that may be used, or in its place a failure."""
+        """Count the traffic of one task and its reply: a usable update, or a failure."""
         traffic = self._traffic_of(task)
         traffic.clients += 1
         traffic.down += size_in_bytes(task.tensors) if reply.down is None else reply.down
@@ -212,12 +218,12 @@ class Record:
                 self._losses.setdefault(task.tier, []).append(reply.loss)
 
     def bound_losses(self) -> None:
-        """Let no loss that a client made up hide those of the others."""
+        """Keep a false loss of one client from hiding the losses of the others."""
         for tier, losses in self._losses.items():
             self.traffic[tier].loss = typical_loss(losses, self.traffic[tier].loss)
 
     def discard_findings(self) -> None:
-        """Forget what defence found in an attempt that does not count; later rounds must not judge by it."""
+        """Forget the defence's findings about an attempt that failed: later rounds must not judge by it."""
         self.norms.clear()
         self.clipped.clear()
         self.agreement.clear()
@@ -230,6 +236,7 @@ class Record:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a phase."""
         started = time.perf_counter()
         try:
             yield
@@ -237,7 +244,7 @@ class Record:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def timed(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield `items`; the time spent waiting for them counts for phase `name`."""
+        """Yield `items`, and add the time spent waiting for them to a phase."""
         iterator = iter(items)
         while True:
             with self.phase(name):
@@ -247,13 +254,14 @@ class Record:
             yield item
 
     def to_json(self) -> str:
+        """Return the record as a line of JSON."""
         table = asdict(self)
         del table["_losses"]
         table["seconds"] = {name: round(value, 4) for name, value in self.seconds.items()}
         for name in ("epsilon", "simulated"):
             if table[name] is None:
                 del table[name]
-        for name in ("stopped", "norms", "plans", "clipped", "agreement"):  # most runs have no such
+        for name in ("stopped", "norms", "plans", "clipped", "agreement"):  # empty in most runs
             if not table[name]:
                 del table[name]
         if not self.evaluation.clients:
@@ -265,8 +273,8 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> "Record":
-        """Read a line of a run's records; raises ValueError if it is not one."""
-        found = dict(_Line.model_validate_json(line))
+        """Read a line of a run's records; raises ValueError if it is no record."""
+        found = dict(_RecordLine.model_validate_json(line))
         metrics = {tier: Metrics(of_tier) for tier, of_tier in found.pop("metrics").items()}
         return cls(**found, metrics=metrics)
 
@@ -277,11 +285,11 @@ def _names_its_client(entry: dict[str, Any]) -> dict[str, Any]:
     return entry
 
 
-_OfClient = Annotated[dict[str, Any], AfterValidator(_names_its_client)]
+_ClientEntry = Annotated[dict[str, Any], AfterValidator(_names_its_client)]
 
 
-class _Line(BaseModel):
-    """A record as it lies on disk."""
+class _RecordLine(BaseModel):
+    """A record as it is stored on disk."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -291,10 +299,10 @@ class _Line(BaseModel):
     traffic: dict[str, Traffic]
     statistics: Traffic
     diagnostics: dict[str, float] = {}
-    dropped: list[_OfClient] = []
+    dropped: list[_ClientEntry] = []
     norms: dict[str, dict[str, dict[int, float]]] = {}
     plans: dict[str, dict[str, int]] = {}
-    clipped: list[_OfClient] = []
+    clipped: list[_ClientEntry] = []
     agreement: dict[int, AgreementScore] = {}
     seconds: dict[str, float] = {}
     attempts: int = 1

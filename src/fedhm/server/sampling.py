@@ -1,4 +1,4 @@
-"""Who takes part in a round, and at which tier."""
+"""Sampling: which clients take part in a round, at which tier, and the settings that sampling does not allow."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
@@ -12,10 +12,10 @@ from fedhm.work.messages import Participant
 def sample_participants(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int
 ) -> Iterator[list[Participant]]:
-    """Yield who takes part in a round; then who does in its second attempt, its third, and so on without end.
+    """Yield the participants of a round's first attempt, of its second attempt, and so on without end.
 
-    They are a random share of the clients, in the order of their numbers. Those who were not asked in an earlier
-    attempt come first, and others only if there are too few of them.
+    They are a random share of the clients, in the order of their numbers. A later attempt prefers clients that were not
+    asked before.
     """
     number = config.per_round(clients)
     chosen = numpy_generator(seed, "participants", round_number).choice(clients, number, replace=False).tolist()
@@ -30,9 +30,9 @@ def sample_participants(
 def poisson_sample(
     config: FederationConfig, clients: int, levels: Sequence[str], seed: int, round_number: int, secret: bytes
 ) -> list[Participant]:
-    """Return who takes part if every client does so with the same probability, whoever else does: perhaps nobody.
+    """Return the participants of a private round: every client takes part independently, with the same probability.
 
-    So a private round samples (Poisson sampling). Who does not know the secret cannot tell who took part.
+    There may be none. Without the secret, nobody can tell which clients took part.
     """
     drawn = secret_uniforms(secret, clients, "participants", round_number)
     chosen = (drawn < config.participation).nonzero()[0].tolist()
@@ -40,7 +40,7 @@ def poisson_sample(
 
 
 def expected_to_train(config: FederationConfig, clients: int, levels: Sequence[str], tiers: Sequence[str]) -> float:
-    """Return how many clients with a network take part in a round of independent sampling, in the mean."""
+    """Return the expected number of clients with a network in a round of Poisson sampling."""
     if config.heterogeneity == "dynamic":
         able = clients * sum(level in tiers for level in levels) / len(levels)
     elif config.given_tiers:
@@ -51,15 +51,15 @@ def expected_to_train(config: FederationConfig, clients: int, levels: Sequence[s
 
 
 def clients_with_network(
-    drawn: Iterable[list[Participant]], tiers: Sequence[str], clients: int
+    attempts: Iterable[list[Participant]], tiers: Sequence[str], clients: int
 ) -> Iterator[list[Participant]]:
-    """Yield of each drawing those whose tier has a network, if there are such: others are not to be sent one.
+    """Yield the participants of each attempt whose tier has a network; attempts without any are skipped.
 
-    Only if no client at all has one, which may be so where tiers are drawn in each round, draws are as they were:
-    also what such a round left behind is evaluated.
+    If no client at all has a network, which happens if tiers are drawn in each round, attempts stay as they are: the
+    state after such a round is evaluated too.
     """
     without: set[int] = set()
-    for chosen in drawn:
+    for chosen in attempts:
         able = [p for p in chosen if p.tier in tiers]
         without.update({p.client for p in chosen} - {p.client for p in able})
         if able or len(without) == clients:
@@ -69,9 +69,9 @@ def clients_with_network(
 def evaluators(
     config: Config, holders: Sequence[int], clients: int, levels: Sequence[str], round_number: int
 ) -> list[Participant]:
-    """Return which of the clients with test samples evaluate, in the order of their numbers, at any tier.
+    """Return the clients that evaluate, out of those with test samples, in the order of their numbers.
 
-    Also those whose tier has no network: a model that leaves clients out is to be judged by them, too.
+    Clients whose tier has no network evaluate too: a model that leaves clients out must be judged by them.
     """
     number = max(1, round(config.evaluation.participation * len(holders)))
     chosen = numpy_generator(config.seed, "evaluators", round_number).choice(holders, number, replace=False).tolist()
@@ -110,7 +110,7 @@ def check_assignment(config: FederationConfig, clients: int, tiers: Sequence[str
 
 
 def check_partition(config: Config, levels: Sequence[str]) -> None:
-    """Refuse samples that were dealt out by tier to clients that have other tiers."""
+    """Refuse a partition by tier if clients may have other tiers than the partition assumes."""
     if config.data is None or config.data.partition != "by-tier":
         return
     if config.federation.heterogeneity == "dynamic":
@@ -123,7 +123,7 @@ def check_partition(config: Config, levels: Sequence[str]) -> None:
             f"data.partition = 'by-tier' goes by the clients' numbers, as tiers do without federation.{setting}: "
             "leave that empty"
         )
-    # of a method with a single tier all clients have it, whatever their samples are
+    # with a single tier, all clients have it, whatever their samples are
     if len(levels) not in (1, config.data.by_tier_levels):
         raise FedhmError(
             f"data.by_tier_levels = {config.data.by_tier_levels}, but {config.method.name} has {len(levels)} levels "

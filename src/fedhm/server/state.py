@@ -1,7 +1,7 @@
-"""A state as named tensors and JSON, and back by its types: what a checkpoint holds, and what an optimizer steps on.
+"""A state as named tensors plus JSON, and back by its types. Checkpoints store it, and filters change its tensors.
 
-A value is a tensor or a plain value, or a dict, tuple, named tuple or dataclass of such. Each tensor is named by its
-way through the fields and keys. The outline is the value in JSON, with the tensors' names in their places.
+A value is a tensor, a plain value, or a dict, tuple, named tuple or dataclass of values. Each tensor is named by its
+path through the fields and keys. The outline is the value as JSON, with the tensors' names in place of the tensors.
 """
 
 from collections.abc import Callable
@@ -16,35 +16,35 @@ from fedhm.errors import FedhmError
 from fedhm.networks.exchange import Tensors
 
 Value = TypeVar("Value")
-TensorPath = tuple[str, ...]
+TensorPath = tuple[str, ...]  # the fields and keys that lead to a tensor
 PLAIN = (bool, int, float, str, NoneType)
 
 
 def flatten(value: Any) -> tuple[Tensors, Any]:
-    """Return the tensors in a value by their names, and its outline; one that comes twice has its first name."""
+    """Return the tensors in a value by their names, and its outline. A tensor that occurs twice has its first name."""
     tensors: Tensors = {}
     names: dict[int, str] = {}
 
-    def outline(part: Any, way: TensorPath) -> Any:
+    def outline(part: Any, path: TensorPath) -> Any:
         if isinstance(part, Tensor):
-            name = names.setdefault(id(part), "/".join(quote(step, safe="") for step in way))  # a key may hold a slash
+            name = names.setdefault(id(part), "/".join(quote(step, safe="") for step in path))  # a key may hold a slash
             tensors[name] = part
             return name
         if isinstance(part, PLAIN):
             return part
         if isinstance(part, dict):
-            return {str(key): outline(inner, (*way, str(key))) for key, inner in part.items()}
+            return {str(key): outline(inner, (*path, str(key))) for key, inner in part.items()}
         if (named := _named_parts(part)) is not None:
-            return {name: outline(inner, (*way, name)) for name, inner in named.items()}
+            return {name: outline(inner, (*path, name)) for name, inner in named.items()}
         if isinstance(part, tuple | list):
-            return [outline(inner, (*way, str(number))) for number, inner in enumerate(part)]
-        raise TypeError(f"a state cannot hold a {type(part).__name__} ({'/'.join(way)})")
+            return [outline(inner, (*path, str(number))) for number, inner in enumerate(part)]
+        raise TypeError(f"a state cannot hold a {type(part).__name__} ({'/'.join(path)})")
 
     return tensors, outline(value, ())
 
 
 def unflatten(kind: type[Value], tensors: Tensors, outline: Any) -> Value:
-    """Return the value that `flatten` took apart; raises ValueError if it was of another kind."""
+    """Return the value that `flatten` was given; raises ValueError if it was of another kind."""
     try:
         read: Value = _read(kind, tensors, outline)
     except (KeyError, TypeError, AttributeError, NameError, ValueError) as error:
@@ -53,7 +53,7 @@ def unflatten(kind: type[Value], tensors: Tensors, outline: Any) -> Value:
 
 
 def check_state(state: Any, kind: type[Any]) -> None:
-    """Refuse a state that could not be read back from a checkpoint, before there is one."""
+    """Refuse a state that could not be read back from a checkpoint, before a checkpoint is written."""
     if type(state) is not kind:
         own = type(state).__name__
         raise FedhmError(
@@ -66,17 +66,17 @@ def check_state(state: Any, kind: type[Any]) -> None:
 
 
 def map_tensors(value: Value, change: Callable[[str, TensorPath, Tensor], Tensor]) -> Value:
-    """Return the value with every tensor changed; `change` gets its name, the way to it and the tensor."""
+    """Return the value with every tensor changed; `change` gets its name, its path and the tensor."""
 
-    def apply(part: Any, way: TensorPath) -> Any:
+    def apply(part: Any, path: TensorPath) -> Any:
         if isinstance(part, Tensor):
-            return change("/".join(quote(step, safe="") for step in way), way, part)
+            return change("/".join(quote(step, safe="") for step in path), path, part)
         if isinstance(part, dict):
-            return {key: apply(inner, (*way, str(key))) for key, inner in part.items()}
+            return {key: apply(inner, (*path, str(key))) for key, inner in part.items()}
         if (named := _named_parts(part)) is not None:
-            return type(part)(**{name: apply(inner, (*way, name)) for name, inner in named.items()})
+            return type(part)(**{name: apply(inner, (*path, name)) for name, inner in named.items()})
         if isinstance(part, tuple | list):
-            return type(part)(apply(inner, (*way, str(number))) for number, inner in enumerate(part))
+            return type(part)(apply(inner, (*path, str(number))) for number, inner in enumerate(part))
         return part
 
     changed: Value = apply(value, ())

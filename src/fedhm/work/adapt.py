@@ -1,7 +1,7 @@
-"""Train an adapter on a base that has learnt before, or with parts that the client keeps; send back what is shared.
+"""Train an adapter on a base that was trained before, or with parts that the client keeps; send back the shared part.
 
-A task brings, beside what is trained and sent back, what is to be folded into the frozen base, and what its client
-kept from its last one.
+A task brings three things: the tensors that are trained and sent back, tensors to fold into the frozen base, and the
+tensors that its client kept from its last task.
 """
 
 from fedhm.adapters.packing import FOLDED
@@ -21,9 +21,9 @@ class Adapt(TrainingWork):
         own = self.loaded(task)
         load(ready.network, {name: t for name, t in task.tensors.items() if name not in own} | task.kept)
         with task_seed(client, task):
-            held = client.loss_labels
-            loss = fit(client, task, ready, held)
-        return WorkResult(ready.hand_over(own), loss, held, ready.hand_over(task.kept))
+            labels = client.loss_labels
+            loss = fit(client, task, ready, labels)
+        return WorkResult(ready.hand_over(own), loss, labels, ready.hand_over(task.kept))
 
 
 ENTRY_POINT = Adapt()

@@ -1,7 +1,6 @@
-"""Noise that a client adds itself to what it sends, where it does not trust its server.
+"""A client: its samples, the networks on which it does tasks, and the noise that it adds to its updates.
 
-Of all that travels, the change is cut as a whole to norm C, and every number of it gets noise of N(0, (z C)²). The
-tensors are bounded as they travel: of factorized layers the factors, not their product.
+Nothing else runs at a client.
 """
 
 import hashlib
@@ -28,22 +27,28 @@ from fedhm.work.messages import Failure, Reply, Task, Update
 
 @dataclass(frozen=True)
 class LocalNoise:
-    """What a client does to an update before it leaves; without a secret, noise is the operating system's."""
+    """Noise that a client adds to its updates, if it does not trust the server (`privacy.where = 'client'`).
+
+    The change of all tensors together is clipped to norm C, and every number of it gets noise of N(0, (z C)²). Tensors
+    are clipped as they travel: for a factorized layer, these are the factors and not their product.
+
+    Without a secret, the noise comes from the operating system.
+    """
 
     privacy: PrivacyConfig
     secret: Secret
 
     def apply(self, update: Update, task: Task, sent: Tensors, untrained: Set[str]) -> Update:
-        """Return the update as it may be sent; what is not trained goes back as it came, and no loss is told."""
+        """Return the update with noise. Untrained tensors go back as they came, and the loss is not revealed."""
         if update.kept or update.labels is not None:
             what = "tensors that it keeps" if update.kept else "the labels that it holds (train.masked_loss)"
             raise ValueError(f"it would send {what} without noise (privacy.where = 'client')")
-        held = {name: sent[name] if name in untrained else tensor for name, tensor in update.tensors.items()}
-        cut = clip_delta(held, sent, (), self.privacy.clip)
+        trained = {name: sent[name] if name in untrained else tensor for name, tensor in update.tensors.items()}
+        clipped = clip_delta(trained, sent, (), self.privacy.clip)
         secret = self.secret.value or secrets.token_bytes(32)
-        # other updates of this client in this round, if there are such, must not be hidden by the same numbers
-        purpose = ("client", task.round, task.client, str(task.network), _digest(cut))
-        noisy = {n: t if n in untrained else self._noisy(n, t, secret, purpose) for n, t in cut.items()}
+        # The digest makes sure that no other update of this client in this round is hidden by the same numbers.
+        purpose = ("client", task.round, task.client, str(task.network), _digest(clipped))
+        noisy = {n: t if n in untrained else self._noisy(n, t, secret, purpose) for n, t in clipped.items()}
         return replace(update, tensors=noisy, loss=0.0)
 
     def _noisy(self, name: str, tensor: Tensor, secret: bytes, purpose: tuple[int | str, ...]) -> Tensor:
@@ -62,22 +67,19 @@ def _digest(tensors: Tensors) -> str:
     return digest.hexdigest()
 
 
-# A client: its samples, and the networks on which it does tasks. Nothing else runs there.
-
-
 @dataclass(frozen=True)
 class Client:
-    """One client's samples, and the networks that a task may name."""
+    """One client's samples and settings, and the networks that a task may name."""
 
     samples: Samples
     preprocessing: Preprocessing
     networks: NetworkPool
     train: TrainConfig
     seed: int
-    public: Feed | None = None  # samples that everybody has, numbered in place of labels
+    public: Feed | None = None  # samples that all clients have, with their numbers in place of labels
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
-    tests: Samples | None = None  # held out of its training; None, or of length 0: it has none
-    noise: LocalNoise | None = None  # that it adds to what it sends; None: it trusts its server
+    tests: Samples | None = None  # held out of its training; None or empty: it has none
+    noise: LocalNoise | None = None  # None: it trusts its server
 
     @property
     def feed(self) -> Feed:
@@ -85,17 +87,17 @@ class Client:
 
     @property
     def loss_labels(self) -> tuple[int, ...] | None:
-        """Return the labels that the client holds, where its loss is masked to them."""
+        """Return the labels that the client holds, if its loss is masked to them; otherwise None."""
         masked = self.train.masked_loss and self.objective.has_labels
         return self.objective.held(self.samples.labels) if masked else None
 
     def reply(self, task: Task, position: int = 0) -> Reply:
-        """Do a task, or say why it cannot be done."""
+        """Do a task, and return its update or the reason why it failed."""
         try:
             return self.run(task, position)
-        except (RuntimeError, ValueError) as error:  # torch's way to say that network and data do not go together
+        except (RuntimeError, ValueError) as error:  # torch raises these if network and data do not fit
             return Failure(task.client, str(error), position, error)
-        except IndexError as error:  # of a table that the network looks its inputs up in
+        except IndexError as error:  # an input has no row in an embedding table
             reason = f"its samples do not fit the network, which has no such number in a table ({error})"
             return Failure(task.client, reason, position, error)
 
@@ -108,14 +110,14 @@ class Client:
         if self.noise and not work.returns_network:
             raise ValueError("it sends only networks that it has added noise to (privacy.where = 'client')")
         with self.networks.loaded(task.network, work.loaded(task)) as ready:
-            alone = self._left_alone(ready.network) if self.noise else frozenset()
-            answer = work.run(self, task, ready)
+            untrained = self._untrained(ready.network) if self.noise else frozenset()
+            result = work.run(self, task, ready)
         update = Update(
-            task.kind, task.round, task.client, task.tier, task.network, answer.tensors,
-            len(used), answer.labels, answer.loss, position, answer.kept,
+            task.kind, task.round, task.client, task.tier, task.network, result.tensors,
+            len(used), result.labels, result.loss, position, result.kept,
         )  # fmt: skip
-        return self.noise.apply(update, task, work.loaded(task), alone) if self.noise else update
+        return self.noise.apply(update, task, work.loaded(task), untrained) if self.noise else update
 
-    def _left_alone(self, network: nn.Module) -> frozenset[str]:
-        """Return what travels of a network, but follows neither from training nor from the client's samples."""
+    def _untrained(self, network: nn.Module) -> frozenset[str]:
+        """Return the names of tensors that depend neither on training nor on the client's samples."""
         return untrained_names(network) - (set() if self.train.frozen_statistics else running_statistic_names(network))

@@ -1,7 +1,7 @@
-"""Distil: bring the network that the client kept towards the logits that come with the task, then train it on its own
-samples; send its logits on the public samples.
+"""Distil: train the network that the client keeps towards the task's logits, then on the client's own samples.
 
-On the public inputs xᵢ, with targets tᵢ of shape (outputs,), a student f is brought to minimise
+The client sends its logits on the public samples. On the public inputs xᵢ, with targets tᵢ of shape (outputs,), a
+student f minimises
 
     mean |f(xᵢ) − tᵢ|                            absolute error, by FedMD's clients
     the objective's divergence                   by FedDF's server
@@ -28,7 +28,10 @@ from fedhm.work.train import fit, inference_batch, task_seed
 from fedhm.work.work import Example, Expected, WorkResult, validate_bounds
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-CONSENSUS, LOGITS = "consensus", "logits"  # the tensor of a task, if clients agreed on one yet; that of its answer
+CONSENSUS, LOGITS = (
+    "consensus",
+    "logits",
+)  # the tensor of a task, after the first round; the tensor of its answer
 
 
 class Distil:
@@ -40,15 +43,15 @@ class Distil:
 
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         assert client.public is not None
-        public, held = client.public.on(client.networks.device), client.loss_labels
+        public, labels = client.public.on(client.networks.device), client.loss_labels
         with task_seed(client, task):
             self._digest(client, task, ready.network, public)
-            loss = fit(client, task, ready, held)
+            loss = fit(client, task, ready, labels)
         found = logits(ready.network, public, inference_batch(client.train.batch, client.train, task)).cpu()
-        return WorkResult({LOGITS: found}, loss, held, ready.hand_over(task.kept))
+        return WorkResult({LOGITS: found}, loss, labels, ready.hand_over(task.kept))
 
     def _digest(self, client: Client, task: Task, network: nn.Module, public: Feed) -> None:
-        """Bring the network towards the logits that the clients agreed on, if they have yet, by plain SGD."""
+        """Train the network towards the clients' mean logits by plain SGD, if there are any yet."""
         if CONSENSUS not in task.tensors:
             return
         generator = torch_generator(client.seed, "digest", task.round, task.client)
@@ -78,9 +81,9 @@ class Distil:
 def distil_towards(
     network: nn.Module, targets: Tensor, loss: Loss, optimizer: Optimizer, batches: Iterable[Batch], most: int = 0
 ) -> None:
-    """Make one step on each batch of public inputs, which come with the numbers of their rows in `targets`.
+    """Make one step on each batch of public inputs. With each input comes the number of its row in `targets`.
 
-    most  samples of a batch at once; 0: all of them
+    most  how many samples of a batch run together; 0: all of them
     """
     network.train()
     trained = list(network.parameters())
@@ -99,7 +102,8 @@ def distil_towards(
 def logits(network: nn.Module, public: Feed, batch: int) -> Tensor:
     """Return the logits (N, outputs) for all public inputs.
 
-    Only BatchNorm looks at its batch, as in training: its running averages need not have travelled with the network.
+    BatchNorm normalises by batch, as in training, since its running averages need not have travelled. All other layers
+    are in evaluation mode.
     """
     network.eval()
     with normalise_by_batch(network):

@@ -1,6 +1,6 @@
 """Evaluate the network on the client's test samples, and send the sums from which the objective's metrics follow.
 
-Sums and counts of several clients add up to those of their joint samples, so metrics pool exactly.
+The sums of several clients add up to the sums over their joint samples, so pooled metrics are exact.
 """
 
 import math
@@ -26,7 +26,7 @@ from fedhm.work.train import inference_batch
 from fedhm.work.work import LARGEST_MEAN, Example, Expected, WorkResult, validate_bounds
 
 EVALUATE = "evaluate"
-OF_ONE_SAMPLE = -(LARGEST_MEAN**2), LARGEST_MEAN**2  # what it may add to a sum of which the objective says nothing
+OF_ONE_SAMPLE = -(LARGEST_MEAN**2), LARGEST_MEAN**2  # bounds on what a sample adds to a sum, if the objective has none
 
 
 class Evaluate:
@@ -54,12 +54,12 @@ class Evaluate:
             lowest, highest = (
                 update.samples * bound for bound in expected.objective.sum_bounds.get(name, OF_ONE_SAMPLE)
             )
-            # a network may give NaN for some samples: that is told, and what it counts for is seen with the others'
+            # A network may give NaN for some samples. That is allowed here, and judged together with other clients.
             if reason := validate_bounds(name, tensor[tensor.isfinite()], lowest, highest):
                 return reason
         try:
             expected.objective.results(update.tensors, update.samples)
-        except Exception as error:  # whatever an objective raises over sums that no samples have
+        except Exception as error:  # an objective may raise anything for impossible sums
             return f"no metrics follow from its sums ({error!r})"
         return None
 
@@ -68,7 +68,7 @@ class Evaluate:
 
 
 def evaluate(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Metrics:
-    """Return what the objective measures over all samples of the feed."""
+    """Return the objective's metrics over all samples of the feed."""
     network.to(feed.device)
     sums = sums_over(network, feed, batch, objective)
     network.to(CPU)
@@ -76,7 +76,7 @@ def evaluate(network: nn.Module, feed: Feed, batch: int, objective: Objective) -
 
 
 def evaluate_tiers(networks: Mapping[str, nn.Module], feed: Feed, config: Config, after: int) -> dict[str, Metrics]:
-    """Return the metrics of every tier's network after a round, with a warning where some are no numbers."""
+    """Return the metrics of every tier's network after a round, with a warning if some are NaN or infinite."""
     batch, objective = config.evaluation.batch, config.objective
     found = {tier: evaluate(network, feed, batch, objective) for tier, network in networks.items()}
     if lost := [tier for tier, metrics in found.items() if no_numbers(metrics)]:
@@ -90,7 +90,7 @@ def no_numbers(metrics: Metrics) -> bool:
 
 
 def warn_of(after: int, tier: str, samples: str) -> None:
-    """Warn that a model gives no numbers for some samples after a round."""
+    """Warn that a model gives NaN or infinite values for some samples after a round."""
     warn(
         f"after round {after} the model of tier {tier} gives NaN or infinite values for {samples}, so that some of its "
         "metrics are no numbers: lower train.lr, or resume from an earlier round with 'fedhm resume DIR --from ROUND'",
@@ -101,9 +101,9 @@ def warn_of(after: int, tier: str, samples: str) -> None:
 
 @torch.no_grad()
 def sums_over(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Tensors:
-    """Return the objective's sums over all samples of the feed; the network is where these will be."""
+    """Return the objective's sums over all samples of the feed. The network must be on the feed's device."""
     network.eval()
-    found: dict[str, list[Tensor]] = {}  # of each batch, summed at the end: none waits for its result
+    found: dict[str, list[Tensor]] = {}  # by batch; summed at the end, so that no batch waits for its result
     for inputs, targets in feed.ordered(batch):
         for name, value in objective.sums(forward_batch(network, inputs), targets).items():
             found.setdefault(name, []).append(value)

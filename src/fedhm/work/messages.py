@@ -1,4 +1,4 @@
-"""What goes between server and clients: tasks down, updates up. Tensors and plain values only."""
+"""The messages between server and clients: tasks down, updates up. They hold tensors and plain values only."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -18,14 +18,14 @@ class Participant:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What a task says about how to do it, beyond the run's settings. Each kind of work reads its own fields."""
+    """The options of a task, beyond the run's settings. Each kind of work reads its own fields."""
 
-    micro_batch: int | None = None  # of training, where a tier is a budget of memory; None: as the settings say
-    checkpointing: bool | None = None  # likewise
-    batch: int = 0  # evaluate: how many samples run at once
+    micro_batch: int | None = None  # train: of a tier that is a budget of memory; None: as the settings say
+    checkpointing: bool | None = None  # train: likewise
+    batch: int = 0  # evaluate: how many samples run together
     digest_epochs: int = 0  # distil: passes over the public samples, towards the consensus
     digest_lr: float = 0.0
-    kept_rank: int = 0  # prune: the rank that is left of an adapter whose last directions are pruned
+    kept_rank: int = 0  # prune: the rank of an adapter after its last directions are pruned
     penalty: float = 0.0  # prune: λ, on the norms of these directions
     extra: Mapping[str, Any] = field(default_factory=dict)  # plain values, for kinds of work of other packages
 
@@ -40,7 +40,7 @@ class Task:
     tier: str  # the tier that the client can afford
     network: NetworkSpec  # which of the method's networks the tensors belong to
     tensors: Tensors
-    kept: Tensors = field(default_factory=dict)  # the client keeps these from task to task: they need not travel
+    kept: Tensors = field(default_factory=dict)  # the client keeps these between tasks: they need not travel
     options: TaskOptions = TaskOptions()
 
 
@@ -55,11 +55,11 @@ class Update:
     network: NetworkSpec
     tensors: Tensors
     samples: int
-    labels: tuple[int, ...] | None  # the labels that the client holds, where its loss was masked to them
+    labels: tuple[int, ...] | None  # the labels that the client holds, if its loss was masked to them
     loss: float  # mean over the last epoch
-    position: int = 0  # its task's place in the round's list
+    position: int = 0  # of its task in the round's list
     kept: Tensors = field(default_factory=dict)  # see Task
-    down: int | None = None  # bytes that really travelled for its task and for itself, where the engine knows
+    down: int | None = None  # bytes that really travelled for its task and for the update, if the engine knows
     up: int | None = None
 
 
@@ -71,14 +71,14 @@ class Failure:
     reason: str
     position: int = 0
     cause: Exception | None = None  # the exception, if it happened in this process
-    down: int | None = None  # as in an update: a failed answer may have travelled too
+    down: int | None = None  # as in an update: the reply of a failed task may have travelled too
     up: int | None = None
 
 
 Reply = Update | Failure
 
-# The codec that all engines share: every field of a message that is no tensor, as plain values for JSON. An engine
-# carries the tensors in its own way, and adds what only it knows: the position, and the bytes that travelled.
+# All engines share one codec: the fields of a message without its tensors, as plain values for JSON. An engine carries
+# the tensors in its own way, and adds the position and the bytes that travelled, which only the engine knows.
 _NOT_VALUES = {"tensors", "kept", "position", "down", "up"}
 UPDATE_VALUES = {each.name for each in fields(Update)} - _NOT_VALUES
 

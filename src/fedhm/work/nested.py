@@ -1,12 +1,12 @@
 """Train the network and, with the same batches, a smaller tier inside it; send the network back.
 
-It is the smallest one, or for every batch one that is drawn at random. With w = `train.nested`,
+The smaller tier is the smallest one, or one drawn at random for every batch. With w = `train.nested`,
 
     sum       the loss is own + w · inside, both on this batch: steps are up to 1 + w times as long as without
     beside    the loss is (own + w · inside) / (1 + w): steps are no longer than without
-    instead   with probability w the batch trains the smaller tier alone, which costs nothing more
+    instead   with probability w the batch trains the smaller tier alone, at no extra cost
 
-Clients of larger tiers learn more by the longer steps; networks without normalisation layers may diverge by them.
+Clients of larger tiers learn more with longer steps. Networks without normalisation layers may diverge with them.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
 from fedhm.work.work import TrainingWork, WorkResult
 
-BASIS = "basis "  # before a layer: its leading directions, which come with a task and are not sent back
+BASIS = "basis "  # prefix of a layer's name: its leading directions, which come with a task and are not sent back
 
 
 class Nested(TrainingWork):
@@ -35,37 +35,37 @@ class Nested(TrainingWork):
         return {name: tensor for name, tensor in task.tensors.items() if not name.startswith(BASIS)}
 
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
-        train, held, network = client.train, client.loss_labels, ready.network
+        train, labels, network = client.train, client.loss_labels, ready.network
         inside, device = nested_tiers(network), client.networks.device
         form = ("sum" if has_normalisation(network) else "beside") if train.nested_form == "auto" else train.nested_form
         bases = {n.removeprefix(BASIS): t.to(device) for n, t in task.tensors.items() if n.startswith(BASIS)}
         draw = numpy_generator(client.seed, "nested", task.round, task.client, str(task.network))
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-            return client.objective.loss(logits, targets, held)
+            return client.objective.loss(logits, targets, labels)
 
         def beside() -> Loss:
-            smaller = drawn()  # one for all parts of a batch
+            smaller = draw_tier()  # one for all parts of a batch
             parts = 1 if form == "sum" else 1 + train.nested
 
             def loss(inputs: Inputs, targets: Tensor) -> Tensor:
                 own = loss_of(forward_batch(ready.forward, inputs), targets) / parts
-                own.backward()  # at once, so that one network's activations are in memory at a time
+                own.backward()  # now, so that the activations of only one network are in memory
                 return own.detach() + loss_of(forward_batch(smaller, inputs), targets) * train.nested / parts
 
             return loss
 
         def instead() -> Loss:
-            forward = drawn() if draw.random() < train.nested else ready.forward
+            forward = draw_tier() if draw.random() < train.nested else ready.forward
             return lambda inputs, targets: loss_of(forward_batch(forward, inputs), targets)
 
-        def drawn() -> Callable[..., Any]:
+        def draw_tier() -> Callable[..., Any]:
             number = int(draw.integers(len(inside.networks)))
             return partial(inside.forward, number, network, bases)
 
         with task_seed(client, task):
-            mean = fit(client, task, ready, held, instead if form == "instead" else beside)
-        return WorkResult(ready.hand_over(self.loaded(task)), mean, held)
+            mean = fit(client, task, ready, labels, instead if form == "instead" else beside)
+        return WorkResult(ready.hand_over(self.loaded(task)), mean, labels)
 
 
 ENTRY_POINT = Nested()

@@ -1,10 +1,10 @@
-"""Train an adapter whose last directions are kept small, and give these up if they have become smaller (HetLoRA).
+"""Train an adapter with a penalty on its last directions, and prune these if they became smaller (HetLoRA).
 
-With A (r, m), B (n, r) of a layer and s directions that would be left, what is minimised is
+With A (r, m) and B (n, r) of a layer, and s the rank after pruning, training minimises
 
     loss + λ Σ_layers ‖A_{s:}‖ ‖B_{:, s:}‖
 
-If that sum of products is smaller after training than it was before, the directions come back as zeros.
+If that sum of products is smaller after training than before, the last directions come back as zeros.
 """
 
 from collections.abc import Iterator
@@ -23,31 +23,32 @@ from fedhm.work.work import TrainingWork, WorkResult
 
 class Prune(TrainingWork):
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
-        left, held = task.options.kept_rank, client.loss_labels
-        before = _tails(ready.network, left).detach()
+        kept, labels = task.options.kept_rank, client.loss_labels
+        before = _tail_norms(ready.network, kept).detach()
 
         def loss(inputs: Inputs, targets: Tensor) -> Tensor:
-            own = client.objective.loss(forward_batch(ready.forward, inputs), targets, held)
-            return own + task.options.penalty * _tails(ready.network, left)
+            own = client.objective.loss(forward_batch(ready.forward, inputs), targets, labels)
+            return own + task.options.penalty * _tail_norms(ready.network, kept)
 
         with task_seed(client, task):
-            found = fit(client, task, ready, held, lambda: loss)
+            found = fit(client, task, ready, labels, lambda: loss)
         with torch.no_grad():
-            if bool(_tails(ready.network, left) < before):
-                for a, b in _last(ready.network, left):
+            if bool(_tail_norms(ready.network, kept) < before):
+                for a, b in _last_directions(ready.network, kept):
                     a.zero_(), b.zero_()
-        return WorkResult(ready.hand_over(task.tensors), found, held)
+        return WorkResult(ready.hand_over(task.tensors), found, labels)
 
 
-def _last(network: nn.Module, left: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _last_directions(network: nn.Module, kept: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the last rows of A and columns of B of all layers."""
     for a, b in adapter_factors(network):
-        yield a[left:], b[:, left:]
+        yield a[kept:], b[:, kept:]
 
 
-def _tails(network: nn.Module, left: int) -> Tensor:
-    # at 0 a norm has no slope, and what begins as LoRA does is 0 there
-    parts = [_norm(a) * _norm(b) for a, b in _last(network, left)]
+def _tail_norms(network: nn.Module, kept: int) -> Tensor:
+    """Return the sum over all layers of ‖A_{s:}‖ ‖B_{:, s:}‖."""
+    # `vector_norm` has gradient 0 at 0, where a norm has no slope. LoRA's B starts at 0.
+    parts = [_norm(a) * _norm(b) for a, b in _last_directions(network, kept)]
     return torch.stack(parts).sum()
 
 

@@ -1,8 +1,8 @@
-"""Gather BatchNorm statistics: run the network over the client's samples, and send what its layers saw.
+"""Gather BatchNorm statistics: run the network over the client's samples, and send the statistics of its layers.
 
-A client runs the model over its samples, without gradients and normalising by batch, and counts for every BatchNorm
-layer how many values each channel saw, their mean and their variance. Counts, means and variances of several clients
-pool exactly to those of their joint data:
+A client runs the model over its samples, without gradients and normalising by batch. For every BatchNorm layer it sends
+how many values each channel saw, their mean and their variance. The statistics of several clients pool exactly to those
+of their joint data:
 
     N = Σ nᵢ    M = Σ nᵢ mᵢ / N    V = Σ nᵢ (vᵢ + (mᵢ − M)²) / N
 """
@@ -35,7 +35,7 @@ class Statistics:
         return task.tensors
 
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
-        # Nothing is kept for a backward pass, so four times the batch fits where training does without saving memory.
+        # Nothing is stored for a backward pass. So four times the batch fits, unless training saves memory.
         batches = client.feed.ordered(inference_batch(4 * client.train.batch, client.train, task))
         return WorkResult(gather(ready.network, (inputs for inputs, _ in batches)))
 
@@ -51,7 +51,7 @@ class Statistics:
     def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
         for name, tensor in update.tensors.items():
             part = name.rpartition("/")[2]
-            if part == "values":  # a network may compute what does not depend on its batch, of two samples at least
+            if part == "values":  # at least two samples: some values do not depend on the batch
                 lowest, highest = 1.0, expected.tensors[name].item() * max(2, update.samples)
             else:
                 lowest, highest = moment_bounds(part == "variance")
@@ -93,7 +93,7 @@ def gather(network: nn.Module, inputs: Iterable[Inputs]) -> Tensors:
 
         return layers[name].register_forward_hook(hook)
 
-    network.eval()  # as the network will be evaluated: only BatchNorm is to look at its batch
+    network.eval()  # as in the evaluation: only BatchNorm layers look at the batch
     layers = tracked_layers(network)
     handles = [watch(name) for name in layers]
     momenta = {name: layer.momentum for name, layer in layers.items()}
@@ -113,7 +113,7 @@ def gather(network: nn.Module, inputs: Iterable[Inputs]) -> Tensors:
 
 
 def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> ChannelMoments:
-    """Join the batches of one layer: each is how many values, their means, and their variances as layers store them."""
+    """Join the batches of one layer: of each, the number of values, their means and unbiased variances."""
     counts, means, variances = zip(*batches, strict=True)
     values = torch.tensor(counts, dtype=torch.float64)[:, None]
     mean = torch.stack(means).cpu().double()
@@ -124,7 +124,7 @@ def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> ChannelMoments:
 
 
 def pool(gathered: Iterable[Tensors]) -> Tensors:
-    """Merge what the clients sent into the statistics of their joint data, named as a network stores them."""
+    """Merge the clients' statistics into those of their joint data, named as a network stores them."""
     total: dict[str, ChannelMoments] = {}
     for tensors in gathered:
         for name in {key.rpartition("/")[0] for key in tensors}:

@@ -1,4 +1,4 @@
-"""Train the network on the client's samples, and send it back."""
+"""Train the network on the client's samples and send it back: the local steps, their optimizer, and saving memory."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -30,13 +30,13 @@ from fedhm.work.work import TrainingWork, WorkResult
 class Train(TrainingWork):
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         with task_seed(client, task):
-            held = client.loss_labels
-            loss = fit(client, task, ready, held)
-        return WorkResult(ready.hand_over(task.tensors), loss, held)
+            labels = client.loss_labels
+            loss = fit(client, task, ready, labels)
+        return WorkResult(ready.hand_over(task.tensors), loss, labels)
 
 
 def task_seed(client: Client, task: Task) -> AbstractContextManager[None]:
-    """Seed what only knows global generators, such as dropout, for one task alone."""
+    """Seed the global generators for one task: dropout and the like know no others."""
     return seeded(derive(client.seed, "network", task.round, task.client, str(task.network)), client.networks.device)
 
 
@@ -44,12 +44,13 @@ def fit(
     client: Client,
     task: Task,
     ready: PreparedNetwork,
-    held: tuple[int, ...] | None,
+    labels: tuple[int, ...] | None,
     next_loss: Callable[[], Loss] | None = None,
 ) -> float:
-    """Make the local steps of one round; return the mean loss of the last epoch.
+    """Make the local steps of one round, and return the mean loss of the last epoch.
 
-    `next_loss` says what is minimised on the next batch's inputs and targets; without it, the objective's loss.
+    labels     the labels to which the loss is masked; None: it is not masked
+    next_loss  returns the loss for the next batch; None: the objective's loss
     """
     train, feed = task_train_config(client.train, task), client.feed
     generator = torch_generator(client.seed, "batches", task.round, task.client, str(task.network))
@@ -60,11 +61,11 @@ def fit(
     prepare(network, train)
 
     def own_loss(inputs: Inputs, targets: Tensor) -> Tensor:
-        return client.objective.loss(forward_batch(forward, inputs), targets, held)
+        return client.objective.loss(forward_batch(forward, inputs), targets, labels)
 
     total = torch.zeros(())
     for _ in range(train.epochs):
-        total = torch.zeros((), device=feed.device)  # summed as a tensor: no step waits for its loss
+        total = torch.zeros((), device=feed.device)  # a tensor, so that no step waits for its loss
         for inputs, targets in feed.shuffled(train.batch, generator):
             optimizer.zero_grad()
             loss = backward_in_parts(
@@ -79,7 +80,7 @@ def fit(
 
 
 def task_train_config(train: TrainConfig, task: Task) -> TrainConfig:
-    """Return the settings of a task: the task of a tier with a budget of memory says how to stay within it."""
+    """Return the training settings of a task. The task of a tier with a budget of memory has its own."""
     if task.options.micro_batch is None:
         return train
     saving = {"micro_batch": task.options.micro_batch, "checkpointing": bool(task.options.checkpointing)}
@@ -87,14 +88,14 @@ def task_train_config(train: TrainConfig, task: Task) -> TrainConfig:
 
 
 def inference_batch(most: int, train: TrainConfig, task: Task) -> int:
-    """Return how many samples may go forward together: up to `most`, or as many as in training if that saves memory."""
+    """Return how many samples go forward together: `most`, or at most as many as in training if that saves memory."""
     train = task_train_config(train, task)
     return min(most, train.parts or train.batch) if train.parts or train.checkpointing else most
 
 
 def prepare(network: nn.Module, train: TrainConfig) -> None:
-    """Set a network, and those inside it, up for training; it is to be thrown away afterwards."""
-    if train.checkpointing or train.micro_batch:  # or it would save nothing that can be seen from outside
+    """Prepare a network, and the networks inside it, for training. It is thrown away afterwards."""
+    if train.checkpointing or train.micro_batch:  # otherwise the process would keep the memory that is saved
         return_freed_memory()
     network.train()
     running = [each for each, _ in networks_in_training(network)]
@@ -105,10 +106,10 @@ def prepare(network: nn.Module, train: TrainConfig) -> None:
 
 
 def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Optimizer:
-    """Return an optimizer for a network's parameters, with weight decay where Frobenius decay is not."""
+    """Return an optimizer for a network's parameters."""
     factors = {id(p) for m in network.modules() if isinstance(m, LowRank) for p in (m.u, m.v)}
     trained = [p for p in network.parameters() if p.requires_grad]
-    # Frobenius decay takes the place of weight decay on the factors
+    # Frobenius decay replaces weight decay on the factors
     undecayed = set() if train.decay_factors or not train.frobenius_decay else factors
     head = head_parameter_ids(network) if train.head_factor != 1 else frozenset()
     groups = [
@@ -125,14 +126,14 @@ def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Optimi
             for group in groups
         ]
         return torch.optim.AdamW(listed, lr, train.betas, train.eps, amsgrad=train.amsgrad, fused=dense or None)
-    # On CPUs torch's fused SGD leaves most numbers of 16 bits where they are. And where there is one operation for each
-    # tensor, there is nothing to fuse, and it is faster without.
+    # On CPUs, torch's fused SGD does not change most 16-bit numbers. Without momentum and decay there is one operation
+    # for each tensor: there is nothing to fuse, and plain SGD is faster.
     fused = dense and wide and (train.momentum > 0 or train.weight_decay > 0)
     return SGD(groups, lr, train.momentum, train.dampening, train.nesterov, fused or None)
 
 
 def check_optimizer(model: nn.Module, train: TrainConfig) -> None:
-    """Refuse what torch's optimizers cannot do with a model's numbers."""
+    """Refuse settings that torch's optimizers cannot handle with a model's number format."""
     half = any(p.dtype == torch.float16 for p in model.parameters())
     if half and train.optimizer == "adamw" and not torch.tensor(train.eps, dtype=torch.float16):
         raise FedhmError(
@@ -141,7 +142,10 @@ def check_optimizer(model: nn.Module, train: TrainConfig) -> None:
 
 
 def check_memory_savings(model: nn.Module, config: Config, sample: Inputs) -> None:
-    """Refuse what cannot be done to a model, and warn of what is not the same; `sample` is a batch of one input."""
+    """Refuse ways of saving memory that a model does not allow, and warn of those that change its training.
+
+    sample  a batch of one input
+    """
     train = config.train
     check_blocks(model, train.checkpointing)
     check_repeatable(model, train.checkpointing, sample)

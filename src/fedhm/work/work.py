@@ -1,4 +1,10 @@
-"""Bounds on the numbers of an answer: a single 1e38 leaves nothing of a mean."""
+"""The protocol of a kind of client work: how it runs, the form of its answer, the bounds on its numbers, its cost.
+
+A kind is one file of this package that ends in `ENTRY_POINT = …`, or an object that another package names in the
+entry-point group `fedhm.work`. Tasks carry its name. No other registration is needed.
+
+The server computes with an answer only after `validate`: a single 1e38 destroys a mean.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,28 +25,28 @@ from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 
 LARGEST_LOGIT = 1e6
-LARGEST_LOSS = 1e30  # sums of such are finite
-LARGEST_MEAN = 1e10  # of what a BatchNorm layer sees, perhaps raw inputs; of a variance, the square of it
+LARGEST_LOSS = 1e30  # sums of such losses are finite
+LARGEST_MEAN = 1e10  # of a BatchNorm layer's inputs, perhaps raw; its square is the largest variance
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the server knows of an answer before it comes."""
+    """What the server knows about an answer in advance."""
 
-    tensors: Tensors  # of the answer's names, shapes and types; of statistics, `values` are those that one sample gives
+    tensors: Tensors  # with the answer's names, shapes and types; for statistics, `values` are those of one sample
     samples: int  # of the client, or its test samples if the work runs on these; 0: it has not said yet
     classes: int
-    labelled: bool = False  # it says which labels its client holds
-    running: Set[str] = frozenset()  # the names of running averages, and of other buffers that follow the data
-    fixed: Set[str] = frozenset()  # the names of what training leaves alone: other buffers, frozen parameters
+    labelled: bool = False  # the answer says which labels its client holds
+    running: Set[str] = frozenset()  # names of running averages, and of other buffers that follow the data
+    fixed: Set[str] = frozenset()  # names of tensors that training leaves alone: other buffers, frozen parameters
     halved: bool = False  # matrices travelled in half precision
     largest_output: float = LARGEST_LOGIT  # of a network
-    max_change: float = 0.0  # norm of the change of all that is trained, in units of what was sent; 0 is no limit
+    max_change: float = 0.0  # largest norm of the change, relative to the norm of the tensors sent; 0: no limit
     objective: Objective | None = None
 
 
 def validate_change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
-    """Return why weights are too far from those that were sent, or not finite; None if they are not."""
+    """Return why weights must not be used: not finite, or too far from those that were sent; None if they may."""
     squares = 0.0
     for name, tensor in tensors.items():
         if name in expected.running:
@@ -54,22 +60,22 @@ def validate_change(tensors: Tensors, sent: Tensors, expected: Expected) -> str 
             if math.isnan(distance):
                 return f"'{name}' holds NaN or infinite values"
             squares += distance * distance
-    moved, most = math.sqrt(squares), expected.max_change
-    # The norm of what was sent need not be known of a change that would be small enough for any.
+    norm, limit = math.sqrt(squares), expected.max_change
+    # The norm of the tensors sent costs time. It is computed only if the change is not small anyway.
     untrained = expected.running | expected.fixed
-    if most and moved > most and moved > most * _norm(t for name, t in sent.items() if name not in untrained):
-        return f"its change has norm {moved:.1e}, over {most:g} × that of what was sent"
+    if limit and norm > limit and norm > limit * _norm(t for name, t in sent.items() if name not in untrained):
+        return f"its change has norm {norm:.1e}, over {limit:g} × that of what was sent"
     return None
 
 
 def _same(tensor: Tensor, sent: Tensor, halved: bool) -> bool:
-    """Tell whether two tensors are the same to the last bit, as far as they travelled."""
+    """Tell whether two tensors have the same bits, in the precision in which they travelled."""
     tensor, sent = (tensor.half(), sent.half()) if halved and tensor.is_floating_point() else (tensor, sent)
     return torch.equal(tensor.flatten().view(torch.uint8), sent.flatten().view(torch.uint8))
 
 
 def _distance(tensor: Tensor, sent: Tensor) -> float:
-    """Return ‖tensor − sent‖; NaN if `tensor` is not finite. Where the type's own range is too small, in float64."""
+    """Return ‖tensor − sent‖; NaN if `tensor` is not finite. It is computed in float64 if the type overflows."""
     tensor, sent = _as_real(tensor), _as_real(sent)
     if tensor.element_size() > 2 and math.isfinite(distance := torch.dist(tensor, sent).item()):
         return distance
@@ -86,12 +92,12 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 
 def moment_bounds(variance: bool) -> tuple[float, float]:
-    """Return the lowest and highest value of a mean or variance of what a BatchNorm layer sees."""
+    """Return the lowest and highest allowed value of a mean or variance of a BatchNorm layer's inputs."""
     return (0.0, LARGEST_MEAN**2) if variance else (-LARGEST_MEAN, LARGEST_MEAN)
 
 
 def validate_bounds(name: str, tensor: Tensor, lowest: float, highest: float) -> str | None:
-    """Return which value of a tensor is not finite, or not within bounds; None if all are."""
+    """Return which value of a tensor is not finite or out of bounds; None if all are within."""
     if not tensor.numel():
         return None
     smallest, largest = (value.item() for value in _as_real(tensor).aminmax())
@@ -102,25 +108,19 @@ def validate_bounds(name: str, tensor: Tensor, lowest: float, highest: float) ->
     return f"'{name}' has the value {smallest if smallest < lowest else largest:.3g}, not in {lowest:g}…{highest:g}"
 
 
-# The protocol of a kind of client work: how it runs, what its answer looks like, how that is bounded, what it costs.
-#
-# A kind is one file of this package that ends in `ENTRY_POINT = …`, or an object that another package names in the
-# entry-point group `fedhm.work`. Tasks carry its name, and nobody else asks for it.
-
-
 @dataclass(frozen=True)
 class WorkResult:
-    """What came of a task, before it is an update."""
+    """The result of a task. The client makes an update of it."""
 
     tensors: Tensors
     loss: float = 0.0  # mean over the last epoch
-    labels: tuple[int, ...] | None = None  # that the client holds, where its loss was masked to them
+    labels: tuple[int, ...] | None = None  # the labels that the client holds, if its loss was masked to them
     kept: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One sample, and what else a kind of work needs to know of a run to tell what its answers look like."""
+    """One sample and the facts of a run from which the form of an answer follows."""
 
     inputs: Inputs  # a batch of one
     targets: Tensor  # likewise
@@ -129,10 +129,12 @@ class Example:
 
 
 class Work(Protocol):
-    trains: bool  # it is counted as training, tier by tier; all other work is counted apart
-    returns_network: bool  # its answer has the very tensors that the network was loaded with
-    tests: bool  # it runs on the client's test samples in place of those that it trains on, and is counted apart
-    past: str  # what a client did, in a sentence: it trained
+    """A kind of client work."""
+
+    trains: bool  # its traffic counts as training, tier by tier
+    returns_network: bool  # its answer has the tensors that the network was loaded with
+    tests: bool  # it runs on the client's test samples, and its traffic counts as evaluation
+    past: str  # the verb in a sentence: "trained"
     short: str  # for a progress bar, which must fit 80 columns
 
     def loaded(self, task: Task) -> Tensors:
@@ -144,11 +146,11 @@ class Work(Protocol):
         ...
 
     def expected(self, network: nn.Module, example: Example) -> Tensors:
-        """Return an answer's names, shapes and types, where it does not return the network."""
+        """Return tensors with the names, shapes and types of an answer, if it does not return the network."""
         ...
 
     def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
-        """Return why the values of an answer, which has the right tensors, must not be used; None if they may."""
+        """Return why the values of an answer must not be used; None if they may. Names and shapes are right already."""
         ...
 
     def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
@@ -160,7 +162,7 @@ class Work(Protocol):
 
 
 class TrainingWork(ABC):
-    """What the kinds have in common that train the network on the client's samples and send it back."""
+    """The common part of all kinds that train the network on the client's samples and send it back."""
 
     trains = returns_network = True
     tests = False
@@ -179,7 +181,7 @@ class TrainingWork(ABC):
         return validate_change(update.tensors, self.loaded(task), expected)
 
     def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
-        return samples * train.epochs  # of a network whose costs are those of all that runs for a batch
+        return samples * train.epochs  # the network's cost covers everything that runs for a batch
 
 
 def work_of(kind: str) -> Work:

@@ -1,7 +1,7 @@
-"""What an update must satisfy before the server computes with it: the replies of every engine are checked here.
+"""Admission: every reply is checked here before the server computes with it.
 
-An update may come from a client that diverged, that is broken, or that means harm. So nothing in it is trusted, not
-even that its values are of their types; and its numbers are bounded, since a single 1e38 leaves nothing of a mean.
+An update may come from a client that diverged, is broken, or means harm. So nothing in it is trusted, not even the
+types of its values. Its numbers are bounded, since a single 1e38 destroys a mean.
 """
 
 import math
@@ -29,52 +29,52 @@ _short.maxstring = 80
 
 
 class Admission(RoundFilter):
-    """Lets updates in that can be used, counts the traffic of all, and records why the others were dropped."""
+    """Passes usable updates on, counts the traffic of all replies, and records why the others were dropped."""
 
     def __init__(self, config: ResolvedConfig, federation: Federation, facts: TaskFacts) -> None:
         self._config, self._federation, self._facts = config, federation, facts
         # The server counts the samples of clients on this machine itself.
         bounded = federation.remote and config.server.robust != "none"
-        self._most_samples_to_train = sample_limit(federation.remote) if bounded else None
-        self._most_samples_to_test = sample_limit(federation.client_tests.remote) if bounded else None
+        self._train_sample_limit = sample_limit(federation.remote) if bounded else None
+        self._test_sample_limit = sample_limit(federation.client_tests.remote) if bounded else None
 
     def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
         return [self._facts.travels(task) for task in tasks]
 
     def updates(self, arrivals: Iterator[Arrival], record: Record) -> Iterator[Arrival]:
         for arrival in arrivals:
-            task, judged = arrival.task, self._judged(arrival.reply, arrival.task)
-            record.count(task, judged, self._facts.macs(task) if isinstance(arrival.reply, Update) else 0)
-            if isinstance(judged, Failure):
-                self._drop(task, judged, record)
+            task, checked = arrival.task, self._checked(arrival.reply, arrival.task)
+            record.count(task, checked, self._facts.macs(task) if isinstance(arrival.reply, Update) else 0)
+            if isinstance(checked, Failure):
+                self._drop(task, checked, record)
             else:
-                yield Arrival(task, judged)
+                yield Arrival(task, checked)
 
-    def _judged(self, reply: Reply, task: Task) -> Reply:
-        """Return the reply; in place of an update that must not be merged, a failure that cost as many bytes."""
+    def _checked(self, reply: Reply, task: Task) -> Reply:
+        """Return the reply, or a failure that cost as many bytes if the update must not be merged."""
         if isinstance(reply, Failure):
             return reply
         reason = reason_to_refuse(reply, task, self.expected(task))
         if reason is None:
             tests = work_of(task.kind).tests
-            most = self._most_samples_to_test if tests else self._most_samples_to_train
-            return cap_samples(self._with_fixed_tensors(reply, task), most)
+            limit = self._test_sample_limit if tests else self._train_sample_limit
+            return cap_samples(self._with_fixed_tensors(reply, task), limit)
         up = _size_of_anything(reply.tensors) if reply.up is None else reply.up
         return Failure(task.client, reason, reply.position, down=reply.down, up=up)
 
     def _with_fixed_tensors(self, update: Update, task: Task) -> Update:
-        """Restore tensors that training leaves alone, where half precision has taken digits from them."""
+        """Restore tensors that training leaves alone, since half precision has rounded them."""
         if not self._facts.halved or not work_of(task.kind).returns_network:
             return update
         fixed = self._facts.network(task.network).fixed
         return replace(update, tensors={n: task.tensors[n] if n in fixed else t for n, t in update.tensors.items()})
 
     def expected(self, task: Task) -> Expected:
-        """Return what is known of a task's answer before it comes."""
+        """Return what the server knows about a task's answer in advance."""
         config, facts = self._config, self._facts.network(task.network)
         return Expected(
             self._facts.answer(task),
-            # A remote client may get more samples; its engine holds it to the number that it said last.
+            # A remote client may get more samples; its engine holds it to the number that it claimed last.
             samples=0 if self._federation.remote else self._facts.samples(task),
             classes=self._federation.classes,
             labelled=work_of(task.kind).trains and config.train.masked_loss and config.objective.has_labels,
@@ -106,7 +106,7 @@ def _hint(reason: str) -> str:
 
 
 def _size_of_anything(tensors: Tensors) -> int:
-    """Return the bytes of a client's tensors, which need not be tensors."""
+    """Return the bytes of a client's tensors, which may be anything else instead."""
     if not isinstance(tensors, dict):
         return 0
     return size_in_bytes({name: t for name, t in tensors.items() if isinstance(t, Tensor) and not t.is_nested})
@@ -115,10 +115,10 @@ def _size_of_anything(tensors: Tensors) -> int:
 def reason_to_refuse(update: Update, task: Task, expected: Expected) -> str | None:
     """Return why `update` must not be merged as the answer to `task`; None if it may."""
     reason = (
-        _other_task(update, task)
-        or _claim(update, expected)
-        or _misfit(update.tensors, expected.tensors)
-        or _misfit(update.kept, task.kept)
+        _wrong_task(update, task)
+        or _wrong_claim(update, expected)
+        or _wrong_tensors(update.tensors, expected.tensors)
+        or _wrong_tensors(update.kept, task.kept)
     )
     return (
         reason
@@ -127,7 +127,7 @@ def reason_to_refuse(update: Update, task: Task, expected: Expected) -> str | No
     )
 
 
-def _other_task(update: Update, task: Task) -> str | None:
+def _wrong_task(update: Update, task: Task) -> str | None:
     for name in ("kind", "round", "client", "tier", "network"):
         asked, answered = getattr(task, name), getattr(update, name)
         if type(answered) is not type(asked) or answered != asked:
@@ -135,7 +135,7 @@ def _other_task(update: Update, task: Task) -> str | None:
     return None
 
 
-def _claim(update: Update, expected: Expected) -> str | None:
+def _wrong_claim(update: Update, expected: Expected) -> str | None:
     samples, labels, loss = update.samples, update.labels, update.loss
     if type(samples) is not int or samples < 1 or samples != (expected.samples or samples):
         return f"it claims {_short.repr(samples)} samples instead of {expected.samples or 'some'}"
@@ -157,8 +157,8 @@ def _claim(update: Update, expected: Expected) -> str | None:
     return None
 
 
-def _misfit(tensors: Tensors, expected: Tensors) -> str | None:
-    """Return why these are not the expected tensors, whatever their values; None if they are."""
+def _wrong_tensors(tensors: Tensors, expected: Tensors) -> str | None:
+    """Return why names, shapes or types are not the expected ones; None if they are."""
     if not isinstance(tensors, dict):
         return f"it has {_short.repr(tensors)} in place of tensors"
     if odd := tensors.keys() ^ expected.keys():
@@ -175,7 +175,7 @@ def _misfit(tensors: Tensors, expected: Tensors) -> str | None:
 
 
 def _is_plain(tensor: object) -> bool:
-    """Tell whether a tensor lies in memory as it stands: any other may raise, or be another one, when computed with."""
+    """Tell whether a tensor is stored plainly: any other may raise an error, or change, when computed with."""
     if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
         return False
     apart = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized

@@ -14,7 +14,7 @@ from fedhm.server.record import Record
 
 
 def check_attackers(config: ServerConfig, participants: int) -> None:
-    """Refuse to let Krum look for more hostile clients than it can find among a round's participants."""
+    """Refuse more hostile clients than Krum can find among a round's participants."""
     if config.robust == "krum" and participants < (needed := 2 * config.attackers + 3):
         raise FedhmError(
             f"server.robust = 'krum' tells server.attackers = {config.attackers} only among {needed} or more clients, "
@@ -23,9 +23,9 @@ def check_attackers(config: ServerConfig, participants: int) -> None:
 
 
 class Defence(RoundFilter):
-    """Cuts updates that are too long, drops those that disagree, and applies the rule that the settings name.
+    """Clips updates that are too long, drops clients that disagree, and applies the rule of the settings.
 
-    Coordinate-wise rules are no filters: the method's mean applies them (`methods/means.py`).
+    Coordinate-wise rules are not here: the method's mean applies them (`methods/means.py`).
 
     one_model  all networks of the method are versions of one model
     """
@@ -54,7 +54,7 @@ class Defence(RoundFilter):
             return
         number, log = record.round, DefenceLog(record.norms, record.clipped, record.dropped, record.agreement)
         deltas = (update_delta(each.task, each.update, self._layout(each.task.network)) for each in arrivals)
-        # every rule needs these two first: it is no help against one client that is far longer than all others
+        # Every rule needs these two first: no rule alone helps against one update that is far longer than all others.
         passing = clip(deltas, self._norms, number, log)
         passing = drop_disagreeing(passing, self._norms, number, log, self._layout, self._one_model, self._agreement)
         if self._config.robust == "centered-clip":

@@ -1,4 +1,4 @@
-"""The server's optimizer: the mean that a round brings is not taken as it is, but as the direction of a step.
+"""The server's optimizer, `[server] optimizer`: a round's mean is the direction of a step, not the new model itself.
 
 With x the weights before the round, and Δ = mean − x the round's pseudo-gradient,
 
@@ -6,8 +6,8 @@ With x the weights before the round, and Δ = mean − x the round's pseudo-grad
     adam       m ← β₁ m + (1 − β₁) Δ
                v ← β₂ v + (1 − β₂) Δ²                  x ← x + η m / (√v + τ)    FedAdam (Reddi et al. 2021)
 
-m starts at 0, v at τ². Running averages, other buffers and frozen
-parameters are no weights to step on: they are taken as they were averaged.
+m starts at 0, v at τ². Running averages, other buffers and frozen parameters are not weights: no step is made on them,
+and their mean is taken as it is.
 """
 
 from collections.abc import Set
@@ -29,16 +29,17 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Moments:
-    """What an optimizer carries from round to round, by the names of tensors in the method's state."""
+    """The moving averages that an optimizer keeps between rounds, by the names of tensors in the method's state."""
 
     first: Tensors = field(default_factory=dict)
     second: Tensors = field(default_factory=dict)
 
 
 class ServerOptimizer(RoundFilter):
-    """The server's optimizer. It steps on those fields of a method's state that the method averages.
+    """The filter of the server's optimizer. It steps on the fields of a method's state that the method averages.
 
-    always  step even if nobody was asked to train, since noise has changed the state (`[privacy]` at the server)
+    not_weights  names of tensors that are not stepped on
+    always       step even if no client trained, since noise has changed the state (`[privacy]` at the server)
     """
 
     def __init__(
@@ -62,14 +63,14 @@ class ServerOptimizer(RoundFilter):
         first, second, old = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
         map_tensors(self._fields(before), lambda name, _, tensor: old.setdefault(name, tensor))
 
-        def moved(name: str, way: TensorPath, mean: Tensor) -> Tensor:
-            if way[-1] in self._not_weights or not is_averageable(mean):
+        def stepped_tensor(name: str, path: TensorPath, mean: Tensor) -> Tensor:
+            if path[-1] in self._not_weights or not is_averageable(mean):
                 return mean
-            if mean.is_complex():  # as torch's own optimizers have it: real and imaginary parts are two numbers
-                return torch.view_as_complex(towards(name, torch.view_as_real(mean), torch.view_as_real(old[name])))
-            return towards(name, mean, old[name])
+            if mean.is_complex():  # real and imaginary parts are two numbers, as in torch's own optimizers
+                return torch.view_as_complex(step_of(name, torch.view_as_real(mean), torch.view_as_real(old[name])))
+            return step_of(name, mean, old[name])
 
-        def towards(name: str, mean: Tensor, before: Tensor) -> Tensor:
+        def step_of(name: str, mean: Tensor, before: Tensor) -> Tensor:
             change = mean - before
             if self.config.optimizer == "momentum":
                 first[name] = momentum(change, moments.first.get(name), self.config.momentum)
@@ -77,7 +78,7 @@ class ServerOptimizer(RoundFilter):
             first[name], second[name] = adam(change, moments.first.get(name), moments.second.get(name), self.config)
             return before + self.config.learning_rate * first[name] / (second[name].sqrt() + self.config.tau)
 
-        stepped: Any = map_tensors(self._fields(merged), moved)
+        stepped: Any = map_tensors(self._fields(merged), stepped_tensor)
         return replace(merged, **stepped), Moments(first, second)  # type: ignore[type-var]
 
     def _fields(self, state: Any) -> dict[str, Any]:

@@ -1,10 +1,20 @@
-"""ε of a private run after so many rounds, by the Rényi accountant of Google's dp-accounting.
+"""Differential privacy, `[privacy]`: the noise of a round, the ε of a run, and the settings that void its promise.
 
-server   every client takes part with probability q, and the sum of changes of norm C at most has noise of z · C: the
-         Gaussian mechanism with Poisson sampling. Two runs are neighbours if one has a client more.
-client   the server sees who sent what. Two changes of norm C at most may be 2 C apart, so the noise of z · C is z / 2
-         in units of that: the Gaussian mechanism, once for every round in which a client takes part. Two runs are
-         neighbours if one client has as many other samples, whichever they are.
+A private round hides every single client in the sum of the changes. With W the model before the round, and Dₚ the
+change of participant p, recovered to full shape and clipped as a whole to ‖Dₚ‖ ≤ C,
+
+    W ← W + (Σₚ Dₚ + N(0, (z C)²)) / n        n = q · clients that have a network, whoever took part
+
+One client more or less changes the sum by at most C. Everything that follows (a decomposition, the server's optimizer,
+the tiers' models) is computed from W alone, and reveals no more than W does.
+
+ε is computed by the Rényi accountant of Google's dp-accounting, depending on `privacy.where`:
+
+    server   Every client takes part with probability q, and the sum of changes of norm at most C has noise of z · C.
+             This is the Gaussian mechanism with Poisson sampling. Two runs are neighbours if one has one client more.
+    client   The server sees which client sent what. Two changes of norm at most C may be 2 C apart, so the noise of
+             z · C is z / 2 in these units. This is the Gaussian mechanism, once for every round in which a client takes
+             part. Two runs are neighbours if one client has as many other samples, whichever they are.
 """
 
 import hashlib
@@ -33,12 +43,12 @@ from fedhm.server.state import TensorPath, map_tensors
 from fedhm.work.messages import Participant, Task, Update
 from fedhm.work.work import work_of
 
-# of Rényi divergence: whole numbers, since sums for others do not converge at a large q
+# Orders of the Rényi divergence. They are whole numbers: for others, the sums do not converge at a large q.
 ORDERS = (*range(2, 64), 80, 96, 128, 192, 256, 512, 1024)
 
 
 def check_accountant() -> None:
-    """Refuse to promise what nobody can count."""
+    """Refuse privacy with noise if dp-accounting is not installed, which computes ε."""
     try:
         import dp_accounting.rdp  # noqa: F401
     except ImportError:
@@ -47,8 +57,8 @@ def check_accountant() -> None:
 
 @cache
 def epsilon(privacy: PrivacyConfig, participation: float, times: int) -> float:
-    """Return ε after so many rounds, at a client so many in which it took part."""
-    import dp_accounting as dp  # takes seconds, and is needed by private runs only
+    """Return ε after this many rounds; with noise at the clients, after this many rounds of one client."""
+    import dp_accounting as dp  # takes seconds, and only private runs need it
     from dp_accounting.rdp import RdpAccountant
 
     if privacy.where == "server":
@@ -60,9 +70,10 @@ def epsilon(privacy: PrivacyConfig, participation: float, times: int) -> float:
 
 
 def epsilon_after(records: Sequence[Record], config: Config) -> float | None:
-    """Return ε of the rounds so far, of the client that took part most often if noise is the clients'; None: no bound.
+    """Return ε of the rounds so far; None: there is no bound.
 
-    When a run ends early, its outputs have decided that. What holds for any such end is ε of all its rounds.
+    With noise at the clients, it is that of the client that took part most often. If a run may end early, its outputs
+    decide when. Only the ε of all its planned rounds holds for every such end.
     """
     privacy = config.privacy
     if not privacy.active or not privacy.noise:
@@ -77,27 +88,24 @@ def epsilon_after(records: Sequence[Record], config: Config) -> float | None:
     return epsilon(privacy, config.federation.participation, times)
 
 
-# Which settings keep what [privacy] promises: all others are refused before a run starts, with what to set instead.
-
-
 def check_privacy(config: ResolvedConfig, federation: Federation, *, normalised: bool, tests: bool) -> None:
-    """Refuse settings under which a client's data goes a way around the noise.
+    """Refuse settings under which a client's data would leave without noise, and say what to set instead.
 
     normalised  some network stores BatchNorm statistics that follow the data
-    tests       there are clients that evaluate models on samples of theirs
+    tests       some clients evaluate models on their own samples
     """
-    if problems := [*_of_all(config, federation, normalised), *_of_clients(config, tests)]:
+    if problems := [*_problems(config, federation, normalised), *_problems_of_clients(config, tests)]:
         raise FedhmError("\n".join(f"[privacy]: {problem}" for problem in problems))
     if config.privacy.noise:
         check_accountant()
 
 
-def _of_all(config: ResolvedConfig, federation: Federation, normalised: bool) -> Iterator[str]:
+def _problems(config: ResolvedConfig, federation: Federation, normalised: bool) -> Iterator[str]:
     train, stop = config.train, config.stop
     if config.privacy.at_server and config.method.unbounded:
         yield config.method.unbounded
     robust = config.server.robust
-    if config.privacy.at_server and robust != "none":  # so one client could change what becomes of all
+    if config.privacy.at_server and robust != "none":  # one client could decide about the updates of all others
         yield f"server.robust = '{robust}' judges an update by those of other clients: set it to 'none'"
     if train.masked_loss and config.objective.has_labels:
         yield "train.masked_loss = true averages a label's row over the clients that hold the label: set it to false"
@@ -121,7 +129,7 @@ def _of_all(config: ResolvedConfig, federation: Federation, normalised: bool) ->
         )
 
 
-def _of_clients(config: ResolvedConfig, tests: bool) -> Iterator[str]:
+def _problems_of_clients(config: ResolvedConfig, tests: bool) -> Iterator[str]:
     if not config.privacy.at_clients:
         return
     if tests:
@@ -134,21 +142,11 @@ def _of_clients(config: ResolvedConfig, tests: bool) -> Iterator[str]:
         yield "train.max_change would refuse updates for the noise that their clients added: set it to 0"
 
 
-# What a private round does to the sum of its clients' changes, so that none of them can be told from it.
-#
-# With W the model before the round, and Dₚ what participant p changed, recovered to full shape and cut as a whole to
-# ‖Dₚ‖ ≤ C,
-#
-#     W ← W + (Σₚ Dₚ + N(0, (z C)²)) / n        n = q · clients that have a network, whoever took part
-#
-# A client more or less changes the sum by C at most. All that follows, a decomposition, the server's optimizer, the
-# tiers' models, is made of W alone, and tells no more than it does.
-
 S = TypeVar("S")
 
 
-class Averaging(Protocol):
-    """What a private round knows of a method (`methods/method.py`)."""
+class PrivateMethod(Protocol):
+    """What a private round needs of a method (`methods/method.py`)."""
 
     tiers: tuple[str, ...]
     levels: tuple[str, ...]
@@ -161,13 +159,13 @@ class Averaging(Protocol):
 
 
 class Privacy(RoundFilter):
-    """Differential privacy of one run. Where clients add the noise themselves, the server only counts ε.
+    """The filter of a private run. If clients add the noise themselves, it only computes ε.
 
-    fixed   names of tensors that training leaves alone: they get no noise, and keep their values
-    secret  seeds sampling and noise; it is filled in before the first round
+    fixed   names of tensors that training leaves alone: they keep their values and get no noise
+    secret  the seed of sampling and noise; it is filled in before the first round
     """
 
-    def __init__(self, config: Config, method: Averaging, clients: int, fixed: Set[str], secret: Secret) -> None:
+    def __init__(self, config: Config, method: PrivateMethod, clients: int, fixed: Set[str], secret: Secret) -> None:
         self.secret = secret
         self._config, self._method, self._clients, self._fixed = config, method, clients, fixed
         self._expected = expected_to_train(config.federation, clients, method.levels, method.tiers)
@@ -182,7 +180,7 @@ class Privacy(RoundFilter):
         return iter([poisson_sample(federation, self._clients, levels, seed, round_number, self.secret.value)])
 
     def tasks(self, tasks: list[Task], record: Record) -> list[Task]:
-        """Refuse tasks for which a client sends anything but one network that it trained."""
+        """Refuse tasks whose answer is anything but one trained network from each client."""
         seen: set[int] = set()
         for task in tasks:
             work = work_of(task.kind)
@@ -195,29 +193,29 @@ class Privacy(RoundFilter):
         return tasks
 
     def updates(self, arrivals: Iterator[Arrival], record: Record) -> Iterator[Arrival]:
-        """Cut every change to the bound, and count them."""
+        """Clip every change to the bound, and count the updates."""
         if not self._config.privacy.at_server:
             yield from arrivals
             return
         self._count = 0
         for each in arrivals:
             self._count += 1
-            yield Arrival(each.task, replace(each.update, tensors=self._bounded(each.update, each.task)))
+            yield Arrival(each.task, replace(each.update, tensors=self._clipped(each.update, each.task)))
 
-    def _bounded(self, update: Update, task: Task) -> Tensors:
-        """Return a client's tensors, moved towards those that it was sent until they are near enough."""
+    def _clipped(self, update: Update, task: Task) -> Tensors:
+        """Return a client's tensors with a change of at most the allowed norm."""
         sent, layers = work_of(task.kind).loaded(task), self._factorized(task.network)
-        held = {name for name in sent if name in self._fixed or self._is_fixed_factor(name, layers)}
-        returned = {name: sent[name] if name in held else tensor for name, tensor in update.tensors.items()}
+        fixed = {name for name in sent if name in self._fixed or self._is_fixed_factor(name, layers)}
+        returned = {name: sent[name] if name in fixed else tensor for name, tensor in update.tensors.items()}
         return clip_delta(returned, sent, layers, self._config.privacy.clip)
 
     def _is_fixed_factor(self, name: str, layers: Set[str]) -> bool:
-        """Tell whether a tensor is a factor of a weight that training leaves alone."""
+        """Tell whether a tensor is a factor of a fixed weight."""
         layer, _, _ = name.rpartition(".")
         return layer in layers and f"{layer}.weight" in self._fixed
 
     def merged(self, before: S, merged: S, record: Record) -> S:
-        """Return the state with noise. There is noise even if nobody took part: that must not be seen either."""
+        """Return the state with noise. It gets noise even if nobody took part, since that must stay hidden too."""
         if not self._config.privacy.at_server:
             return merged
         averaged = self._method.state_type.averaged
@@ -225,22 +223,22 @@ class Privacy(RoundFilter):
         map_tensors(_fields(before, averaged), lambda name, _, tensor: old.setdefault(name, tensor))
         sums = _digest(_fields(merged, averaged), self._count)
 
-        def moved(name: str, way: TensorPath, mean: Tensor) -> Tensor:
-            if way[-1] in self._fixed or not is_averageable(mean):
+        def with_noise(name: str, path: TensorPath, mean: Tensor) -> Tensor:
+            if path[-1] in self._fixed or not is_averageable(mean):
                 return old[name]
             after, start = (_as_doubles(tensor) for tensor in (mean, old[name]))
             new = start + share * (after - start) + self._noise(after, name, record.round, sums)
-            if way[-1].endswith("running_var"):
+            if path[-1].endswith("running_var"):
                 new.clamp_(min=0.0)  # noise may make a variance negative
             return (torch.view_as_complex(new) if mean.is_complex() else new).to(mean.dtype)
 
-        return replace(merged, **map_tensors(_fields(merged, averaged), moved))  # type: ignore[type-var]
+        return replace(merged, **map_tensors(_fields(merged, averaged), with_noise))  # type: ignore[type-var]
 
     def _noise(self, like: Tensor, name: str, round_number: int, sums: str) -> Tensor:
-        """Return the noise of one tensor. Other sums get other noise.
+        """Return the noise of one tensor. It depends on the sums that it hides.
 
-        A round that is repeated after an interruption has the same noise. But if other clients answer then, the same
-        numbers must not hide both sums: their difference would be bare.
+        A round that is repeated after an interruption gets the same noise. If other clients answer then, the same noise
+        must not hide both sums: their difference would have no noise.
         """
         privacy = self._config.privacy
         drawn = secret_normals(self.secret.value, like.numel(), "noise", round_number, name, sums)
