@@ -272,7 +272,7 @@ def test_with_many_tasks_few_are_under_way_and_few_replies_are_held() -> None:
         assert len(taken) - oldest <= WINDOW * workers + 1
     assert (answered, oldest) == (count, count)
     assert engine._pool is not None
-    assert sum(arena.used for arena in engine._pool._arenas) < 100_000
+    assert sum(memory.used for memory in engine._pool._memory) < 100_000
     engine.close()
 
 
@@ -333,7 +333,7 @@ class Helpful(io.StringIO):
 def test_a_worker_that_is_stopped_is_told_of_and_goes_on(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedhm.engines.workers.LOOK", 0.02)
+    monkeypatch.setattr("fedhm.engines.workers.STOPPED_CHECK_SECONDS", 0.02)
     monkeypatch.setattr("sys.stderr", said := Helpful())
 
     def stop() -> None:
@@ -349,7 +349,7 @@ def test_a_worker_that_is_stopped_is_told_of_and_goes_on(
 
 
 def test_a_worker_that_is_slow_is_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedhm.engines.workers.LOOK", 0.001)
+    monkeypatch.setattr("fedhm.engines.workers.STOPPED_CHECK_SECONDS", 0.001)
     monkeypatch.setattr("sys.stderr", said := io.StringIO())
     engine = echoes(2, slow=3)
     assert len(list(engine.run(echo_tasks(5)))) == 5

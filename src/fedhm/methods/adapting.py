@@ -1,4 +1,4 @@
-"""What methods have in common that train adapters on a frozen base (`fedhm.adapters`)."""
+"""The common part of methods that train adapters on a frozen base (`fedhm.adapters`): settings and first adapters."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,7 +19,7 @@ from fedhm.seeds import torch_generator
 
 
 def _listed(value: Any) -> Any:
-    """Return names as a list: one alone, or [query, value] as a shell hands it over, which takes the quotes away."""
+    """Return names as a tuple: of a single name, or of [query, value] from a shell, which removes the quotes."""
     if not isinstance(value, str) or value == "auto":
         return value
     if value.startswith("[") and value.endswith("]"):
@@ -32,7 +32,7 @@ Ranks = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
 class AdapterConfig(MethodConfig):
-    """The settings of adapters, whatever is done with them."""
+    """The settings that all methods with adapters have."""
 
     by_coordinate: ClassVar[bool] = False
     target: Names = ("query", "value")  # the layers that get adapters, by the ends of their names
@@ -85,16 +85,20 @@ class RankConfig(AdapterConfig):
 
 
 def smallest_rank_settings(name: str, adapters: Settings) -> Settings:
-    """Return the settings with which a method of one rank is compared: the one that every client can afford."""
+    """Return a comparison's settings for a method of one rank: the smallest, which every client can afford."""
     return rank_settings(name, adapters, min(adapters.get("ranks", [2])))
 
 
 def rank_settings(name: str, adapters: Settings, rank: int) -> Settings:
+    """Return a comparison's settings for a method of one rank."""
     return {"name": name, "rank": rank, **{key: value for key, value in adapters.items() if key != "ranks"}}
 
 
 def initial_adapters(base: FrozenBase, rank: int, seed: int, *when: int) -> dict[str, Factors]:
-    """Return what adapters begin with, by layer, the same for all clients; `when` is the round, if they begin anew."""
+    """Return random first adapters, by layer, the same for all clients.
+
+    when  the round, if adapters start again in each round, and the client, if each client has its own
+    """
     return {
         layer: initial_adapter((shape[1], shape[0]), rank, torch_generator(seed, "adapters", layer, *when))
         for layer, shape in base.shapes.items()
@@ -102,7 +106,7 @@ def initial_adapters(base: FrozenBase, rank: int, seed: int, *when: int) -> dict
 
 
 def adapter_tensors(factors: dict[str, Factors], rank: int, shapes: dict[str, Any]) -> Tensors:
-    """Return the leading directions of all layers as they travel: u (r, m) and v (n, r)."""
+    """Return the leading directions of all layers as tensors that travel: u (r, m) and v (n, r)."""
     found: dict[str, Tensor] = {}
     for layer, each in factors.items():
         found[f"{layer}.u"], found[f"{layer}.v"] = to_layer_factors(*each.prefix(rank), shapes[layer])
@@ -110,9 +114,9 @@ def adapter_tensors(factors: dict[str, Factors], rank: int, shapes: dict[str, An
 
 
 def check_travelling(travels: frozenset[str], weights: Tensors, tier: str) -> None:
-    """Refuse a state that lacks something that clients would train: they would send it, and nobody would keep it."""
-    held = {name for name in weights if not name.startswith(FOLDED)}
-    if odd := sorted(held ^ travels):
+    """Refuse a state that lacks a tensor that clients train: they would send it, and the server would lose it."""
+    kept = {name for name in weights if not name.startswith(FOLDED)}
+    if odd := sorted(kept ^ travels):
         whose = "the server has no value of it" if odd[0] in travels else "clients do not train it"
         raise FedhmError(
             f"what is trained in tier {tier} is not what the server averages: '{odd[0]}', of which {whose}"

@@ -1,7 +1,7 @@
 """FedAvg of the full model among the clients that can train it; all others are left out.
 
-What a mixed fleet does without a method for it: clients of smaller tiers are sampled like the others, but get no task.
-In a round in which nobody can train the model stays as it is.
+This is what a mixed fleet does without a method for it. Clients of smaller tiers are sampled like the others, but get
+no task. If no participant can train the full model, it stays as it is.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,7 +54,7 @@ class CapableConfig(MethodConfig):
 
 
 class Capable(Homogeneous):
-    """FedAvg among some: of the levels that clients have, one has a network."""
+    """FedAvg among the clients of one capability level; the other levels have no network."""
 
     def __init__(self, model: nn.Module, config: CapableConfig, setup: Setup = Setup()) -> None:
         super().__init__(FULL)

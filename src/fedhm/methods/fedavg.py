@@ -1,6 +1,6 @@
-"""FedAvg: one network for everybody, averaged tensor by tensor.
+"""FedAvg: one network for all clients, averaged tensor by tensor.
 
-The network is the full model, or its hybrid network at one rank ratio; then the factors themselves are averaged.
+The network is the full model, or its hybrid network at one rank ratio. In a hybrid network, the factors are averaged.
 """
 
 from collections.abc import Iterable

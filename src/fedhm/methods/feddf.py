@@ -1,10 +1,10 @@
-"""FedDF: every tier has a model of its own; the server brings each towards what all clients' models say together.
+"""FedDF: every tier has its own model; the server distils the mean logits of all clients' models into each of them.
 
 merge    W_γ ← Σ αₚ Wₚ / Σ αₚ                      over the round's clients p of tier γ
          t ← mean over all p of f_p(x)             on the public inputs x
          W_γ ← Adam on KL(softmax(t) ‖ softmax(f_γ(x)))   over batches of x, for every tier γ
 
-The published server stops early on a validation set and lowers its learning rate on the way; here it takes a given
+The published server stops early on a validation set and lowers its learning rate meanwhile. Here it takes a fixed
 number of steps at one rate.
 """
 

@@ -1,10 +1,10 @@
-"""FedDLR: factors travel in both directions, everybody trains the full model.
+"""FedDLR: factors travel in both directions, and all clients train the full model.
 
     task    u, v with U Vᵀ the truncated SVD of the global model; the client recovers W = U Vᵀ and trains W
-    update  u, v with U Vᵀ the truncated SVD of what it trained
+    update  u, v with U Vᵀ the truncated SVD of the W that it trained
     merge   W ← Σ αₚ Uₚ Vₚᵀ / Σ αₚ, and its truncated SVD again
 
-It saves bytes, but neither MACs nor memory. What the server keeps, sends and evaluates is the truncated model.
+It saves bytes, but neither MACs nor memory. The server keeps, sends and evaluates the truncated model.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from fedhm.work.messages import Participant, Task, Update
 
 @dataclass(frozen=True)
 class Factored:
-    """The wire form: of every layer in the plan its factors `u` and `v` at that rank, in place of its weight."""
+    """The form that travels: for every layer in the plan, its factors `u` and `v` in place of its weight."""
 
     plan: Mapping[str, int]
 
@@ -115,7 +115,7 @@ def _factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     matrix = unroll(weight)
     if matrix.isfinite().all():
         left, right = factorize(matrix, rank).prefix(rank)
-    else:  # a client that diverged has no decomposition to send; admission says why it is refused
+    else:  # a client that diverged has no decomposition; admission refuses its NaN with a reason
         left, right = (matrix.new_full(shape, torch.nan) for shape in ((len(matrix), rank), (rank, matrix.shape[1])))
     return to_layer_factors(left, right, weight.shape)
 

@@ -1,14 +1,15 @@
 """FedMD: every client has a model of its own, which never travels; what travels are logits on public inputs.
 
-tasks    a participant gets the consensus of the last round. It digests it, bringing its model f_p towards it by SGD on
-         mean |f_p(x) − consensus| over the public inputs x; revisits its own samples; and sends its logits f_p(x)
+tasks    a participant gets the consensus of the last round. It trains its model f_p towards it, by SGD on
+         mean |f_p(x) − consensus| over the public inputs x; then on its own samples; and sends its logits f_p(x)
 merge    consensus ← mean over the participants of f_p(x)
 
-A tier is a width. Its model, for evaluation, is that of its client that took part last, the lowest number of several.
-The server of a simulation keeps the clients' models for them, so its state grows with the number of clients.
+A tier is a width. For evaluation, its model is that of its client that took part last; of several, the one with the
+lowest number. The server of a simulation keeps the clients' models for them, so its state grows with the number of
+clients.
 
-In the published method all clients train on the labelled public samples before they begin; here public samples have
-no labels, and a client begins with its own.
+In the published method, all clients first train on the labelled public samples. Here public samples have no labels, and
+a client starts with its own samples.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,7 @@
-"""FedPara: one network for everybody, its weights composed as (X₁ Y₁ᵀ) ⊙ (X₂ Y₂ᵀ); the factors are averaged.
+"""FedPara: one network for all clients, its weights composed as (X₁ Y₁ᵀ) ⊙ (X₂ Y₂ᵀ); the factors are averaged.
 
-The factors start at random, at the scale of the weights whose place they take: of a model that was trained before,
-only the dense layers keep their weights. MACs per sample are those of the full model; the weights are composed once for
-each batch.
+The factors start at random, at the scale of the weights that they replace. So in a pretrained model, only the dense
+layers keep their weights. MACs per sample are those of the full model; the weights are composed once for each batch.
 """
 
 from collections.abc import Iterable, Sequence

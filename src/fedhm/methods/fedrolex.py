@@ -1,7 +1,7 @@
-"""FedRolex: as HeteroFL, but the window of channels moves on every round, so that all are trained equally often.
+"""FedRolex: like HeteroFL, but the window of channels moves in every round, so that all are trained equally often.
 
-In round t the i-th channel of a narrow layer is channel ((t − 1) · roll + i) mod C of the full one. The window moves
-over the full model, also where no tier trains all of it at once, so widths are shares of it for the scaler too.
+In round t, the i-th channel of a narrow layer is channel ((t − 1) · roll + i) mod C of the full one. The window moves
+over the full model, even if no tier trains all of it. So for the scaler, too, widths are shares of the full model.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ class FedRolexConfig(MethodConfig):
 @dataclass(frozen=True)
 class FedRolexState(State):
     weights: Tensors
-    trained: int = 0  # the last round that was merged: its window is the one to evaluate
+    trained: int = 0  # the last round that was merged; its window is evaluated
 
 
 class FedRolex(Method[FedRolexState]):

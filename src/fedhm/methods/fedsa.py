@@ -1,8 +1,8 @@
-"""FedSA-LoRA: A is shared and averaged, every client keeps a B and a head of its own (Guo et al. 2024).
+"""FedSA-LoRA: A is shared and averaged, every client keeps its own B and head (Guo et al. 2024).
 
-A tier's model, for evaluation, has the B and the head of its client that took part last, the lowest number of several.
-The server of a simulation keeps the clients' parts for them, so its state grows with the number of clients. With
-`share_head` the head is averaged, as the other methods do.
+For evaluation, the model has the B and head of the client that took part last; of several, the one with the lowest
+number. The server of a simulation keeps the clients' parts for them, so its state grows with the number of clients.
+With `share_head`, the head is averaged, as in the other methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +46,7 @@ class FedSAConfig(RankConfig):
 @dataclass(frozen=True)
 class FedSAState(State):
     weights: Tensors  # A of all layers, and the head where it is shared
-    begin: Tensors  # B of a client that is yet to take part, and its head
+    begin: Tensors  # B and head of a client that has not taken part yet
     kept: dict[int, Tensors] = field(default_factory=dict)  # by client, its own
     newest: int = -1  # the client that took part last
 

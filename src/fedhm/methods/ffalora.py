@@ -1,6 +1,6 @@
-"""FFA-LoRA: A is drawn once and stays as it is, B is trained and averaged (Sun et al. 2024).
+"""FFA-LoRA: A is drawn once and stays fixed, B is trained and averaged (Sun et al. 2024).
 
-With one A for everybody the mean of the products is the product of A with the mean of all B, and only B travels.
+With one A for all clients, the mean of the products is the product of A with the mean of all B. Only B travels.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,9 @@
 """FjORD: ordered dropout. A client trains its tier's width, but every batch runs at a width drawn from those up to it.
 
-The first channels thus learn to do without the later ones, and every tier's network is inside the larger ones.
-Numbers are averaged over those who hold them, as in HeteroFL. With `distil`, the client's own width runs in every batch
-too, and the drawn one learns from its outputs in place of the labels (`widths/wrappers.py`; the paper's α = T = 1).
+So the first channels learn to work without the later ones, and every tier's network is inside the larger ones. Each
+number is averaged over the clients that have it, as in HeteroFL. With `distil`, the client's own width runs in every
+batch too, and the drawn width learns from its outputs instead of the labels (`widths/wrappers.py`; the paper's
+α = T = 1).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from fedhm.networks.spec import NetworkSpec
 from fedhm.widths.wrappers import OrderedDropout
 from fedhm.work.messages import Participant, Task, Update
 
-INSIDE = "network."  # where `OrderedDropout` holds it
+INSIDE = "network."  # prefix of the tensors inside `OrderedDropout`
 
 
 class FjORDConfig(MethodConfig):

@@ -1,11 +1,11 @@
-"""FLoRA: the clients' adapters are stacked, and merged into the base of everybody (Wang et al. 2024).
+"""FLoRA: the clients' adapters are stacked, and merged into the base of all clients (Wang et al. 2024).
 
     merge    W ← W + (p₁ B₁, p₂ B₂, …)(A₁; A₂; …),   p = αₚ / Σ α, which is the mean of the products without noise
-    tasks    every client gets all that was added to W so far, folds it into its base, and begins an adapter of its own
+    tasks    every client gets everything that was added to W so far, folds it into its base, and starts a new adapter
 
-The published protocol sends each round's stack to clients that have merged all before. Clients here keep nothing, so
-that what was added so far is sent whole, and counted: stacked, until its sum has fewer numbers
-(`lowrank/average.py`).
+The published protocol sends each round's stack to clients that have merged all earlier stacks. Clients here keep
+nothing, so everything that was added so far is sent, and its bytes are counted. It is sent stacked, until the sum has
+fewer numbers (`lowrank/average.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ class FLoRAConfig(RanksConfig):
 @dataclass(frozen=True)
 class FLoRAState(State):
     weights: Tensors  # of the head
-    added: Tensors  # what was added to the weights: of a LAYER, LAYER.u and LAYER.v, or their product by its own name
+    added: Tensors  # everything added to the weights so far: LAYER.u and LAYER.v, or their product as LAYER
     round: int = 0
     averaged: ClassVar[tuple[str, ...]] = ()
 
@@ -59,7 +59,7 @@ class FLoRA(Method[FLoRAState]):
 
     def tasks(self, state: FLoRAState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         for p in participants:
-            # each draws an A of its own: with one for all, the stack would have hardly more directions than one of them
+            # Each client draws its own A: with one A for all, the stack would hardly have more directions than one A.
             yield Task("adapt", round_number, p.client, p.tier, self.spec(p.tier), self._sent(state, p.tier, p.client))
 
     def merge(self, state: FLoRAState, updates: Iterable[Update], round_number: int) -> FLoRAState:
@@ -98,7 +98,7 @@ class FLoRA(Method[FLoRAState]):
 
 
 def _of(added: Tensors, layer: str) -> StackedProducts | None:
-    """Return what was added to a layer's weight; None before the first round."""
+    """Return everything that was added to a layer's weight; None before the first round."""
     if layer in added:
         return (added[layer],)
     return (added[f"{layer}.u"], added[f"{layer}.v"]) if added else None

@@ -1,8 +1,8 @@
-"""HeteroFL: every tier trains the first channels of the full model; a number is averaged over those who hold it.
+"""HeteroFL: every tier trains the first channels of the full model; a number is averaged over the clients that have it.
 
-W[i] ← Σ αₚ Wₚ[i] / Σ αₚ    over the participants p whose width reaches i; what nobody holds keeps its value
+W[i] ← Σ αₚ Wₚ[i] / Σ αₚ    over the participants p whose width reaches i; other numbers keep their values
 
-The largest tier is the whole model: it begins as a network of its width would, and has no scaler.
+The largest tier is the whole model: it starts like a network of its width, and has no scaler.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

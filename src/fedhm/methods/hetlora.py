@@ -1,10 +1,10 @@
-"""HetLoRA: smaller adapters are filled up with zeros, averaged factor by factor, and truncated (Cho et al. 2024).
+"""HetLoRA: smaller adapters are padded with zeros, averaged factor by factor, and truncated (Cho et al. 2024).
 
-    tasks    tier of rank r gets the first r rows of A and columns of B
-    merge    A ← Σ wₚ (Aₚ; 0) / Σ wₚ, B likewise, with wₚ = ‖Bₚ Aₚ‖ of the layer: who learnt more counts more
+    tasks    a tier of rank r gets the first r rows of A and columns of B
+    merge    A ← Σ wₚ (Aₚ; 0) / Σ wₚ, B likewise, with wₚ = ‖Bₚ Aₚ‖ of the layer: clients that learnt more count more
 
-With `prune` = γ below 1, clients prune their own ranks (`work/prune.py`): whoever has learnt less in the last
-directions, from γ r on, than it was sent there gives them up for good, and is sent less from then on.
+With `prune` = γ below 1, clients prune their own ranks (`work/prune.py`). If a client's last directions, from γ r on,
+are smaller after training than those it was sent, the client gives them up for good and is sent fewer from then on.
 """
 
 import math
@@ -29,9 +29,9 @@ from fedhm.work.messages import Participant, Task, TaskOptions, Update
 
 class HetLoRAConfig(RanksConfig):
     name: Literal["hetlora"] = "hetlora"
-    sparsity_weights: bool = True  # without, each client counts by method.weighting
-    prune: Annotated[float, Field(gt=0, le=1)] = 1.0  # γ: what is left of a rank that is pruned; 1: none is
-    penalty: Annotated[float, Field(ge=0)] = 1e-3  # λ, on the norms of what may be pruned
+    sparsity_weights: bool = True  # False: each client counts by method.weighting
+    prune: Annotated[float, Field(gt=0, le=1)] = 1.0  # γ: the share of a rank that is left after pruning; 1: no pruning
+    penalty: Annotated[float, Field(ge=0)] = 1e-3  # λ, on the norms of the directions that may be pruned
 
     def build(self, model: nn.Module, setup: Setup) -> "HetLoRA":
         return HetLoRA(model, self, setup)
@@ -50,7 +50,7 @@ class HetLoRAConfig(RanksConfig):
 
 @dataclass(frozen=True)
 class HetLoRAState(ModelState):
-    ranks: dict[int, int] = field(default_factory=dict)  # by client, of those who have pruned theirs
+    ranks: dict[int, int] = field(default_factory=dict)  # by client, if it has pruned its rank
 
 
 class HetLoRA(Method[HetLoRAState]):
@@ -75,11 +75,11 @@ class HetLoRA(Method[HetLoRAState]):
                 yield Task("train", round_number, p.client, p.tier, self.spec(p.tier), self._cut(state, rank))
                 continue
             rank = min(rank, state.ranks.get(p.client, rank))
-            options = TaskOptions(kept_rank=self._left(rank), penalty=self.config.penalty)
+            options = TaskOptions(kept_rank=self._rank_left(rank), penalty=self.config.penalty)
             network = NetworkSpec(p.tier, f"rank {rank}", "pruned", number=rank)
             yield Task("prune", round_number, p.client, p.tier, network, self._cut(state, rank), options=options)
 
-    def _left(self, rank: int) -> int:
+    def _rank_left(self, rank: int) -> int:
         return max(1, int(self.config.prune * rank))
 
     def merge(self, state: HetLoRAState, updates: Iterable[Update], round_number: int) -> HetLoRAState:
@@ -92,22 +92,22 @@ class HetLoRA(Method[HetLoRAState]):
                 classifier = layer == self._setup.classifier
                 mean.add(name, self._padded(name, tensor), norms.get(layer, weight), rows if classifier else None)
             if self.config.prune < 1:
-                ranks[update.client] = self._kept(update.tensors)
+                ranks[update.client] = self._rank_kept(update.tensors)
         return HetLoRAState(mean.result(), ranks)
 
     def norms(self, tensors: Tensors) -> dict[str, float]:
-        """Return the norm of what an adapter adds to the weight of each layer."""
+        """Return by layer the norm of the adapter's product, which is added to the weight."""
         found = {}
         for layer in self.base.shapes:
             pair = to_matrix_factors(tensors[f"{layer}.u"].double(), tensors[f"{layer}.v"].double())
             found[layer] = math.sqrt(max(inner_product(pair, pair), 0.0))
         return found
 
-    def _kept(self, tensors: Tensors) -> int:
-        """Return the rank that a client has kept: what it has pruned it sends as zeros."""
+    def _rank_kept(self, tensors: Tensors) -> int:
+        """Return the rank that a client has kept: it sends pruned directions as zeros."""
         factors = [tensors[f"{layer}.u"] for layer in self.base.shapes]
         rank = len(factors[0])
-        left = self._left(rank)
+        left = self._rank_left(rank)
         return rank if any(bool(factor[left:].any()) for factor in factors) else left
 
     def _padded(self, name: str, tensor: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class HetLoRA(Method[HetLoRAState]):
         return torch.cat([tensor, tensor.new_zeros(shape)], axis)
 
     def _axis(self, name: str) -> int | None:
-        """Return which axis of a factor has the length of its rank; None of the head's tensors."""
+        """Return which axis of a factor has the length of its rank; None for tensors of the head."""
         layer, _, part = name.rpartition(".")
         return {"u": 0, "v": 1}.get(part) if layer in self.base.shapes else None
 

@@ -1,6 +1,6 @@
-"""LoRA at one rank for everybody (FedIT): A and B are averaged, each by itself.
+"""LoRA at one rank for all clients (FedIT): A and B are averaged separately.
 
-A ← Σ αₚ Aₚ / Σ αₚ,   B ← Σ αₚ Bₚ / Σ αₚ          whose product is not the mean of the products
+A ← Σ αₚ Aₚ / Σ αₚ,   B ← Σ αₚ Bₚ / Σ αₚ          their product is not the mean of the products
 """
 
 from collections.abc import Iterable, Sequence

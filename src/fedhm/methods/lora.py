@@ -1,14 +1,14 @@
 """LoRA adapters of every rank, fine-tuned together: recovered, averaged, and factorized again for each rank.
 
-The base is frozen and with everybody; the server has what the federation has added to each adapted weight, as factors
+The base is frozen, and all clients have it. The server keeps the sum that was added to each adapted weight, as factors
 of the largest rank, and the head, which is trained whole.
 
-    tasks    tier of rank r gets the first r directions, as A and B, and the head
-    merge    by models, by updates, or by bands, as FedHM, or by partitions (`lowrank/average.py`); models is
-             the rule of FlexLoRA, partitions that of raFLoRA
+    tasks    a tier of rank r gets the first r directions, as A and B, and the head
+    merge    by models, by updates, or by bands, as FedHM, or by partitions (`lowrank/average.py`); "models" is the
+             rule of FlexLoRA, "partitions" that of raFLoRA
 
-With `fold`, nothing is truncated: a client folds all that the federation has learnt, at rank `fold_rank`, into its
-base, and its adapter begins at zero on top of that. It costs bytes to download, and no tier is worse than another.
+With `fold`, nothing is truncated. A client folds everything that was learnt, at rank `fold_rank`, into its base. Its
+adapter starts at zero on top of that. This costs bytes to download, and no tier is worse than another.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,9 +35,9 @@ from fedhm.work.messages import Participant, Task, Update
 class LoRAConfig(RanksConfig):
     name: Literal["lora"] = "lora"
     aggregate: AdapterAggregate = "bands"
-    band_speed: Annotated[float, Field(ge=0, le=1)] = 1.0  # by bands: of what lies beyond the smallest rank
-    fold: bool = False  # what was learnt beyond a client's rank goes into its base
-    fold_rank: Positive = 64  # of what is folded
+    band_speed: Annotated[float, Field(ge=0, le=1)] = 1.0  # by bands: the speed of directions beyond the smallest rank
+    fold: bool = False  # directions beyond a client's rank are folded into its base
+    fold_rank: Positive = 64  # the rank that is folded
 
     def build(self, model: nn.Module, setup: Setup) -> "LoRA":
         return LoRA(model, self, setup)
@@ -60,7 +60,7 @@ class LoRAConfig(RanksConfig):
 @dataclass(frozen=True)
 class LoRAState(State):
     weights: Tensors  # of the head
-    factors: dict[str, Factors]  # by layer, what is added to its weight; smaller ranks are prefixes
+    factors: dict[str, Factors]  # by layer, the sum that is added to its weight; smaller ranks are prefixes
     round: int = 0
     averaged: ClassVar[tuple[str, ...]] = ()  # factors are no weights that an optimizer could step on
 
@@ -88,7 +88,7 @@ class LoRA(Method[LoRAState]):
             yield replace(sent[p.tier], client=p.client)
 
     def _task_of_tier(self, state: LoRAState, tier: str, round_number: int) -> Task:
-        """Return the task of a tier's clients; the client is to be filled in."""
+        """Return the task of a tier's clients; the caller fills in the client."""
         if not self.config.fold:
             return Task("train", round_number, -1, tier, self.spec(tier), self.weights(state, tier))
         rank = self.ranks[tier]
@@ -124,14 +124,14 @@ class LoRA(Method[LoRAState]):
         return LoRAState(head.result(), factors, round_number, diagnostics=self._diagnostics(factors))
 
     def _parts(self, rank: int) -> list[tuple[int, int]]:
-        """Return where the levels begin and end to which a client of a rank adds its directions."""
+        """Return first and last direction of each level to which a client of a rank adds its directions."""
         if self.config.fold or self.config.aggregate != "partitions":
             return [(0, rank)]
         ends = sorted(each for each in self.ranks.values() if each <= rank)
         return list(zip([0, *ends], ends, strict=False))
 
     def _diagnostics(self, factors: dict[str, Factors]) -> dict[str, float]:
-        """Return how much of what was learnt lies beyond each tier's rank, as a share of the squared norm."""
+        """Return the share of the squared norm that is beyond each tier's rank."""
         energies = [each.spectrum.double().square() for each in factors.values()]
         whole = sum(each.sum().item() for each in energies) or 1.0
         beyond = {tier: sum(each[rank:].sum().item() for each in energies) for tier, rank in self.ranks.items()}

@@ -1,4 +1,8 @@
-"""The weighted mean of client models, folded one at a time, dense or in factor form."""
+"""Means of client models, one update at a time: the weighted mean, coordinate-wise rules, and the recovered mean.
+
+`WeightedMean` averages tensors by name, dense or in factor form. `CoordinateMean` replaces the mean of every number by
+a trimmed mean or a median. `RecoveredMean` averages models of different ranks, recovered to full shape.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
@@ -23,20 +27,20 @@ from fedhm.work.messages import Update
 
 
 class WeightedMean:
-    """Σ αₚ xₚ / Σ αₚ for every tensor by name; whatever nobody contributed to keeps its old value.
+    """Σ αₚ xₚ / Σ αₚ for every tensor by name. A tensor without contributions keeps its old value.
 
-    Dense and factored contributions go to separate buffers, so that dense clients are summed by the very same
-    operations whether or not there are factored ones beside them.
+    Dense and factored contributions go to separate buffers. So dense clients are summed by the same operations, whether
+    or not there are factored contributions too.
     """
 
     def __init__(self, old: Tensors) -> None:
         self._old = old
         self._sums: Tensors = {}
         self._products: Tensors = {}  # in unrolled form
-        self._weights: dict[str, float | Tensor] = {}  # a number, or one for each row or element
+        self._weights: dict[str, float | Tensor] = {}  # one number, or one for each row or element
 
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
-        """Fold in a dense tensor; with `rows`, a mask, only those of its rows."""
+        """Add a dense tensor; with `rows`, a mask, only these rows of it."""
         if rows is None:
             self.add_to_sum(name, tensor, weight)
             self._count(name, weight)
@@ -46,7 +50,7 @@ class WeightedMean:
         self._count(name, share)
 
     def add_all(self, update: Update, weight: float, classifier: str | None) -> None:
-        """Fold in a whole update."""
+        """Add a whole update."""
         rows = trained_rows(update, classifier)
         for name, tensor in update.tensors.items():
             self.add(name, tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
@@ -54,19 +58,19 @@ class WeightedMean:
     def add_part(
         self, name: str, tensor: Tensor, weight: float, indices: ChannelIndices, rows: Tensor | None = None
     ) -> None:
-        """Fold in a tensor that holds only the numbers at `indices`; the mean is over those who hold a number."""
+        """Add a tensor that has only the numbers at `indices`. A number's mean is over the clients that have it."""
         tensor = upcast_half(tensor)
         share = torch.full_like(tensor, weight, dtype=torch.float64)
         if rows is not None:
             share *= _per_row(rows, share)
         where = assignable_indices(indices, self._old[name].shape)
         self._sum(name)[where] += tensor * share.to(tensor.dtype)
-        held = torch.zeros_like(self._old[name], dtype=torch.float64)
-        held[where] = share
-        self._count(name, held)
+        shares = torch.zeros_like(self._old[name], dtype=torch.float64)
+        shares[where] = share
+        self._count(name, shares)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
-        """Fold in the weight that unrolls to `left @ right`, without forming it."""
+        """Add the weight that unrolls to `left @ right`, without forming it."""
         self.add_product_to_sum(name, left, right, weight)
         self._count(name, weight)
 
@@ -87,7 +91,7 @@ class WeightedMean:
             self._sums[name] = upcast_half(tensor) * weight
 
     def add_mean(self, other: "WeightedMean", exclude: Set[str] = frozenset()) -> None:
-        """Fold in all that another mean has been given, but for these names."""
+        """Add all contributions of another mean, except those to the names in `exclude`."""
         for name in [each for each in other._weights if each not in exclude]:
             self._count(name, other._weights[name])
             if name in other._sums:
@@ -96,11 +100,11 @@ class WeightedMean:
                 self._products[name] = self._products[name].add_(product) if name in self._products else product.clone()
 
     def pop_sum(self, name: str) -> Tensor:
-        """Give away the sum behind a mean, which is then gone: in unrolled form if its contributions were factored."""
+        """Remove and return the sum of a tensor, in unrolled form if its contributions were factored."""
         return self._products.pop(name) if name in self._products else self._sums.pop(name)
 
     def result(self) -> Tensors:
-        """Return the means. To be called once: the sums become the means in place."""
+        """Return the means. Call it once: the sums become the means in place."""
         merged: Tensors = {}
         for name, old in self._old.items():
             if name not in self._weights:
@@ -112,7 +116,7 @@ class WeightedMean:
         return merged
 
     def unrolled(self, name: str) -> Tensor | None:
-        """Return, after `result`, a mean in unrolled form, where there is one already, since it had factored parts."""
+        """Return, after `result`, a mean in unrolled form; None if it had no factored contributions."""
         return self._products.get(name)
 
     def _dense_mean(self, name: str) -> Tensor:
@@ -147,11 +151,12 @@ def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
 
 
 def client_weight(update: Update, weighting: str) -> float:
+    """Return the weight α of a client in a mean: its number of samples, or 1."""
     return float(update.samples) if weighting == "samples" else 1.0
 
 
 def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
-    """Return a mask of the classifier's rows that a client trained, those of the labels it holds; None for all rows."""
+    """Return a mask of the classifier's rows that a client trained: those of the labels it holds; None: all rows."""
     weight = update.tensors.get(f"{classifier}.weight" if classifier else "weight")  # a model may be one layer
     if classifier is None or update.labels is None or weight is None or len(update.labels) == len(weight):
         return None
@@ -170,50 +175,48 @@ def average(
     classifier: str | None,
     make_mean: MakeMean = WeightedMean,
 ) -> Tensors:
-    """Return the mean of networks that are all alike, tensor by tensor: each counts once, or by its "samples"."""
+    """Return the mean of networks that all have the same tensors; `weighting` is "uniform" or "samples"."""
     mean = make_mean(old)
     for update in updates:
         mean.add_all(update, client_weight(update, weighting), classifier)
     return mean.result()
 
 
-# Coordinate-wise rules in place of the mean (Yin et al. 2018): the trimmed mean and the median of every number.
-#
-# They need all contributions at once: what clients of a tier sent is held until the round's end, recovered to full
-# shape. Of fewer than three contributions no number can be told to be wrong, and the mean is all there is. Clients
-# count alike.
-
 Rule = Literal["trimmed-mean", "median"]
-FEWEST = 3
+FEWEST = 3  # among fewer contributions no number can be told to be wrong, and the mean is used
 
 
 @dataclass
 class _Contributions:
-    """What was contributed to one tensor."""
+    """All contributions to one tensor."""
 
     tensors: list[Tensor] = field(default_factory=list)
     rows: list[Tensor | None] = field(default_factory=list)  # masks of the rows that count
     weights: list[float] = field(default_factory=list)
-    unrolled: bool = False  # they are products of factors; one tier has all of a weight so, or none
+    unrolled: bool = False  # they are products of factors: in one tier, all contributions to a weight or none
 
 
 class CoordinateMean(WeightedMean):
-    """As the weighted mean, whose sums are those of the coordinate-wise rule times all weights together."""
+    """A coordinate-wise rule in place of the mean: the trimmed mean or the median of every number (Yin et al. 2018).
+
+    The rule needs all contributions together, so those of a tier are held until the round's end, recovered to full
+    shape. Clients count alike within a tier. A tensor's sum is the result of the rule times the sum of all weights.
+    """
 
     def __init__(self, old: Tensors, rule: Rule, trim: float) -> None:
         super().__init__(old)
         self._rule, self._trim = rule, trim
-        self._given: dict[str, _Contributions] = {}
+        self._contributions: dict[str, _Contributions] = {}
 
     def add(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
-        self._give(name, upcast_half(tensor), weight, rows)
+        self._hold(name, upcast_half(tensor), weight, rows)
 
     def add_product(self, name: str, left: Tensor, right: Tensor, weight: float) -> None:
-        self._give(name, upcast_half(left) @ upcast_half(right), weight)
-        self._given[name].unrolled = True
+        self._hold(name, upcast_half(left) @ upcast_half(right), weight)
+        self._contributions[name].unrolled = True
 
-    def _give(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
-        given = self._given.setdefault(name, _Contributions())
+    def _hold(self, name: str, tensor: Tensor, weight: float, rows: Tensor | None = None) -> None:
+        given = self._contributions.setdefault(name, _Contributions())
         given.tensors.append(tensor)
         given.weights.append(weight)
         given.rows.append(rows)
@@ -232,8 +235,8 @@ class CoordinateMean(WeightedMean):
         return super().result()
 
     def apply_rule(self) -> None:
-        """Turn what was given so far into sums."""
-        for name, given in self._given.items():
+        """Apply the rule to the contributions so far, and turn the results into sums."""
+        for name, given in self._contributions.items():
             weight = sum(given.weights)
             if given.unrolled:
                 total = weight * robust_mean(torch.stack(given.tensors), self._rule, self._trim)
@@ -243,10 +246,10 @@ class CoordinateMean(WeightedMean):
                 super().add(name, robust_mean(torch.stack(given.tensors), self._rule, self._trim), weight)
             else:
                 self._apply_rule_to_rows(name, given)
-        self._given = {}
+        self._contributions = {}
 
     def _apply_rule_to_rows(self, name: str, given: _Contributions) -> None:
-        """Apply the rule to each row over those who count there."""
+        """Apply the rule to each row, over the clients that trained it."""
         every = torch.ones(len(given.tensors[0]), dtype=torch.float64)
         counts = torch.stack([every if rows is None else rows for rows in given.rows]) > 0  # (clients, rows)
         stacked, weights = torch.stack(given.tensors), torch.tensor(given.weights, dtype=torch.float64)
@@ -258,7 +261,7 @@ class CoordinateMean(WeightedMean):
 
 
 def robust_mean(stacked: Tensor, rule: Rule, trim: float) -> Tensor:
-    """Return the rule over the first axis, of clients; trimmed is a share at each end, and at least one of three."""
+    """Return the rule over the first axis, of clients. A trimmed mean leaves out a share at each end, at least one."""
     count = len(stacked)
     if count < FEWEST:
         return stacked.mean(0)
@@ -270,7 +273,7 @@ def robust_mean(stacked: Tensor, rule: Rule, trim: float) -> Tensor:
 
 
 def mean_of(server: ServerConfig, method: MethodConfig) -> MakeMean:
-    """Return what makes a method's means: the weighted mean, or a rule for every number."""
+    """Return the constructor of a method's means: the weighted mean, or a coordinate-wise rule."""
     rule = server.robust
     if rule != "trimmed-mean" and rule != "median":
         return WeightedMean
@@ -282,11 +285,8 @@ def mean_of(server: ServerConfig, method: MethodConfig) -> MakeMean:
     return partial(CoordinateMean, rule=rule, trim=server.trim)
 
 
-# The mean of client models of different ranks, recovered to full shape: of the models, their changes, or by bands.
-
-
 def unbounded(aggregate: Aggregate, weighting: str) -> str:
-    """Return why such a mean has no bound for one client's change, and what to set; empty if it has one."""
+    """Return why one client's influence on such a mean is not bounded, and what to set; empty if it is."""
     if aggregate == "updates":
         return only_uniform(weighting)
     models = "counts as a client's change what truncation took from its model"
@@ -295,11 +295,11 @@ def unbounded(aggregate: Aggregate, weighting: str) -> str:
 
 
 class RecoveredMean:
-    """The mean over updates of hybrid networks, folded one at a time.
+    """The mean over updates of hybrid networks of different ranks, recovered to full shape, one update at a time.
 
     models   Σ αₚ recoveredₚ / Σ αₚ
     updates  W + Σ αₚ (recoveredₚ − sentₚ) / Σ αₚ
-    bands    the same, each band of a change over those whose rank reaches it: one buffer for each network
+    bands    the same, each band of a change over the clients whose rank reaches it: one buffer for each tier
     """
 
     def __init__(
@@ -315,25 +315,25 @@ class RecoveredMean:
         self._weights, self._factors = weights, factors
         self._aggregate, self._form, self._classifier = aggregate, form, classifier
         self._whole = make_mean(weights)
-        # a rule that is no mean is one over what was sent the same
-        self._apart = aggregate == "bands" or make_mean is not WeightedMean
+        # a coordinate-wise rule applies to clients that were sent the same network
+        self._by_tier = aggregate == "bands" or make_mean is not WeightedMean
         self._make_mean, self._band_speed = make_mean, band_speed
-        self._means: dict[str, WeightedMean] = {}  # by network; without bands they are all one
+        self._means: dict[str, WeightedMean] = {}  # by tier; without bands all are the same mean
         self._plans: dict[str, Mapping[str, int]] = {}
-        self._influence: dict[str, float] = defaultdict(float)
+        self._tier_weights: dict[str, float] = defaultdict(float)
         self.ranks: list[Mapping[str, int]] = []  # of each update
         self.kappa_uv = 0.0
 
     @property
     def tiers(self) -> Set[str]:
-        """Return the tiers of which models were folded in."""
+        """Return the tiers whose models were added."""
         return self._plans.keys()
 
     def add(self, update: Update, tier: str, plan: Mapping[str, int], weight: float) -> None:
-        """Add the model that a client trained, of a tier's ranks, to the mean."""
-        mean = self._means.setdefault(tier, self._make_mean(self._weights) if self._apart else self._whole)
+        """Add the model that a client trained, with a tier's ranks, to the mean."""
+        mean = self._means.setdefault(tier, self._make_mean(self._weights) if self._by_tier else self._whole)
         self._plans[tier] = plan
-        self._influence[tier] += weight
+        self._tier_weights[tier] += weight
         self.ranks.append(plan)
         rows = trained_rows(update, self._classifier)
         for layer in plan:
@@ -346,14 +346,14 @@ class RecoveredMean:
                 mean.add(name, tensor, weight, rows if layer == self._classifier else None)
 
     def add_server_model(self, weight: float) -> None:
-        """Add the server's own model to the mean, as if a client had returned it as it was."""
+        """Add the server's own model to the mean, as if a client had returned it unchanged."""
         for name, tensor in self._weights.items():
             self._whole.add(name, tensor, weight)
 
     def result(self) -> tuple[Tensors, Tensors]:
-        """Return the means, and those of factorized layers in unrolled form where that is there already; once."""
+        """Return the means, and those of factorized layers in unrolled form if they exist already. Call it once."""
         banded = self._banded() if self._aggregate == "bands" and len(self._means) > 1 else {}
-        by_changes = self._aggregate != "models" and not banded  # which has all factorized layers
+        by_changes = self._aggregate != "models" and not banded  # the bands cover all factorized layers
         if by_changes:
             self._subtract_sent()
         for mean in self._means.values():
@@ -369,42 +369,41 @@ class RecoveredMean:
 
     def _subtract_sent(self) -> None:
         """Turn every factored model Uₚ Vₚᵀ of the sums into the change Uₚ Vₚᵀ − sentₚ."""
-        for network, weight in self._influence.items():
-            for layer, rank in self._plans[network].items():
+        for tier, weight in self._tier_weights.items():
+            for layer, rank in self._plans[tier].items():
                 sent = self._factors[layer].prefix(rank)
-                self._means[network].add_product_to_sum(f"{layer}.weight", *sent, -weight)
+                self._means[tier].add_product_to_sum(f"{layer}.weight", *sent, -weight)
 
     def _add_to_old(self) -> None:
         """Turn every such change of the sum into W + Uₚ Vₚᵀ − sentₚ."""
-        for network, weight in self._influence.items():
-            for layer in self._plans[network]:
+        for tier, weight in self._tier_weights.items():
+            for layer in self._plans[tier]:
                 self._whole.add_to_sum(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
 
     def _banded(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the means over the bands of all layers that some network has factorized, and their unrolled form."""
+        """Return the means by bands of all layers that some tier has factorized, and their unrolled form."""
         layers = list(dict.fromkeys(layer for plan in self._plans.values() for layer in plan))
-        # here, and not side by side: a rule that is no mean settles all layers when it is asked for the first
+        # Not in parallel: a coordinate-wise rule is applied to all layers when the first layer is asked for.
         totals = {
-            layer: {network: mean.pop_sum(f"{layer}.weight") for network, mean in self._means.items()}
-            for layer in layers
+            layer: {tier: mean.pop_sum(f"{layer}.weight") for tier, mean in self._means.items()} for layer in layers
         }
 
         def mean_of(layer: str) -> tuple[Tensor, Tensor]:
             old = self._weights[f"{layer}.weight"]
             factors = Factors(*(upcast_half(tensor) for tensor in self._factors[layer]))
-            # nothing else holds the totals, so that what is made next, and for the next layer, has their memory
-            levels = (self._level(layer, network, total) for network, total in totals.pop(layer).items())
+            # Nothing else holds the totals, so the next matrices, and the next layer, can reuse their memory.
+            levels = (self._level(layer, tier, total) for tier, total in totals.pop(layer).items())
             mean = mean_by_bands(list(levels), factors, self._band_speed).add_(upcast_half(unroll(old, self._form)))
             return roll(mean, old.shape).to(old.dtype), mean.to(old.dtype)
 
         return {f"{layer}.weight": mean for layer, mean in zip(layers, parallel_map(mean_of, layers), strict=True)}
 
-    def _level(self, layer: str, network: str, total: Tensor) -> RankLevel:
-        """Return what the clients of one network have in a layer, in unrolled form."""
-        weight, plan = self._influence[network], self._plans[network]
+    def _level(self, layer: str, tier: str, total: Tensor) -> RankLevel:
+        """Return the sum over one tier's clients in a layer, in unrolled form."""
+        weight, plan = self._tier_weights[tier], self._plans[tier]
         if layer in plan:
             return RankLevel(plan[layer], total, weight, sent=plan[layer])
-        old = self._weights[f"{layer}.weight"]  # dense there
+        old = self._weights[f"{layer}.weight"]  # the layer is dense in this tier
         change = unroll(total.sub_(upcast_half(old), alpha=weight), self._form)
         return RankLevel(largest_rank(old.shape, self._form), change.contiguous(), weight)
 
@@ -425,9 +424,9 @@ def factorized(
     unrolled: Mapping[str, Tensor] = {},
     before: Mapping[str, Factors] | None = None,
 ) -> tuple[dict[str, Factors], int]:
-    """Return one decomposition per layer, at the largest rank, and how many of them were not found from `before`.
+    """Return one decomposition per layer, at the largest rank, and how many of them were computed from scratch.
 
-    Smaller tiers are its leading columns. `before` has those of the round before, from which most are found.
+    Smaller tiers are its leading columns. Most decompositions start from those of the round before, `before`.
     """
     largest = largest_ranks(plans)
 

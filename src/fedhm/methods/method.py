@@ -1,8 +1,8 @@
 """The protocol of a method: how the server turns its state into tasks, and updates into its next state.
 
-A method holds no mutable state of its own. To write one, subclass `MethodConfig` for its settings and `Method` for what
-runs, in one file; the loop, the client, the engines and the reports know nothing of it. `examples/own_method.py` is a
-whole one. The shortest keeps the last model that comes back:
+A method holds no mutable state of its own. To write one, subclass `MethodConfig` for its settings and `Method` for its
+functions, in one file. The loop, the clients, the engines and the reports need no change. `examples/own_method.py` is a
+complete method. The shortest method keeps the last model that comes back:
 
     class LastOne(MethodConfig):
         name: Literal["last-one"] = "last-one"
@@ -42,10 +42,10 @@ from fedhm.work.messages import Participant, Task, TaskOptions, Update
 
 @dataclass(frozen=True)
 class State:
-    """All that the server carries from round to round. A method's own is a frozen dataclass below this one.
+    """Everything that the server carries from round to round. A method's own state is a frozen subclass of this one.
 
-    Its fields are tensors and plain values, or dicts, tuples and dataclasses of these, so that it is written to disk
-    and read back by its types (`server/state.py`).
+    Its fields are tensors and plain values, or dicts, tuples and dataclasses of these. So it can be written to disk and
+    read back by its types (`server/state.py`).
     """
 
     diagnostics: dict[str, float] = field(default_factory=dict, kw_only=True)  # of the last merge, for the record
@@ -61,19 +61,19 @@ class ModelState(State):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a method may know of its run beside its own settings."""
+    """The facts of a run that a method may use beside its own settings."""
 
-    classifier: str | None = None  # the layer that gives the outputs, where there is one
+    classifier: str | None = None  # the layer that gives the outputs, if there is one
     sample: Inputs | None = None  # a batch of one input, for methods that must see the model run
     seed: int = 0
-    public: Feed | None = None  # samples that everybody has, numbered in place of labels
+    public: Feed | None = None  # samples that all clients have, with their numbers in place of labels
     fixed: bool = True  # every client stays at its tier
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
     # the shares of a client's batches that train its own network, and a smaller tier inside it; None: no nesting
     nested: tuple[float, float] | None = None
     nested_tier: Literal["smallest", "random"] = "smallest"  # which of the smaller tiers
     make_mean: MakeMean = WeightedMean  # or a coordinate-wise rule, for methods with `by_coordinate`
-    train: TrainConfig | None = None  # how clients train, for tiers that are budgets of memory
+    train: TrainConfig | None = None  # the training settings, for tiers that are budgets of memory
     optimizer_follows: bool = False  # a filter changes each merged state: `refresh_derived` is called afterwards
 
 
@@ -81,25 +81,26 @@ S = TypeVar("S", bound=State)
 
 
 class Method(Protocol[S]):
-    """A method as it runs. `AnyMethod` is one of whose state nothing is known."""
+    """A method as it runs. `AnyMethod` has a state of any type."""
 
     tiers: tuple[str, ...]  # names, largest first: a client's tier is one of them
-    levels: tuple[str, ...]  # the tier of each capability level, strongest first; one with two shares comes twice.
-    # A level that is none of the tiers has no network: its clients are sampled like the others, and left out
-    one_model: bool = False  # its networks are versions of one model: recovered, they have the same weights
-    state_type: type[Any] = ModelState  # what `start` and `merge` return
-    recovers: bool = False  # it averages products of factors, where a network has factorized layers, and not these
+    # The tier of each capability level, strongest first; a tier with two shares comes twice. A level that is none of
+    # the tiers has no network: its clients are sampled like the others, and then left out.
+    levels: tuple[str, ...]
+    one_model: bool = False  # its networks are versions of one model: recovered, they have tensors of the same shapes
+    state_type: type[Any] = ModelState  # the type that `start` and `merge` return
+    recovers: bool = False  # for factorized layers, it averages the products of the factors and not the factors
 
     def start(self, weights: Tensors) -> S:
         """Return the state before the first round, from the initial weights of the full model."""
         ...
 
     def tasks(self, state: S, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
-        """Yield what the participants are to do. A client may get several tasks."""
+        """Yield the participants' tasks. A client may get several tasks."""
         ...
 
     def merge(self, state: S, updates: Iterable[Update], round_number: int) -> S:
-        """Return the next state. Fold one update at a time, so that memory does not grow with their number."""
+        """Return the next state. Take one update at a time, so that memory does not grow with their number."""
         ...
 
     def refresh_derived(self, state: S, before: S) -> S:
@@ -115,26 +116,23 @@ class Method(Protocol[S]):
         ...
 
     def weights(self, state: S, tier: str) -> Tensors:
-        """Return the weights of a tier's network, for evaluation and to be handed out."""
+        """Return the weights of a tier's network, for evaluation and deployment."""
         ...
 
     def planned_ranks(self, state: S) -> dict[str, dict[str, int]]:
-        """Return by tier the ranks of its layers, where the state decides on them."""
+        """Return by tier the ranks of its layers, if the state decides on them."""
         return {}
 
     def training_options(self, state: S, tier: str) -> TaskOptions:
-        """Return how a tier's clients save memory, where that differs from the settings."""
+        """Return how a tier's clients save memory, if that differs from the settings."""
         return TaskOptions()
 
 
 AnyMethod = Method[Any]
 
 
-# What methods have in common in which all clients train the same network.
-
-
 class Homogeneous(Method[ModelState], ABC):
-    """A method with one tier; its state's weights are those of that tier's network, as they travel."""
+    """A method in which all clients train the same network. Its state is the weights of that network as they travel."""
 
     tiers: tuple[str, ...]
     levels: tuple[str, ...]
@@ -157,4 +155,4 @@ class Homogeneous(Method[ModelState], ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """Return a new network, whose weights are to be loaded."""
+        """Return a new network; its weights are loaded afterwards."""

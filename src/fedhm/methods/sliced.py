@@ -1,4 +1,4 @@
-"""One model at several widths, for the methods whose tiers are widths."""
+"""One model at several widths, for methods whose tiers are widths: a tier's network is a slice of the full model."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -17,10 +17,10 @@ from fedhm.work.messages import Participant, Task, Update
 
 
 class WidthSlices:
-    """The networks of every width, and where their numbers lie in the full model.
+    """The networks of every width, and which channels of the full model they have.
 
-    With a scaler (`widths/wrappers.py`), a width's share is that of the width `scaled_to`, the network that counts as
-    the whole one.
+    With a scaler (`widths/wrappers.py`), activations are divided by a width's share of the width `scaled_to`, which
+    counts as the whole network.
     """
 
     def __init__(
@@ -49,27 +49,27 @@ class WidthSlices:
         return plan
 
     def trained_spec(self, tier: str) -> NetworkSpec:
-        """Return the network that clients of a tier train: with a scaler, where that makes a difference."""
+        """Return the network that clients of a tier train: with a scaler, if that makes a difference."""
         return NetworkSpec(tier, f"scaled {tier}", "scaled") if tier in self._shares else NetworkSpec(tier)
 
     def network(self, spec: NetworkSpec) -> nn.Module:
-        """Return a tier's network as it is deployed, or as it is trained."""
+        """Return a tier's network as it is deployed, or with a scaler as it is trained."""
         network = narrow_network(self._model, self._plans[spec.tier])
         if spec.variant != "scaled":
             return network
         return with_scaler(network, self._plans[spec.tier], self._shares[spec.tier])
 
     def deployed_weights(self, tensors: Tensors, tier: str) -> Tensors:
-        """Return the weights of a tier's network as it is handed out, from those of the network that was trained."""
+        """Return the weights of the deployed network, from those of the network that was trained with a scaler."""
         return divide_weights(tensors, self._plans[tier], self._shares[tier]) if tier in self._shares else tensors
 
     def slice_weights(self, weights: Tensors, tier: str, offset: int = 0) -> Tensors:
-        """Return the tier's part of the full model's weights: a window of channels that starts at `offset`."""
+        """Return the tier's slice of the full model's weights: a window of channels that starts at `offset`."""
         plan = self._plans[tier]
         return {name: select_channels(t, channel_indices(plan, name, t.ndim, offset)) for name, t in weights.items()}
 
     def rescale_init(self, tensors: Tensors, tier: str) -> Tensors:
-        """Bring weights to the scale of a network of a tier's width: initial ones shrink with the number of inputs."""
+        """Rescale sliced initial weights to a tier's width: initial weights shrink with the number of inputs."""
         cuts = {name: self._plans[tier].get(name.rpartition(".")[0]) for name in tensors}
         scale = {name: (c.inputs.full / c.inputs.kept) ** 0.5 for name, c in cuts.items() if c and c.inputs}
         return {name: tensor * scale.get(name, 1.0) for name, tensor in tensors.items()}
@@ -77,18 +77,18 @@ class WidthSlices:
     def tasks(
         self, weights: Tensors, participants: Sequence[Participant], round_number: int, offset: int = 0
     ) -> Iterator[Task]:
-        """Yield a task for every participant: to train its tier's part of the full model."""
+        """Yield a task for every participant: train its tier's slice of the full model."""
         sent = {tier: self.slice_weights(weights, tier, offset) for tier in {p.tier for p in participants}}
         for p in participants:
             yield Task("train", round_number, p.client, p.tier, self.trained_spec(p.tier), sent[p.tier])
 
     def merge(self, weights: Tensors, updates: Iterable[Update], weighting: str, offset: int = 0) -> Tensors:
-        """Return the full model, each of its numbers averaged over those who hold it."""
+        """Return the full model, each number averaged over the clients whose slice has it."""
         mean = WeightedMean(weights)
         for update in updates:
             rows = trained_rows(update, self._classifier)
             for name, tensor in update.tensors.items():
                 indices = channel_indices(self._plans[update.tier], name, tensor.ndim, offset)
-                held = rows if name.rpartition(".")[0] == self._classifier else None
-                mean.add_part(name, tensor, client_weight(update, weighting), indices, held)
+                own_rows = rows if name.rpartition(".")[0] == self._classifier else None
+                mean.add_part(name, tensor, client_weight(update, weighting), indices, own_rows)
         return mean.result()

@@ -1,4 +1,4 @@
-"""Width-slimmed FedAvg: the same narrower network for everybody. The paper's FedAvg is that of the smallest width."""
+"""Width-slimmed FedAvg: one narrower network for all clients. The paper's FedAvg has the smallest width."""
 
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Literal

@@ -2,10 +2,11 @@
 
 tasks    a participant of tier j gets j bases: the next one of a cyclic shuffle, so that all are trained equally
          often, and j − 1 others drawn without replacement
-merge    every base is averaged over those who trained it
+merge    every base is averaged over the clients that trained it
 tier j   the mean of the logits of the first j bases
 
-A base's weights start as those of the full width, and its activations are divided by its width (`widths/wrappers.py`).
+A base's weights start like those of the full width, and its activations are divided by its width
+(`widths/wrappers.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,9 +72,9 @@ class SplitMix(Method[SplitMixState]):
         self._model = model
 
     def start(self, weights: Tensors) -> SplitMixState:
-        """Return the bases: the first is the leading part of the given weights, the others that of new initialisations.
+        """Return the bases: the first is the leading slice of the given weights, the others of new initialisations.
 
-        Such slices start smaller than a narrow network of its own would, by √width: Split-Mix's initialisation.
+        Such slices start smaller than a narrow network's own initialisation, by √width, as Split-Mix does.
         """
         bases: list[Tensors] = []
         for base in range(self._bases):
@@ -104,7 +105,7 @@ class SplitMix(Method[SplitMixState]):
         return {f"members.{place}.{name}": t for place, base in enumerate(bases) for name, t in base.items()}
 
     def _assigned(self, participant: Participant, turn: int) -> list[int]:
-        """Return a participant's bases. `turn` counts those of all rounds; each cycle through the bases is shuffled."""
+        """Return a participant's bases. `turn` counts participants over all rounds; each cycle of bases is shuffled."""
         cycle, place = divmod(turn, self._bases)
         first = int(numpy_generator(self._seed, "cycle", cycle).permutation(self._bases)[place])
         others = [base for base in range(self._bases) if base != first]
