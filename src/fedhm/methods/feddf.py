@@ -34,7 +34,7 @@ class FedDFConfig(MethodConfig):
     name: Literal["feddf"] = "feddf"
     needs_public: ClassVar[bool] = True
     weighting: Literal["uniform", "samples"] = "uniform"
-    tiers: Ratios = PAPER_WIDTHS  # widths; every tier has a model of its own
+    tiers: Ratios = PAPER_WIDTHS  # widths; every tier has its own model
     steps: Positive = 50  # of distillation after each round
     lr: Annotated[float, Field(gt=0)] = 1e-3
     batch: Annotated[int, Field(ge=2)] = 64  # batch normalisation has no variance of a single value

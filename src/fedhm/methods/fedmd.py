@@ -1,4 +1,4 @@
-"""FedMD: every client has a model of its own, which never travels; what travels are logits on public inputs.
+"""FedMD: every client has its own model, which never travels; only logits on public inputs do.
 
 tasks    a participant gets the consensus of the last round. It trains its model f_p towards it, by SGD on
          mean |f_p(x) − consensus| over the public inputs x; then on its own samples; and sends its logits f_p(x)
@@ -34,7 +34,7 @@ from fedhm.work.messages import Participant, Task, TaskOptions, Update
 class FedMDConfig(MethodConfig):
     name: Literal["fedmd"] = "fedmd"
     needs_public: ClassVar[bool] = True
-    tiers: Ratios = PAPER_WIDTHS  # widths; every client has a model of its own
+    tiers: Ratios = PAPER_WIDTHS  # widths; every client has its own model
     digest_epochs: Positive = 1  # over the public samples, towards the consensus
     digest_lr: Annotated[float, Field(gt=0)] = 0.1  # of absolute errors, whose gradients are small
 

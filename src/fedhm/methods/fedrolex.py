@@ -25,7 +25,7 @@ class FedRolexConfig(MethodConfig):
     weighting: Literal["uniform", "samples"] = "uniform"
     tiers: Ratios = PAPER_WIDTHS  # widths
     roll: Annotated[int, Field(ge=0)] = 1  # channels by which the window moves each round
-    scaler: bool = True  # divide activations by the width, where no normalisation follows
+    scaler: bool = True  # divide activations by the width, if no normalisation follows
 
     def build(self, model: nn.Module, setup: Setup) -> "FedRolex":
         return FedRolex(model, self, setup)

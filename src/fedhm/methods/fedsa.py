@@ -45,7 +45,7 @@ class FedSAConfig(RankConfig):
 
 @dataclass(frozen=True)
 class FedSAState(State):
-    weights: Tensors  # A of all layers, and the head where it is shared
+    weights: Tensors  # A of all layers, and the head if it is shared
     begin: Tensors  # B and head of a client that has not taken part yet
     kept: dict[int, Tensors] = field(default_factory=dict)  # by client, its own
     newest: int = -1  # the client that took part last

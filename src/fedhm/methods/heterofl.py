@@ -33,7 +33,7 @@ class HeteroFLConfig(MethodConfig):
     name: Literal["heterofl"] = "heterofl"
     weighting: Literal["uniform", "samples"] = "uniform"
     tiers: Ratios = PAPER_WIDTHS  # widths
-    scaler: bool = True  # divide activations by the share of the largest width, where no normalisation follows
+    scaler: bool = True  # divide activations by the share of the largest width, if no normalisation follows
 
     def build(self, model: nn.Module, setup: Setup) -> "HeteroFL":
         return HeteroFL(model, self, setup)

@@ -183,7 +183,7 @@ def average(
 
 
 Rule = Literal["trimmed-mean", "median"]
-FEWEST = 3  # among fewer contributions no number can be told to be wrong, and the mean is used
+FEWEST = 3  # with fewer contributions it is not clear which number is wrong, and the mean is used
 
 
 @dataclass
@@ -286,7 +286,7 @@ def mean_of(server: ServerConfig, method: MethodConfig) -> MakeMean:
 
 
 def unbounded(aggregate: Aggregate, weighting: str) -> str:
-    """Return why one client's influence on such a mean is not bounded, and what to set; empty if it is."""
+    """Return why one client's influence on a recovered mean is not bounded, and what to set; empty if it is."""
     if aggregate == "updates":
         return only_uniform(weighting)
     models = "counts as a client's change what truncation took from its model"
@@ -375,7 +375,7 @@ class RecoveredMean:
                 self._means[tier].add_product_to_sum(f"{layer}.weight", *sent, -weight)
 
     def _add_to_old(self) -> None:
-        """Turn every such change of the sum into W + Uₚ Vₚᵀ − sentₚ."""
+        """Turn every change Uₚ Vₚᵀ − sentₚ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
         for tier, weight in self._tier_weights.items():
             for layer in self._plans[tier]:
                 self._whole.add_to_sum(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)

@@ -36,7 +36,7 @@ class SplitMixConfig(MethodConfig):
     base: Ratio = 0.35  # the width of a base network
     tiers: Annotated[tuple[Positive, ...], Field(min_length=1)] = (9, 3, 2, 1)  # how many of them
     rescaled_init: bool = True  # weights start as small as those of the full width
-    scaler: bool = True  # divide activations by the width, where no normalisation follows
+    scaler: bool = True  # divide activations by the width, if no normalisation follows
 
     def build(self, model: nn.Module, setup: Setup) -> "SplitMix":
         return SplitMix(model, self, setup)

@@ -82,7 +82,7 @@ class Callback:
         """Handle the start of a run, or that it is resumed after the rounds in `run.records`."""
 
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None:
-        """Handle a client's answer: `what` is the kind of its work, `done` of `of` such tasks are over."""
+        """Handle a client's answer: `what` is the kind of its work, `done` of `of` tasks of this kind are over."""
 
     def round_ends(self, run: RunState) -> None:
         """Handle a round that was merged and evaluated. Its record can still be completed."""

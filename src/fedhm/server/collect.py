@@ -36,9 +36,9 @@ def _arrivals(run: Run, tasks: Sequence[Task], record: Record, callbacks: Sequen
 
 
 def in_task_order(replies: Iterable[Reply], count: int) -> Iterator[Reply]:
-    """Hold back early replies, so that sums do not depend on who was faster.
+    """Hold back early replies, so that sums do not depend on which client was faster.
 
-    Of several replies to one of the `count` tasks the first counts; a reply to no task does not.
+    If a task has several replies, the first counts. A reply to none of the `count` tasks is ignored.
     """
     early: dict[int, Reply] = {}
     answered: set[int] = set()

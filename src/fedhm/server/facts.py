@@ -46,7 +46,7 @@ def facts_of(network: nn.Module, sample: Inputs) -> NetworkFacts:
 
 
 def _fixed_and_moving(network: nn.Module, sample: Inputs) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the tensors that training leaves alone, and those that forward passes change."""
+    """Return the tensors that training leaves alone, and the untrained tensors that a forward pass changes."""
     names = untrained_names(network) - running_statistic_names(network)
     if not names:
         return names, names

@@ -142,7 +142,7 @@ def check_optimizer(model: nn.Module, train: TrainConfig) -> None:
 
 
 def check_memory_savings(model: nn.Module, config: Config, sample: Inputs) -> None:
-    """Refuse ways of saving memory that a model does not allow, and warn of those that change its training.
+    """Refuse ways of saving memory that a model does not allow, and warn of ways that change its training.
 
     sample  a batch of one input
     """

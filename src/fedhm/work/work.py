@@ -46,7 +46,7 @@ class Expected:
 
 
 def validate_change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
-    """Return why weights must not be used: not finite, or too far from those that were sent; None if they may."""
+    """Return why weights must not be used: not finite, or too far from the weights that were sent; None if they may."""
     squares = 0.0
     for name, tensor in tensors.items():
         if name in expected.running:

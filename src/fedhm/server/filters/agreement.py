@@ -5,8 +5,8 @@ versions of one model. These are computed in factor form, and nothing is recover
 
     U V − U₀ V₀ = (U, −U₀)(V; V₀) = L R
 
-a product of factors of twice the rank. Two such products have the inner product of small matrices; with a dense delta D
-it is ⟨Lᵀ D, R⟩.
+a product of factors of twice the rank. The inner product of two products takes only small matrices. With a dense
+delta D it is ⟨Lᵀ D, R⟩.
 """
 
 import statistics
@@ -89,10 +89,10 @@ def _weight_product(one: Tensor | tuple[Tensor, Tensor], other: Tensor | tuple[T
 # Agreement with the other clients
 
 MIN_PEERS = 2  # fewer other clients do not show which direction is against theirs
-MIN_PEERS_TO_JUDGE = 4  # three honest ones among four show who disagrees with them
+MIN_PEERS_TO_JUDGE = 4  # three honest clients among four show which client disagrees with them
 STD_PER_MAD = 1.4826  # standard deviations in a median distance from the median, of a normal distribution
 AGREEMENT_QUANTILE = 0.6  # of the similarities with others
-CLEAR_SPREADS = 2.0  # clients with a common direction have a median agreement of at least so many spreads
+CLEAR_SPREADS = 2.0  # with a common direction, the median agreement is at least this many spreads
 CLEAR_SHARE = 1 / 8  # and of at least this share of the largest median so far
 
 
@@ -212,7 +212,7 @@ def drop_disagreeing(
       it was up to 0.72 ×, and 0.9 × is allowed; or
     - it was clipped, and goes along with the others less than most do. A long honest update has trained longer.
 
-    Among three or four clients only the last two can be told, among fewer nothing.
+    Among three or four clients only the last two rules apply, among fewer none.
 
     The first few updates of a round are held and compared with each other; all later ones are compared with these. So
     memory does not depend on the number of clients.
@@ -294,7 +294,7 @@ ITERATIONS = 5
 
 
 def centered_clip(gram: Tensor, tau: float) -> Tensor:
-    """Return by how much each delta is to be scaled, (n,), so that their mean is that of centered clipping.
+    """Return a factor for each delta, (n,), so that the mean of the scaled deltas is that of centered clipping.
 
     Centered clipping (Karimireddy, He, Jaggi 2021) repeats, from v = 0,
 

@@ -117,9 +117,9 @@ def typical_loss(losses: Sequence[float], mean: float) -> float:
 
 # BatchNorm statistics
 
-FEWEST = 3  # among so many clients, one cannot move a median far
+FEWEST = 3  # with three clients, one of them cannot move a median far
 SPREADS = 10.0  # allowed multiple of the median distance from the median
-DEVIATIONS = 0.5  # a mean may be off by so many standard deviations of its channel, even if the others agree exactly
+DEVIATIONS = 0.5  # of a channel's standard deviation: a mean may be off by this even if the others agree exactly
 TIMES = 3.0  # a variance may be this multiple of the others', even if the others agree exactly
 DISCARD_FACTOR = 2.0  # beyond this multiple of the allowed distance, a value is replaced by the median
 LAYER_SHARE = 1 / 4  # of the allowed distance: limit on a client's root mean square over a layer's channels

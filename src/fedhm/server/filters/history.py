@@ -87,7 +87,7 @@ def update_delta(task: Task, update: Update, known: Layout) -> UpdateDelta:
 
 WINDOW = 5  # rounds whose norms make one median; in a single round, a tier has only two or three norms
 MIN_NORMS = 3  # a median of three resists one false norm; with fewer norms, nobody is bounded
-ENOUGH_NORMS = 8  # with so many norms there is no need to wait for more
+ENOUGH_NORMS = 8  # with this many norms there is no need to wait for more
 MAX_OVER_ALL_TIERS = 2.0  # a tier's level is at most this multiple of the level of all tiers
 MAX_GROWTH = 2.0  # this round's level is at most this multiple of the level of earlier rounds
 BOUND_FACTOR = 4.0  # an update's norm is at most this multiple of the level

@@ -73,7 +73,7 @@ def epsilon_after(records: Sequence[Record], config: Config) -> float | None:
     """Return ε of the rounds so far; None: there is no bound.
 
     With noise at the clients, it is that of the client that took part most often. If a run may end early, its outputs
-    decide when. Only the ε of all its planned rounds holds for every such end.
+    decide when. Only the ε of all its planned rounds holds for every possible end.
     """
     privacy = config.privacy
     if not privacy.active or not privacy.noise:
