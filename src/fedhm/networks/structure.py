@@ -1,9 +1,13 @@
 """Operations on any network: copies, shared weights, the networks that train, initial weights, memory format."""
 
 import copy
-from collections import Counter
+import copyreg
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from fractions import Fraction
+from functools import cache
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -15,21 +19,29 @@ from fedhm.errors import FedhmError
 from fedhm.networks.exchange import shared_parameters
 from fedhm.networks.info import info_of
 
+Memo = dict[Any, Any]  # of `copy.deepcopy`: the copies made so far, by the id of the original
+ATOMIC = {
+    *(type(None), bool, int, float, complex, str, bytes, Fraction, type, FunctionType, BuiltinFunctionType),
+    *(torch.dtype, torch.Size),
+}
+COLLECTIONS = {dict, OrderedDict, set}
+
 
 def copy_network(model: nn.Module) -> nn.Module:
     """Return a copy of a network that may be changed. Parameters of a shared base (`NetworkInfo`) are not copied.
 
     Tensors that share the memory of a parameter share it in the copy too.
     """
-    memo: dict[Any, Any] = {}
+    memo: Memo = {}
     shared = info_of(model).shared
     try:
         for name, parameter in model.named_parameters():
             if name in shared:
                 memo[id(parameter)] = parameter
-            elif type(parameter) is nn.Parameter:  # its own deep copy would not share the memory
-                memo[id(parameter)] = nn.Parameter(copy.deepcopy(parameter.data, memo), parameter.requires_grad)
-        return copy.deepcopy(model, memo)
+            elif type(parameter) is nn.Parameter:  # torch would copy the values alone
+                memo[id(parameter)] = nn.Parameter(_copy_tensor(parameter.data, memo), parameter.requires_grad)
+        copied: nn.Module = deep_copy(model, memo)
+        return copied
     except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
         raise FedhmError(f"the model cannot be copied: {error}") from error
 
@@ -40,11 +52,11 @@ def copy_sharing_parameters(model: nn.Module) -> nn.Module:
     A base may fill most of the memory. The copy must not be written to: a weight that is trained, or added to, is
     first replaced by a weight of its own.
     """
-    memo: dict[Any, Any] = {
+    memo: Memo = {
         id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if type(p) is nn.Parameter
     }
     try:
-        copied = copy.deepcopy(model, memo)
+        copied: nn.Module = deep_copy(model, memo)
     except RuntimeError as error:
         raise FedhmError(f"the model cannot be copied: {error}") from error
     return copied.requires_grad_(False)
@@ -66,6 +78,90 @@ def unshare_base(networks: Iterable[nn.Module]) -> None:
                     own[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
                 if parameter is not None and id(parameter) in shared:
                     module._parameters[name] = own[id(parameter)]
+
+
+def deep_copy(value: Any, memo: Memo) -> Any:
+    """Return a copy of a network, or of any value inside one, as `copy.deepcopy` makes it but ten times as fast.
+
+    Every task trains a copy of its network. Copying a small network takes longer than a training step: each module has
+    a dozen empty collections of hooks, and torch copies a tensor in twenty small steps. This function knows the usual
+    types. It leaves all others to `copy.deepcopy`, with the same memo.
+    """
+    kind: Any = type(value)
+    if kind in ATOMIC:
+        return value
+    if (known := memo.get(id(value))) is not None:
+        return known
+    if kind is Tensor:
+        return _copy_tensor(value, memo)
+    if kind in COLLECTIONS:
+        return _copy_entries(value, memo)
+    if kind is list:
+        copies = memo[id(value)] = []
+        copies.extend(deep_copy(entry, memo) for entry in value)
+        return copies
+    if kind is tuple and all(type(entry) in ATOMIC for entry in value):
+        return value
+    if _is_ordinary(kind) and "__deepcopy__" not in vars(value):
+        new = memo[id(value)] = kind.__new__(kind)
+        held = value.__getstate__() or {}
+        memo.setdefault(id(memo), []).append(held)  # keeps the entries alive while their ids are in the memo
+        state = _copy_entries(held, memo)
+        new.__setstate__(state) if isinstance(new, nn.Module) else vars(new).update(state)
+        return new
+    return copy.deepcopy(value, memo)
+
+
+def _copy_entries(collection: Any, memo: Memo) -> Any:
+    """Return a copy of a dict or a set. Most are empty, or have entries that need no copy."""
+    if not collection:
+        return memo.setdefault(id(collection), type(collection)())
+    if type(collection) is set:
+        return copy.deepcopy(collection, memo)
+    entries = memo[id(collection)] = type(collection)()
+    for key, entry in collection.items():
+        if type(key) not in ATOMIC:
+            key = deep_copy(key, memo)
+        entries[key] = entry if type(entry) in ATOMIC else deep_copy(entry, memo)
+    return entries
+
+
+def _copy_tensor(tensor: Tensor, memo: Memo) -> Tensor:
+    """Return a copy of a tensor. Tensors that share their memory share it in the copy too."""
+    new = _clone(tensor, memo)
+    if new is None:
+        slowly: Tensor = copy.deepcopy(tensor, memo)
+        return slowly
+    memo[id(tensor)] = new
+    return new
+
+
+def _clone(tensor: Tensor, memo: Memo) -> Tensor | None:
+    """Return a clone that equals torch's deep copy, or None if only torch can make one."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.is_leaf:
+        return None
+    if vars(tensor) or tensor.grad is not None or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    memory, shared = tensor.untyped_storage(), memo.setdefault("torch", {})
+    if memory._cdata in shared or not memory.nbytes() == tensor.numel() * tensor.element_size() > 0:
+        return None  # the memory is shared with other tensors, or may be
+    new = tensor.detach().clone(memory_format=torch.preserve_format)
+    if new.stride() != tensor.stride():
+        return None
+    shared[memory._cdata] = new.untyped_storage()
+    return new.requires_grad_(tensor.requires_grad)
+
+
+@cache
+def _is_ordinary(kind: type) -> bool:
+    """Tell whether objects of this type are modules or dataclasses that a copy of their state copies."""
+    if not issubclass(kind, nn.Module) and (not is_dataclass(kind) or len(kind.__mro__) > 2):
+        return False
+    usual = all(getattr(kind, name) is getattr(object, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
+    special = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__")
+    slots: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]
+    own = any(hasattr(kind, name) for name in special) or kind in copyreg.dispatch_table
+    return usual and not slots and not own and (issubclass(kind, nn.Module) or not hasattr(kind, "__setstate__"))
 
 
 def weight_owners(model: nn.Module) -> Counter[int]:
