@@ -62,7 +62,10 @@ VARIANTS = {
     "tests at clients": ["data.client_test=0.2"],
     "min updates": ["federation.min_updates=10", "federation.attempts=2"],
     "adamw": ["train.optimizer=adamw", "train.lr=0.002"],
-    "micro-batches": ["train.micro_batch=8", "train.checkpointing=true"],
+    "micro-batches": [
+        *("train.micro_batch=8", "train.checkpointing=true", "train.epochs=1"),
+        *("model.name=resnet10", "model.width=0.125"),
+    ],
     "clip norm": ["train.clip_norm=1"],
     "resnet": ["model.name=resnet10", "model.width=0.125", "train.epochs=1"],
 }
