@@ -1,18 +1,18 @@
 """Federated learning for devices that are not alike.
 
-One global model; every client trains the largest low-rank version of it that it can afford; the server recovers
-each version to full shape, averages, and factorizes again. The way data goes:
+There is one global model. Every client trains the largest low-rank version of it that the client can afford. The
+server recovers each version to full shape, averages them, and factorizes the result for the next round. The flow:
 
     data → federation (one set of samples per client)
-    method.tasks(state, participants, round) → engine.run(tasks) → work.run on the client → update
-         → admission → method.merge(state, updates, round) → server optimizer → state
-         → evaluate each tier by the objective → record → checkpoint · progress · trackers · report
+    method.tasks(state, participants, round) → engine.run(tasks) → work.run on the client → updates
+         → filters (admission, defence, privacy) → method.merge(state, updates, round)
+         → filters (privacy, server optimizer) → state
+         → evaluate each tier by the objective → record → callbacks (checkpoint, best models, progress, trackers)
 
-`experiment.py` holds that loop, `assembly.py` puts its parts together, `methods/` has a file for each method and
-`lowrank/` the mathematics. `run` trains a model of your own on data of your own; `resume` finishes a run that a config
-names; `export` writes a tier's model for a device. To bring a method, subclass `MethodConfig` for its settings and
-`Method` for what runs; an `Objective` says what is learned and by which metrics it is told; a `Watcher` is told how a
-run goes, as the trackers in `tracking/` are.
+`experiment.py` holds that loop, and `assembly.py` puts its parts together. `methods/` has a file for each method, and
+`lowrank/` the mathematics. `run` trains your own model on your own data. `resume` finishes a run in a folder. `export`
+writes a tier's model for a device. A new method is a `MethodConfig` (its settings) and a `Method` (what runs). An
+`Objective` defines the loss and the metrics. A `Watcher` follows a run, as the trackers in `tracking/` do.
 """
 
 import sys

@@ -26,6 +26,7 @@ from fedhm.server.callbacks import Callback, EarlyStopping, RunState, Watcher, W
 from fedhm.server.collect import CountedUpdates, collect, last_reason
 from fedhm.server.evaluation import Evaluation
 from fedhm.server.facts import TaskFacts
+from fedhm.server.filters.optimizer import Moments
 from fedhm.server.record import Record
 from fedhm.server.round import RoundFilters
 from fedhm.server.sampling import sample_participants
@@ -84,14 +85,16 @@ class Experiment:
         self, folder: RunFolder | None, watchers: Sequence[Callback]
     ) -> tuple[RunState, PlanFiles, Sequence[Callback]]:
         """Return where the run is: at its start, or after the last round that its folder holds."""
+        if self.filters.own and self.config.privacy.at_server:
+            # privacy counts and bounds the updates that it passes on: a filter behind it would undo both
+            raise FedhmError("[privacy] holds for the library's own filters only: leave out yours, or [privacy]")
         if folder:
             folder.write_plan(self.config)
         name = self.fingerprint() if folder else ""
         checkpoint, records = folder.restore(name, self.method.state_type, self.method.tiers) if folder else (None, [])
         if self.filters.privacy:
             self.filters.privacy.secret.value = folder.secret(resumed=bool(records)) if folder else new_secret()
-        if checkpoint:
-            self.filters.optimizer.moments = checkpoint.moments
+        self.filters.optimizer.moments = checkpoint.moments if checkpoint else Moments()
         for each in self.filters:
             each.restore(records)
         state = checkpoint.state if checkpoint else self.method.start(self.initial)
@@ -147,7 +150,8 @@ class Experiment:
     def _attempt(self, state: Any, record: Record, callbacks: Sequence[Callback]) -> tuple[Any, str]:
         """Return the merged state of one attempt at a round, or why its updates are too few."""
         chosen = [participant for participant in record.participants if participant.tier != NO_TIER]
-        tasks, before = list(self.method.tasks(state, chosen, record.round)), len(record.dropped)
+        dropped_before = len(record.dropped)
+        tasks = list(self.method.tasks(state, chosen, record.round))
         for each in self.filters:
             tasks = each.tasks(tasks, record)
         arriving = collect(self.engine.run, tasks, list(self.filters), record, callbacks)
@@ -160,7 +164,7 @@ class Experiment:
         usable = "too few updates" if updates.count else "no client's update"
         share = f"{updates.count or 'none'} of {len(tasks)}"
         attempt = f"attempt {record.attempts} of {self.config.federation.attempts}"
-        reason = last_reason(record.dropped[before:])
+        reason = last_reason(record.dropped[dropped_before:])
         return state, f"{usable} could be used in round {record.round}, {share} in {attempt}: {reason}"
 
     def _sample(self, round_number: int) -> Iterator[list[Participant]]:

@@ -3,7 +3,9 @@
 Two toys: one slices channels as HeteroFL does, one trains several base networks per client as Split-Mix does.
 """
 
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from conftest import small_config
 from fedhm.assembly import assemble
 from fedhm.config.method import MethodConfig
+from fedhm.config.registry import known
 from fedhm.data.federation import Federation
 from fedhm.methods.means import WeightedMean
 from fedhm.methods.method import Method, ModelState
@@ -123,3 +126,11 @@ def test_other_methods_run_in_the_same_loop(mixes: bool, tiers: tuple[str, ...],
     assert set(result.metrics) == set(tiers)
     assert all(score.accuracy > 0.6 for score in result.metrics.values())
     assert all(record.traffic for record in result.records)
+
+
+def test_the_contract_of_independence_names_every_method() -> None:
+    """A list that a new method is missing from would let it import another one in silence."""
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    contracts = {each["name"]: each for each in settings["tool"]["importlinter"]["contracts"]}
+    named = {module.rpartition(".")[2] for module in contracts["methods do not know each other"]["modules"]}
+    assert named == set(known("methods")) - {"toy"}

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+import pytest
 import torch
 
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Preprocessing, Samples
+from fedhm.errors import FedhmError
 from fedhm.methods.fedhm import FedHMState
 from fedhm.server.filters.filter import Arrival, RoundFilter
 from fedhm.server.record import Record
@@ -59,6 +61,12 @@ def called(hook: str, calls: list[tuple[str, str]]) -> list[str]:
     return [name for which, name in calls if which == hook]
 
 
+def as_floats(federation: Federation) -> Federation:
+    """Return the samples as floating-point numbers: private runs take inputs that are normalised already."""
+    scaled = federation.map_samples(lambda samples, _: Samples(samples.inputs / 255, samples.labels))
+    return replace(scaled, preprocessing=Preprocessing())
+
+
 def test_the_filters_of_a_round_have_one_order(federation: Federation) -> None:
     devices: list[dict[str, object]] = [{"name": "phone", "clients": list(range(8))}]
     config = small_config(
@@ -69,9 +77,7 @@ def test_the_filters_of_a_round_have_one_order(federation: Federation) -> None:
         train={"masked_loss": False, "on_bad_update": "drop"},
         evaluation={"static_from": "never"},
     )
-    as_floats = federation.map_samples(lambda samples, _: Samples(samples.inputs / 255, samples.labels))
-    floats = replace(as_floats, preprocessing=Preprocessing())  # private runs take inputs that are normalised already
-    filters = assemble(small_model(), floats, config).filters
+    filters = assemble(small_model(), as_floats(federation), config).filters
     assert filters.fleet
     assert filters.privacy
     own = [RoundFilter(), RoundFilter()]
@@ -164,3 +170,27 @@ def test_a_users_filter_can_change_the_merged_state(federation: Federation) -> N
         assert not torch.allclose(matrix, whole.factors[layer].left @ whole.factors[layer].right)
     tensors = experiment.method.weights(half, "full")
     assert all(torch.equal(tensor, half.weights[name]) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("robust", ["none", "clip"])
+def test_a_second_run_forgets_the_first(federation: Federation, robust: str) -> None:
+    server = {"optimizer": "momentum", "robust": robust}
+    experiment = assemble(small_model(), federation, small_config(train={"rounds": 2}, server=server))
+    first, second = experiment.run(), experiment.run()
+    assert second.metrics == first.metrics
+    for tier, network in first.networks.items():
+        for name, tensor in network.state_dict().items():
+            assert torch.equal(tensor, second.networks[tier].state_dict()[name])
+
+
+def test_privacy_refuses_a_users_filter_behind_it(federation: Federation) -> None:
+    config = small_config(
+        method={"name": "fedavg"},
+        privacy={"clip": 0.5, "noise": 0.0},
+        train={"rounds": 1, "masked_loss": False},
+        evaluation={"static_from": "never"},
+    )
+    experiment = assemble(small_model(), as_floats(federation), config)
+    experiment.filters = replace(experiment.filters, own=[RoundFilter()])
+    with pytest.raises(FedhmError, match=r"^\[privacy\] holds for the library's own filters only"):
+        experiment.run()

@@ -27,6 +27,9 @@ Size = Annotated[int, BeforeValidator(parse_size)]  # written as plain bytes
 Rate = Annotated[float, BeforeValidator(parse_rate)]  # written as plain bytes a second
 
 
+OptimizerName = Literal["sgd", "adamw"]  # of the clients: torch's own optimizers
+
+
 class Measurement(Section):
     """One step of training on a device."""
 
@@ -46,7 +49,7 @@ class DeviceProfile(Section):
     model: str  # a digest of its tensors' names and shapes, and of the shape of an input
     described: str  # the same in words
     batch: Positive
-    optimizer: Literal["sgd", "adamw"]
+    optimizer: OptimizerName
     threads: Positive
     machine: str
     memory: Size | None = None  # to spare for training
@@ -252,7 +255,7 @@ class TrainConfig(Section):
     head_factor: Annotated[float, Field(gt=0)] = 1.0  # times the learning rate, for a new head beside adapters
     milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    optimizer: Literal["sgd", "adamw"] = "sgd"  # torch's own
+    optimizer: OptimizerName = "sgd"
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # of sgd, as are the next two
     dampening: Annotated[float, Field(ge=0, le=1)] = 0.0
     nesterov: bool = False

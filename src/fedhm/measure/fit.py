@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fedhm.config.schema import OptimizerName
 from fedhm.config.units import KINDS, Kind, amount_text, parse_amount
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
@@ -208,7 +209,7 @@ def fit(
     macs: float | str | None = None,
     bytes: float | str | None = None,  # noqa: A002
     parameters: float | str | None = None,
-    optimizer: Literal["sgd", "adamw"] = "sgd",
+    optimizer: OptimizerName = "sgd",
     *,
     keep: int = 1,
     form: Form = "spatial",

@@ -100,7 +100,10 @@ class Method(Protocol[S]):
         ...
 
     def merge(self, state: S, updates: Iterable[Update], round_number: int) -> S:
-        """Return the next state. Take one update at a time, so that memory does not grow with their number."""
+        """Return the next state. Take one update at a time, so that memory does not grow with their number.
+
+        There may be none, if no participant had time or a network, or if a private round drew nobody.
+        """
         ...
 
     def refresh_derived(self, state: S, before: S) -> S:

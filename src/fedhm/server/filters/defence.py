@@ -32,10 +32,11 @@ class Defence(RoundFilter):
 
     def __init__(self, config: ResolvedConfig, facts: TaskFacts, one_model: bool) -> None:
         self._config, self._facts, self._one_model = config.server, facts, one_model
-        self._norms = NormHistory(config.train.learning_rate)
-        self._agreement = AgreementHistory()
+        self._learning_rate = config.train.learning_rate
+        self.restore([])
 
     def restore(self, records: Sequence[Record]) -> None:
+        self._norms, self._agreement = NormHistory(self._learning_rate), AgreementHistory()
         for record in records:
             self._learn(record)
 

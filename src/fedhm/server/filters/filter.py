@@ -1,12 +1,17 @@
 """A round is a list of filters: each takes care of one concern, and knows nothing of the others.
 
-`fedhm.assembly.round_filters` puts the list together. The hooks of all filters run in the order of the list:
+`server/round.py` puts the list together. The hooks of all filters run in the order of the list:
 
     fleet       tasks      leave out clients that miss the deadline, and compute everybody's simulated time
     admission   tasks      leave out running averages that need not travel
                 updates    refuse answers that are broken, too far off or not finite; count the traffic
     defence     updates    cut and drop updates by comparison with other clients
-    privacy     sampling, updates, merged: independent sampling, bounded changes, noise
+                finish     remember how far clients moved, and which way
+    privacy     sampling   draw clients independently
+                tasks      refuse tasks whose answers the guarantee does not cover
+                updates    cut every change to the bound
+                merged     add noise
+                finish     count ε
     optimizer   merged     make a step towards the mean instead of taking it
 """
 
@@ -38,7 +43,7 @@ class RoundFilter:
     """One concern of a round. A filter overrides the hooks that it needs; the others pass everything on."""
 
     def restore(self, records: Sequence[Record]) -> None:
-        """Learn from the rounds that are done already, before the first round of this process."""
+        """Begin a run: forget everything, and learn from the rounds that are done already."""
 
     def sampling(self, attempts: Iterator[list[Participant]], round_number: int) -> Iterator[list[Participant]]:
         """Change who takes part: the participants of the first attempt, of the second, and so on."""
