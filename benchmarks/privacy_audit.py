@@ -47,7 +47,7 @@ Pair = tuple[Tensor, Tensor]  # without the canary, and with it
 class Unbounded(Privacy):
     """A filter that forgets to bound the clients' changes."""
 
-    def _bounded(self, update: Update, task: Task) -> Tensors:  # noqa: ARG002
+    def _clipped(self, update: Update, task: Task) -> Tensors:  # noqa: ARG002
         return update.tensors
 
 
