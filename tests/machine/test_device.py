@@ -1,13 +1,16 @@
 """The device that a run asks for is there, or the run says so before anything starts."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import fedhm
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
-from fedhm.machine.device import CPU, find_device, seeded
+from fedhm.machine.device import CPU, find_device, seeded, threads
 
 
 @pytest.mark.parametrize("name", ["cuda:99", "meta", "toaster"])
@@ -41,3 +44,14 @@ def test_global_randomness_is_lent_and_given_back() -> None:
     assert not torch.equal(drawn[0], drawn[2])
     torch.manual_seed(1)
     assert torch.equal(drawn[0], torch.rand(3))
+
+
+def test_threads_are_set_for_a_while_and_by_one_module_only() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(ValueError, match="inside"), threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise ValueError("inside")
+    assert torch.get_num_threads() == before
+    package = Path(fedhm.__path__[0])
+    calling = [path for path in package.rglob("*.py") if "set_num_threads" in path.read_text()]
+    assert [path.relative_to(package).as_posix() for path in calling] == ["machine/device.py"]
