@@ -13,6 +13,7 @@ from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import exchanged_tensors
+from fedhm.server.record import Record
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Result
 from fedhm.runs.rounds import read_records
@@ -117,6 +118,21 @@ def test_results_do_not_depend_on_arrival_order(federation: Federation, robust: 
     assert torch.equal(weights(found[0]), weights(found[1]))
 
 
+class Interruption:
+    """A watcher that interrupts a run after a round."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def started(self, done: int, rounds: int) -> None: ...
+
+    def task_done(self, round_number: int, what: str, done: int, of: int) -> None: ...
+
+    def round_done(self, record: Record) -> None:
+        if record.round == self._after:
+            raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("robust", ["clip", "centered-clip"])
 def test_a_resumed_run_bounds_as_one_that_was_not_interrupted(
@@ -124,9 +140,8 @@ def test_a_resumed_run_bounds_as_one_that_was_not_interrupted(
 ) -> None:
     whole = ready(federation, "flip", server={"robust": robust}).run()
     experiment = ready(federation, "flip", server={"robust": robust})
-    with RunFolder.create(tmp_path, experiment.config) as folder:
-        train = experiment.config.train.model_copy(update={"rounds": 2})
-        experiment.config = experiment.config.model_copy(update={"train": train})
+    experiment.watchers = [Interruption(2)]
+    with RunFolder.create(tmp_path, experiment.config) as folder, pytest.raises(KeyboardInterrupt):
         experiment.run(folder)
     with RunFolder.open(tmp_path) as folder:
         resumed = ready(federation, "flip", server={"robust": robust}).run(folder)

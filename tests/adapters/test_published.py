@@ -80,7 +80,7 @@ def test_hetlora_sends_less_to_a_client_that_has_pruned_its_rank() -> None:
     asked = [Participant(0, "full"), Participant(1, "1/2"), Participant(5, "full"), Participant(0, "1/4")]
     tasks = list(method.tasks(found, asked, 2))
     assert [len(task.tensors[f"{layer}.u"]) for task in tasks] == [2, 2, 4, 1]
-    assert [task.options["left"] for task in tasks] == [1, 1, 2, 1]
+    assert [task.options.kept_rank for task in tasks] == [1, 1, 2, 1]
 
 
 @pytest.mark.parametrize(("penalty", "left"), [(0.0, 4), (2.0, 2)])

@@ -104,7 +104,7 @@ def test_an_adapter_for_another_base_or_other_layers_is_refused(tmp_path: Path) 
     with pytest.raises(fedhm.FedhmError, match=r"method\.target"):
         fedhm.run(tiny_bert(), DATA, TEST, settings({"target": ["key"]}, train=asked["train"]), tmp_path / "run")
     file = tmp_path / "run" / "models" / "full.safetensors"
-    with pytest.raises(fedhm.FedhmError, match="trained on another base: give it the very model"):
+    with pytest.raises(fedhm.FedhmError, match="trained on another base: give the model with which the run began"):
         fedhm.load_tier(file, tiny_bert(seed=1))
     with pytest.raises(fedhm.FedhmError, match="does not fit"):
         fedhm.load_tier(file, tiny_bert(classes=5))

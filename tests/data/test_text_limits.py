@@ -28,8 +28,8 @@ def test_a_batch_of_texts_gives_what_each_gives_alone(padding: int) -> None:
     federation = from_arrays(DATA, TEST)
     asked = settings(TARGET, federation={"clients": 3, "participation": 1.0})
     experiment = fedhm.assemble(model, federation, parse(asked, "test"))
-    assert experiment.test is not None
-    for feed in (experiment.test, experiment.engine._clients[0].feed):  # type: ignore[attr-defined]
+    assert experiment.evaluation.test is not None
+    for feed in (experiment.evaluation.test, experiment.engine._clients[0].feed):  # type: ignore[attr-defined]
         with torch.no_grad():
             alone = torch.cat([forward_batch(model, inputs) for inputs, _ in feed.ordered(1)])
             together = torch.cat([forward_batch(model, inputs) for inputs, _ in feed.ordered(8)])

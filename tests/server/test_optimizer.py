@@ -88,7 +88,7 @@ def test_it_steps_after_every_methods_mean(method: str, federation: Federation) 
     plain = assemble(small_model(), federation, small_config(**sections))
     half = assemble(small_model(), federation, small_config(**sections, server={"optimizer": "momentum", "lr": 0.5}))
     start, mean, moved = plain.method.start(plain.initial), next_state(plain), next_state(half)
-    assert half.optimizer.steps
+    assert half.filters.optimizer.config.optimizer != "none"
     running = running_statistic_names(small_model())
     for field in mean.averaged:
         olds, means, news = (flatten(getattr(state, field))[0] for state in (start, mean, moved))
@@ -137,7 +137,7 @@ def test_its_moments_are_part_of_a_checkpoint(optimizer: str, federation: Federa
     whole = assemble(small_model(), federation, config(4)).run()
     with RunFolder.create(tmp_path / "run", config(4)) as folder:
         first = assemble(small_model(), federation, config(4))
-        kept = first.fingerprint(None)
+        kept = first.fingerprint()
         first.config = config(2)  # as if it was killed after two rounds
         first.run(folder)
         checkpoint = newest_checkpoint(tmp_path / "run" / "checkpoints", kept, first.method.state_type)

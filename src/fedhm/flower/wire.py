@@ -62,7 +62,7 @@ class RunInfo:
             values["client_test"] = self.client_test
         if self.base_digest:
             values["base"] = self.base_digest
-        return {"terms": json.dumps(values)}
+        return {"terms": _compact_json(values)}
 
     @classmethod
     def decode(cls, content: RecordDict) -> "RunInfo":
@@ -77,6 +77,10 @@ def _decode_run_info(text: str) -> RunInfo:
     config = parse_resolved(values["config"], "the server's config")
     share, base = values.get("client_test", 0.0), values.get("base", "")
     return RunInfo(config, values["classes"], Preprocessing(**preprocessing), share, base)
+
+
+def _compact_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))  # without spaces: every message carries it
 
 
 def introduction_request(info: RunInfo) -> RecordDict:
@@ -103,7 +107,7 @@ class TaskEncoder:
             if task.kept:
                 records[f"kept.{number}"] = _array_record(task.kept)
             listed.append(_task_values(task))
-        records[JSON_RECORD] = ConfigRecord({**self._info.encode(), "tasks": json.dumps(listed)})
+        records[JSON_RECORD] = ConfigRecord({**self._info.encode(), "tasks": _compact_json(listed)})
         return RecordDict(records)  # type: ignore[arg-type]
 
     def _shared_record(self, tensors: Tensors) -> ArrayRecord:
@@ -121,12 +125,12 @@ def decode_tasks(content: RecordDict) -> list[Task]:
 
 def _task_values(task: Task) -> Values:
     """Return the JSON of a task: its plain fields, and the types of its tensors before they were halved."""
-    types = {part: _types(getattr(task, part)) for part in TENSOR_FIELDS}
+    types = {part: _types(tensors) for part in TENSOR_FIELDS if (tensors := getattr(task, part))}
     return task_values(task) | types
 
 
 def _decode_task(content: RecordDict, number: int, values: Values) -> Task:
-    tensors, kept = (_typed_tensors(content, f"{part}.{number}", values[part]) for part in TENSOR_FIELDS)
+    tensors, kept = (_typed_tensors(content, f"{part}.{number}", values.get(part, {})) for part in TENSOR_FIELDS)
     return task_from(values, tensors, kept)
 
 
@@ -153,7 +157,7 @@ def encode_replies(replies: Iterable[Reply], fp16: bool) -> RecordDict:
             continue
         listed.append(update_values(reply))
         records |= {f"{part}.{number}": record for part, record in parts.items() if record}
-    records[JSON_RECORD] = ConfigRecord({"replies": json.dumps(listed)})
+    records[JSON_RECORD] = ConfigRecord({"replies": _compact_json(listed)})
     return RecordDict(records)  # type: ignore[arg-type]
 
 

@@ -153,7 +153,7 @@ class FedHM(Method[FedHMState]):
             f"{BASIS}{layer}": singular_directions(state.factors[layer]).left[:, : largest[layer]] for layer in dense
         }
         label = f"nested {'|'.join(map(str, (spec, *inside))) if self.planner.has_budgets else spec}"
-        network = replace(spec, label=label, variant="nested", inside=inside)
+        network = replace(spec, label=label, inside=inside)
         return Task("nested", round_number, -1, tier, network, weights | bases, options=options)
 
     def _trained_inside(self, tier: str) -> Sequence[str]:

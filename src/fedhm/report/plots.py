@@ -242,9 +242,10 @@ def client_plot(run: Run, runs: Sequence[Run]) -> Plot | None:
                 y.append(metric.scaled(one.metrics[metric.name]))
                 hints.append(f"client {one.client}, {one.samples:,} samples")
                 tiers.add(one.tier)
-            median = metric.scaled(_groups(found)[name].median[metric.name])
-            median_x += [middle - 0.45 * step, middle + 0.45 * step, GAP]
-            median_y += [median, median, GAP]
+            if group := _groups(found).get(name):  # a damaged record may lack it
+                median = metric.scaled(group.median[metric.name])
+                median_x += [middle - 0.45 * step, middle + 0.45 * step, GAP]
+                median_y += [median, median, GAP]
         colour = colours.get(name, NEUTRAL)
         tier = tiers.pop() if len(tiers) == 1 else ""
         lines.append(Line(f"median of {name}", median_x, median_y, colour, run=run.name, tier=tier, in_legend=False))

@@ -84,14 +84,16 @@ UPDATE_VALUES = {each.name for each in fields(Update)} - _NOT_VALUES
 
 
 def task_values(task: Task) -> dict[str, Any]:
-    """Return all of a task but its tensors."""
-    options = {name: value for name, value in asdict(task.options).items() if value != getattr(TaskOptions(), name)}
-    return _values(task) | {"options": options}
+    """Return all of a task but its tensors. Options at their defaults are left out: most tasks have no others."""
+    values, given = _values(task), asdict(task.options)
+    options = {name: value for name, value in given.items() if value != getattr(TaskOptions(), name)}
+    del values["options"]
+    return values | {"options": options} if options else values
 
 
 def task_from(values: Mapping[str, Any], tensors: Tensors, kept: Tensors) -> Task:
     """Return the task of these values and tensors."""
-    parts = {"network": NetworkSpec.from_values(values["network"]), "options": TaskOptions(**values["options"])}
+    parts = {"network": NetworkSpec.from_values(values["network"]), "options": TaskOptions(**values.get("options", {}))}
     return Task(**{**values, **parts, "tensors": tensors, "kept": kept})
 
 
