@@ -13,12 +13,12 @@ from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import exchanged_tensors
-from fedhm.server.record import Record
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Result
 from fedhm.runs.rounds import read_records
 from fedhm.work.messages import Reply, Task
 from hostile import ATTACKS, Hostile, mislabelled
+from interruption import Interruption
 
 HOSTILE = (0,)
 
@@ -116,21 +116,6 @@ def test_results_do_not_depend_on_arrival_order(federation: Federation, robust: 
             experiment.engine = Backwards(experiment.engine)
         found.append(experiment.run())
     assert torch.equal(weights(found[0]), weights(found[1]))
-
-
-class Interruption:
-    """A watcher that interrupts a run after a round."""
-
-    def __init__(self, after: int) -> None:
-        self._after = after
-
-    def started(self, done: int, rounds: int) -> None: ...
-
-    def task_done(self, round_number: int, what: str, done: int, of: int) -> None: ...
-
-    def round_done(self, record: Record) -> None:
-        if record.round == self._after:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from fedhm.runs.folder import RunFolder
 from fedhm.runs.rounds import newest_checkpoint
 from fedhm.server.filters.optimizer import Moments, ServerOptimizer
 from fedhm.server.state import flatten
+from interruption import Interruption
 
 WITHOUT_A_MEAN = ["fedmd", "flora", "lora"]  # models that clients keep; factors that are made anew in every round
 
@@ -138,8 +139,9 @@ def test_its_moments_are_part_of_a_checkpoint(optimizer: str, federation: Federa
     with RunFolder.create(tmp_path / "run", config(4)) as folder:
         first = assemble(small_model(), federation, config(4))
         kept = first.fingerprint()
-        first.config = config(2)  # as if it was killed after two rounds
-        first.run(folder)
+        first.watchers = [Interruption(2)]
+        with pytest.raises(KeyboardInterrupt):
+            first.run(folder)
         checkpoint = newest_checkpoint(tmp_path / "run" / "checkpoints", kept, first.method.state_type)
         assert checkpoint is not None
         assert checkpoint.moments.first
