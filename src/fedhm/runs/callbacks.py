@@ -103,7 +103,7 @@ class Checkpoints(Callback):
 
     method: Planning
     folder: RunFolder | None
-    run: str  # the run's fingerprint
+    fingerprint: str  # of the run
     optimizer: ServerOptimizer
 
     def run_begins(self, run: RunState) -> None:
@@ -115,4 +115,4 @@ class Checkpoints(Callback):
             check_state(run.state, self.method.state_type)
         if self.folder:
             checkpoint = Checkpoint(run.record.round, run.state, self.optimizer.moments)
-            self.folder.commit(run.record, checkpoint, self.run, run.config.checkpoints.keep)
+            self.folder.commit(run.record, checkpoint, self.fingerprint, run.config.checkpoints.keep)

@@ -154,7 +154,7 @@ class Traffic:
     """The bytes and computation of one tier's participants in a round."""
 
     clients: int = 0  # tasks: a client with several tasks is counted several times
-    answers: int = 0  # tasks whose update could be used
+    answers: int = 0  # tasks whose update was admitted
     down: int = 0  # bytes, server → clients: as the engine counted them, otherwise those of the tensors
     up: int = 0
     macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts

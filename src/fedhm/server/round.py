@@ -17,20 +17,15 @@ from fedhm.server.filters.defence import Defence
 from fedhm.server.filters.filter import RoundFilter
 from fedhm.server.filters.fleet import Fleet
 from fedhm.server.filters.optimizer import ServerOptimizer
-from fedhm.server.filters.privacy import Privacy, check_privacy
+from fedhm.server.filters.privacy import Privacy, PrivateMethod, check_privacy
 
 
-class Averaging(Protocol):
+class FilteredMethod(PrivateMethod, Protocol):
     """What filters know of a method (`methods/method.py`)."""
 
-    tiers: tuple[str, ...]
-    levels: tuple[str, ...]
     one_model: bool
-    recovers: bool
-    state_type: type[Any]
 
     def spec(self, tier: str, state: Any = None) -> NetworkSpec: ...
-    def network(self, spec: NetworkSpec) -> nn.Module: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class RoundFilters:
 def round_filters(
     config: ResolvedConfig,
     model: nn.Module,
-    method: Averaging,
+    method: FilteredMethod,
     federation: Federation,
     facts: TaskFacts,
     secret: Secret,
@@ -84,7 +79,7 @@ def round_filters(
 
 def _privacy(
     config: ResolvedConfig,
-    method: Averaging,
+    method: FilteredMethod,
     federation: Federation,
     networks: Sequence[NetworkFacts],
     secret: Secret,
