@@ -51,7 +51,10 @@ class Experiment:
     @property
     def costs(self) -> dict[str, Cost]:
         """Return what every tier costs at the start."""
-        return {tier: self.facts.network(self.method.spec(tier)).cost for tier in self.method.tiers}
+        return self._costs(None)
+
+    def _costs(self, state: Any) -> dict[str, Cost]:
+        return {tier: self.facts.network(self.method.spec(tier, state)).cost for tier in self.method.tiers}
 
     def fingerprint(self) -> str:
         """Return what tells this run from all others: a checkpoint of another run is not resumed."""
@@ -67,7 +70,7 @@ class Experiment:
             return self._run(folder, watchers)
 
     def _run(self, folder: RunFolder | None, watchers: Sequence[Callback]) -> Result:
-        run, plans, callbacks = self._begin(folder, watchers)
+        run, callbacks = self._begin(folder, watchers)
         for number in range(len(run.records) + 1, self.config.train.rounds + 1):
             if run.records and run.record.stopped:
                 break
@@ -79,12 +82,10 @@ class Experiment:
             callback.run_ends(run)
         unshare_base({id(network): network for network in [*run.networks.values(), *run.best.values()]}.values())
         best_round = run.best_round if run.best else 0
-        return Result(run.records, run.networks, dict(plans.costs(run)), best_round, run.best)
+        return Result(run.records, run.networks, self._costs(run.state), best_round, run.best)
 
-    def _begin(
-        self, folder: RunFolder | None, watchers: Sequence[Callback]
-    ) -> tuple[RunState, PlanFiles, Sequence[Callback]]:
-        """Return where the run is: at its start, or after the last round that its folder holds."""
+    def _begin(self, folder: RunFolder | None, watchers: Sequence[Callback]) -> tuple[RunState, Sequence[Callback]]:
+        """Return where the run is, at its start or after the last round in its folder, and the callbacks in order."""
         if self.filters.own and self.config.privacy.at_server:
             # privacy counts and bounds the updates that it passes on: a filter behind it would undo both
             raise FedhmError("[privacy] holds for the library's own filters only: leave out yours, or [privacy]")
@@ -105,12 +106,16 @@ class Experiment:
         run = RunState(self.config, self.costs, state, records)
         # of remote clients, some may be missing when a run is resumed: what was known at its start stays
         data = None if checkpoint and self.federation.remote else data_facts(self.federation)
-        plans = PlanFiles(self.method, folder, lambda spec: self.facts.network(spec).cost, data)
-        checkpoints = Checkpoints(self.method, folder, name, self.filters.optimizer)
-        callbacks = [plans, self.early_stopping, BestModels(self.method, folder), checkpoints, *watchers]
+        callbacks = [
+            PlanFiles(self.method, folder, self._costs, data),
+            self.early_stopping,
+            BestModels(self.method, folder),
+            Checkpoints(self.method, folder, name, self.filters.optimizer),
+            *watchers,
+        ]
         for callback in callbacks:
             callback.run_begins(run)
-        return run, plans, callbacks
+        return run, callbacks
 
     def _round(self, run: RunState, record: Record, callbacks: Sequence[Callback]) -> None:
         """Do one round: train, evaluate if it is due, and let callbacks keep the results."""

@@ -1,6 +1,6 @@
 """What a run leaves in its folder: costs and plans, checkpoints, and the models of its best and last round."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ class PlanFiles(Callback):
 
     method: Planning
     folder: RunFolder | None
-    cost: Callable[[NetworkSpec], Cost]
+    costs: Callable[[Any], dict[str, Cost]]  # of every tier, in a state of the method
     data: DataFacts | None  # None: the folder has them already, from when all remote clients were there
     _plans: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -51,15 +51,9 @@ class PlanFiles(Callback):
             run.record.plans = self._plans = plans
             self._save(run)
 
-    def costs(self, run: RunState) -> Mapping[str, Cost]:
-        """Return what every tier costs in the run's present state."""
-        if not self._plans:
-            return run.costs
-        return {tier: self.cost(self.method.spec(tier, run.state)) for tier in self.method.tiers}
-
     def _save(self, run: RunState) -> None:
         if self.folder:
-            self.folder.save_costs(dict(self.costs(run)))
+            self.folder.save_costs(self.costs(run.state))
             if self._plans:
                 self.folder.save_plans(self._plans)
 
