@@ -17,6 +17,7 @@ import tomli_w
 
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.process import HOST, Process, environment, executable, free_ports, replaced_commands
+from fedhm.flower.processes.resident_flwr import can_run, run_resident
 from fedhm.flower.processes.secrets import Secrets, ensure_certificates, owner_only_files
 from fedhm.machine.files import write_atomically
 from fedhm.machine.printable import printable
@@ -79,17 +80,22 @@ COMMAND_TIMEOUT = 300.0  # seconds; a command that ships an app to a busy machin
 
 def flwr(connection: Connection, *arguments: str) -> str:
     """Return the output of `flwr ARGUMENTS NAME`; the connection's name comes last in all of Flower's subcommands."""
+    command = executable("flwr", connection.home)
+    variables = environment(connection.home) | {"COLUMNS": "1000", "NO_COLOR": "1"}
     try:
-        done = subprocess.run(
-            [executable("flwr", connection.home), *arguments, connection.name],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment(connection.home) | {"COLUMNS": "1000", "NO_COLOR": "1"},
-            timeout=COMMAND_TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        if can_run(command):
+            done = run_resident([*arguments, connection.name], variables, COMMAND_TIMEOUT)
+        else:
+            done = subprocess.run(
+                [command, *arguments, connection.name],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=variables,
+                timeout=COMMAND_TIMEOUT,
+                check=False,
+            )
+    except (subprocess.TimeoutExpired, TimeoutError):
         raise FedhmError(f"'flwr {arguments[0]}' did not answer within {COMMAND_TIMEOUT:.0f} seconds") from None
     if done.returncode != 0:
         raise FedhmError(f"'flwr {arguments[0]}' failed: {_error_sentence(done.stderr or done.stdout)}")
