@@ -111,7 +111,7 @@ def lied_to(how: str) -> Result:
     numbers = [(x, x[:, 0]) for x, _ in clients()]
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
-    data = from_arrays(numbers, None, 0, False, torch.float32, None, config.objective, 0.5, 0)
+    data = from_arrays(numbers, None, objective=config.objective, client_test=0.5)
     experiment = assemble(network, data, config)
     experiment.engine = OneLiar(experiment.engine)
     return experiment.run()
