@@ -118,8 +118,9 @@ def digest(folder: Path) -> str:
     """
     counted = 'name = "flower"' not in (folder / "config.toml").read_text()
     total = hashlib.sha256()
-    for file in sorted((folder / "models").iterdir()):
-        total.update(file.name.encode())
+    models = folder / "models"
+    for file in sorted(path for path in models.rglob("*") if path.is_file()):  # those of the best round among them
+        total.update(str(file.relative_to(models)).encode())
         total.update(file.read_bytes())
     for line in (folder / "records.jsonl").read_text().splitlines():
         record = json.loads(line)
