@@ -77,6 +77,16 @@ class EntryRuns:
     def final(self, tier: str) -> Spread:
         return spread(list(self.finals(tier).values()))
 
+    def bests(self, tier: str) -> dict[int, float]:
+        """Return the metric of the best evaluated round by seed, scaled as `finals`."""
+        return {
+            run.config.seed: self.metric.scaled(self.metric.best(self.values(run, tier).values()))
+            for run in sorted(self.runs, key=lambda run: run.config.seed)
+        }
+
+    def best(self, tier: str) -> Spread:
+        return spread(list(self.bests(tier).values()))
+
     def curve(self, tier: str) -> list[tuple[int, Spread]]:
         """Return the metric by round, scaled as `final`, at the rounds in which all runs were evaluated."""
         values = [self.values(run, tier) for run in self.runs]
