@@ -1,4 +1,4 @@
-"""Runs with hostile clients: what the default leaves of attacks, and that it changes nothing where nobody attacks."""
+"""Runs with hostile clients: what a deployment's default leaves of attacks, and that it changes no honest run."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 
 from conftest import small_config, small_federation, small_model
 from fedhm.assembly import assemble
+from fedhm.config.loading import load_config
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
@@ -43,9 +44,8 @@ def ready(
     everybody = {"clients": 8, "participation": 1.0, "min_updates": least, "attempts": 1}
     engine = {"threads": 1, "server_threads": 1, "workers": 1}
     at_the_end = {"every": rounds, **sections.pop("evaluation", {})}
-    config = small_config(
-        **{"federation": everybody, "evaluation": at_the_end, "engine": engine, "train": train, **sections}
-    )
+    own = {"federation": everybody, "evaluation": at_the_end, "engine": engine, "train": train, **sections}
+    config = small_config(**own).with_defence(deployed=True)
     data = mislabelled(federation, HOSTILE) if attack == "labels" else federation
     experiment = assemble(small_model(), data, config)
     if attack:
@@ -65,7 +65,7 @@ def distance(one: Result, other: Result) -> float:
 @pytest.mark.parametrize("method", ["fedhm", "heterofl", "splitmix", "feddlr", "fedpara"])
 def test_a_run_that_nobody_attacks_is_the_same_to_the_last_bit(federation: Federation, method: str) -> None:
     own = {"name": method, **({"tiers": [2, 1]} if method == "splitmix" else {})}
-    found = [ready(federation, method=own, server={"robust": robust}).run() for robust in ("none", "clip")]
+    found = [ready(federation, method=own, server={"robust": robust}).run() for robust in ("none", "agreement")]
     assert torch.equal(weights(found[0]), weights(found[1]))
     assert [record.clipped + record.dropped for record in found[1].records] == [[]] * 3
     assert all(record.norms["weights"] for record in found[1].records)
@@ -107,7 +107,7 @@ def test_running_averages_that_travel_are_bounded_too(federation: Federation) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("robust", ["clip", "centered-clip", "krum", "trimmed-mean", "median"])
+@pytest.mark.parametrize("robust", ["clip", "agreement", "centered-clip", "krum", "trimmed-mean", "median"])
 def test_results_do_not_depend_on_arrival_order(federation: Federation, robust: str) -> None:
     found = []
     for backwards in (False, True):
@@ -119,7 +119,7 @@ def test_results_do_not_depend_on_arrival_order(federation: Federation, robust: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("robust", ["clip", "centered-clip"])
+@pytest.mark.parametrize("robust", ["clip", "agreement", "centered-clip"])
 def test_a_resumed_run_bounds_as_one_that_was_not_interrupted(
     federation: Federation, tmp_path: Path, robust: str
 ) -> None:
@@ -159,7 +159,25 @@ def test_what_the_defence_leaves_out_does_not_count_as_an_update(federation: Fed
     assert [entry["client"] for entry in merged.records[0].dropped] == [0]
 
 
-def test_a_server_that_hides_its_clients_does_not_compare_them() -> None:
-    private = {"privacy": {"clip": 1.0, "noise": 1.0}}
-    assert small_config(**private).resolved().server.robust == "none"
-    assert small_config().resolved().server.robust == "clip"
+def test_clipping_drops_nobody(federation: Federation) -> None:
+    records = ready(federation, "flip", server={"robust": "clip"}).run().records
+    assert [record.dropped for record in records] == [[]] * 3
+    assert {entry["client"] for record in records for entry in record.clipped} == set(HOSTILE)
+    assert not any(record.agreement for record in records)
+
+
+def test_only_deployments_defend_by_default() -> None:
+    private = small_config(privacy={"clip": 1.0, "noise": 1.0})
+    deployed = small_config(engine={"threads": 1, "name": "flower", "superlink": "federation"})
+    assert small_config().resolved().server.robust == "none"
+    assert small_config(engine={"threads": 1, "name": "flower"}).resolved().server.robust == "none"
+    assert deployed.resolved().server.robust == "agreement"
+    # a defence compares clients, whom the noise hides
+    assert private.with_defence(deployed=True).server.robust == "none"
+    assert small_config(server={"robust": "clip"}).with_defence(deployed=True).server.robust == "clip"
+
+
+@pytest.mark.parametrize("preset", ["cifar10-resnet18", "cifar100-resnet34", "tinyimagenet-resnet34"])
+def test_the_papers_presets_have_neither_defence_nor_clipping(preset: str) -> None:
+    config = load_config(preset)
+    assert (config.server.robust, config.train.clip_norm) == ("none", 0.0)

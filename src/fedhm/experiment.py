@@ -22,7 +22,7 @@ from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Result
 from fedhm.runs.privacy import new_secret
-from fedhm.server.callbacks import Callback, EarlyStopping, RunState, Watcher, WatcherCallback
+from fedhm.server.callbacks import Callback, DivergenceWarning, EarlyStopping, RunState, Watcher, WatcherCallback
 from fedhm.server.collect import CountedUpdates, collect, last_reason
 from fedhm.server.evaluation import Evaluation
 from fedhm.server.facts import TaskFacts
@@ -108,6 +108,7 @@ class Experiment:
         data = None if checkpoint and self.federation.remote else data_facts(self.federation)
         callbacks = [
             PlanFiles(self.method, folder, self._costs, data),
+            DivergenceWarning(self.federation.classes),
             self.early_stopping,
             BestModels(self.method, folder),
             Checkpoints(self.method, folder, name, self.filters.optimizer),

@@ -72,6 +72,11 @@ class Family:
     called: Callable[[float], str]  # the name of a size, however it was written
 
 
+# The largest gradient norm of methods that train factorized layers. It was chosen on held-out samples: docs/results.md
+# has the measurements, and methods/fedhm.py says why factors need it.
+STABLE_NORM = 2.0
+
+
 class MethodConfig(Section, ABC):
     """A method with its settings, before it has a model. Subclass it for a method of your own."""
 
@@ -91,6 +96,11 @@ class MethodConfig(Section, ABC):
         hide one client (`[privacy]`).
         """
         return f"method.name = '{self.name}' does not move its model by a plain mean of changes: choose fedhm or fedavg"
+
+    @property
+    def clip_norm(self) -> float:
+        """Return the largest gradient norm in local training, unless `train.clip_norm` states one; 0: no limit."""
+        return 0.0
 
     # For reports and comparisons
 

@@ -271,7 +271,8 @@ class TrainConfig(Section):
     # sum, beside: both losses on every batch, as their sum or their mean; instead: the smaller tier alone, on a share
     # of the batches; auto: the sum, whose steps are longer, if normalisation layers make up for that
     nested_form: Literal["auto", "sum", "beside", "instead"] = "auto"
-    clip_norm: Annotated[float, Field(ge=0)] = 0.0  # largest gradient norm; 0 is no limit
+    # largest norm of the gradient of all parameters together; 0: no limit; auto: the method's own
+    clip_norm: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     max_change: Annotated[float, Field(ge=0)] = 10.0  # largest ‖update − sent‖ / max(‖sent‖, 1); 0 is no limit
     on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
 
@@ -296,6 +297,11 @@ class TrainConfig(Section):
         return self.micro_batch if self.micro_batch < self.batch else 0
 
     @property
+    def gradient_limit(self) -> float:
+        """Return the largest gradient norm; 0: no limit, also while the method's own is not filled in."""
+        return 0.0 if self.clip_norm == "auto" else self.clip_norm
+
+    @property
     def nested_shares(self) -> tuple[float, float] | None:
         """Return the shares of batches that run through a client's own network, and through the smaller one inside."""
         if not self.nested:
@@ -315,8 +321,8 @@ class ServerConfig(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # β of momentum
     betas: tuple[Beta, Beta] = (0.9, 0.99)  # β₁ and β₂ of adam
     tau: Annotated[float, Field(gt=0)] = 1e-3  # τ of adam: its degree of adaptivity
-    # defence against hostile clients; auto: clip, or none if the server adds noise for privacy
-    robust: Literal["auto", "none", "clip", "centered-clip", "krum", "trimmed-mean", "median"] = "auto"
+    # defence against hostile clients; auto: agreement in deployments without noise at the server, otherwise none
+    robust: Literal["auto", "none", "clip", "agreement", "centered-clip", "krum", "trimmed-mean", "median"] = "auto"
     attackers: Annotated[int, Field(ge=0)] = 1  # krum: how many participants of a round may be hostile
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2  # trimmed-mean: the share left out at each end
 
@@ -550,17 +556,30 @@ class Config(Section):
         changes: dict[str, Section | None] = {"engine": self.engine.model_copy(update=engine)}
         changes["compare"] = None
         changes["tracking"] = self.tracking.with_absolute_paths() if self.tracking else None
+        train: dict[str, Any] = {}
         if self.train.on_bad_update == "auto":
             # under privacy, one client's update must not decide whether the run goes on
-            reaction = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
-            changes["train"] = self.train.model_copy(update={"on_bad_update": reaction})
-        if self.server.robust == "auto":  # a defence compares clients, which would undo their privacy
-            rule = "none" if self.privacy.at_server else "clip"
-            changes["server"] = self.server.model_copy(update={"robust": rule})
+            train["on_bad_update"] = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
+        if self.train.clip_norm == "auto":
+            # gradients of a cross-entropy have a known scale; those of a regression follow from its targets' unit
+            train["clip_norm"] = self.method.clip_norm if self.objective.has_labels else 0.0
+        changes["train"] = self.train.model_copy(update=train)
+        changes["server"] = self.with_defence(deployed=bool(self.engine.superlink)).server
         if self.data is not None and self.data.folder is not None:
             changes["data"] = self.data.model_copy(update={"folder": self.data.folder.absolute()})
         changes["federation"] = self.federation.with_device_files()
         return ResolvedConfig(**{name: getattr(self, name) for name in Config.model_fields} | changes)
+
+    def with_defence(self, *, deployed: bool) -> Self:
+        """Fill in the defence where the settings leave it open.
+
+        Nobody is hostile in a simulation, so nothing is changed or dropped there. A defence compares clients, which
+        would undo the privacy that noise at the server gives them.
+        """
+        if self.server.robust != "auto":
+            return self
+        rule = "agreement" if deployed and not self.privacy.at_server else "none"
+        return self.model_copy(update={"server": self.server.model_copy(update={"robust": rule})})
 
     def for_client(self, client: int) -> Self:
         """Return the settings of one client: some devices need checkpointing."""
@@ -599,6 +618,8 @@ class ResolvedConfig(Config):
             raise ValueError("engine.threads and engine.server_threads of a run must be whole numbers from 1 on")
         if self.train.on_bad_update == "auto":
             raise ValueError("train.on_bad_update of a run must be 'stop' or 'drop'")
+        if self.train.clip_norm == "auto":
+            raise ValueError("train.clip_norm of a run must be a number")
         if self.server.robust == "auto":
             raise ValueError("server.robust of a run must be one of the rules, or 'none'")
         return self

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid import InMemoryGrid
 from rich.console import Console
 from torch import nn
 
@@ -190,6 +191,7 @@ def run_on_grid(
     ask_inputs  first ask the clients for the form of their inputs, which nobody else knows
     """
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"name": "flower"})})
+    config = config.with_defence(deployed=not isinstance(grid, InMemoryGrid))  # Flower simulates in memory
     settings = resumed_settings(config, out).resolved()
     clients = settings.federation.clients
     with ExitStack() as stack:

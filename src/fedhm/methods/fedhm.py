@@ -15,6 +15,10 @@ Averaging by bands can move them as fast as if the clients that carry them were 
 mean is noisy; the default is half-way (`band_speed`). By bands, clients of larger tiers also train smaller tiers inside
 their networks (`train.nested`), so that a smaller tier's network is one that was trained, not the rest of a truncation.
 
+A step on factors moves their product by η (G V Vᵀ + U Uᵀ G): the larger the factors, the longer the step, and the
+larger the factors after it. In long local training on few labels this grows without end, first in factorized layers
+that no normalisation follows. So clients clip their gradients (`STABLE_NORM`), unless the settings say otherwise.
+
 In warm-up rounds every tier trains the full network, with the weight of γ = 1: the best directions are found before
 anything is cut off.
 """
@@ -28,7 +32,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, Self
 from pydantic import Field, model_validator
 from torch import nn
 
-from fedhm.config.method import Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
+from fedhm.config.method import STABLE_NORM, Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Positive, Tiers, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.average import Aggregate, singular_directions
@@ -67,6 +71,10 @@ class FedHMConfig(MethodConfig):
 
     def build(self, model: nn.Module, setup: Setup) -> "FedHM":
         return FedHM(model, self, setup)
+
+    @property
+    def clip_norm(self) -> float:
+        return STABLE_NORM
 
     @property
     def unbounded(self) -> str:

@@ -35,6 +35,10 @@ class FedRolexConfig(MethodConfig):
         return matched_widths("fedrolex")
 
     @property
+    def clip_norm(self) -> float:
+        return 1.0  # as in its authors' code
+
+    @property
     def shares(self) -> Sequence[float]:
         return self.tiers
 

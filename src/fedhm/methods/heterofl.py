@@ -46,6 +46,10 @@ class HeteroFLConfig(MethodConfig):
         ]
 
     @property
+    def clip_norm(self) -> float:
+        return 1.0  # as in its authors' code
+
+    @property
     def shares(self) -> Sequence[float]:
         return self.tiers
 

@@ -1,15 +1,17 @@
 """Callbacks: everything that happens beside the rounds, such as early stopping, progress bars and trackers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+from warnings import warn
 
 from torch import nn
 
 from fedhm.config.objective import Metric, Metrics
 from fedhm.config.schema import Config, StopConfig
-from fedhm.errors import FedhmError
+from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.measure.cost import Cost
 from fedhm.server.record import Record
 
@@ -122,6 +124,40 @@ class WatcherCallback(Callback):
     def close(self) -> None:
         if self._run_watcher:
             self._run_watcher.close()
+
+
+FAR_FROM_GUESSING = 10.0  # a loss that is this multiple of a guess's is no longer learning
+
+
+class DivergenceWarning(Callback):
+    """Warns once if a method that needs its gradients clipped runs without a limit, and its models have diverged.
+
+    Such a run may end with finite weights and the accuracy of a guess. A model has diverged if its loss is many times
+    that of a guess, or after the last round is no better than a guess, although the clients' own losses are.
+    """
+
+    def __init__(self, classes: int) -> None:
+        self._guess = math.log(max(2, classes))  # the loss of a model that finds all classes equally likely
+        self._warned = False
+
+    def round_ends(self, run: RunState) -> None:
+        config, record = run.config, run.record
+        unlimited = config.objective.has_labels and config.method.clip_norm and not config.train.gradient_limit
+        if not unlimited or self._warned or not record.metrics:
+            return
+        last = record.round == config.train.rounds
+        trained = last and min(traffic.loss for traffic in record.traffic.values()) < self._guess / 2
+        limit = self._guess if trained else FAR_FROM_GUESSING * self._guess
+        if lost := [tier for tier, metrics in record.metrics.items() if metrics["loss"] >= limit]:
+            self._warned = True
+            loss = record.metrics[lost[0]]["loss"]
+            warn(
+                f"after round {record.round} the model of tier {lost[0]} has a loss of {loss:.3g}, and guessing has "
+                f"{self._guess:.3g}. Training has diverged at the clients: set train.clip_norm = "
+                f"{config.method.clip_norm:g}, or lower train.lr",
+                FedhmWarning,
+                stacklevel=2,
+            )
 
 
 class EarlyStopping(Callback):

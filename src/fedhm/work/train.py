@@ -72,8 +72,8 @@ def fit(
                 next_loss() if next_loss else own_loss, inputs, targets, train.micro_batch, trained
             )
             add_frobenius_decay(layers, train.frobenius_decay)
-            if train.clip_norm:
-                nn.utils.clip_grad_norm_(network.parameters(), train.clip_norm)
+            if train.gradient_limit:
+                nn.utils.clip_grad_norm_(network.parameters(), train.gradient_limit)
             optimizer.step()
             total += upcast_half(loss) * len(targets)
     return total.item() / len(client.samples)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedhm.config.method import STABLE_NORM
 from fedhm.config.schema import ResolvedConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
@@ -91,18 +92,21 @@ class Admission(RoundFilter):
         if self._config.train.on_bad_update == "stop":
             raise FedhmError(
                 f"the update of client {task.client} (tier {task.tier}) in round {task.round} cannot be used: "
-                f"{reason}; {_hint(reason)}, "
+                f"{reason}; {_hint(reason, self._config)}, "
                 "or go on without such updates with train.on_bad_update = 'drop'"
             ) from failure.cause
         record.dropped.append({"client": task.client, "tier": task.tier, "kind": task.kind, "reason": reason})
 
 
-def _hint(reason: str) -> str:
+def _hint(reason: str, config: ResolvedConfig) -> str:
     if "its change has norm" in reason:
         return "lower train.lr or raise train.max_change"
     if "half precision" in reason:  # the reason itself says what to set
         return "or lower train.lr"
-    return "lower train.lr or set train.clip_norm" if "loss" in reason or "NaN" in reason else "mend the client"
+    if "loss" in reason or "NaN" in reason:
+        clip = f"set train.clip_norm = {config.method.clip_norm or STABLE_NORM:g}"
+        return "lower train.lr or train.clip_norm" if config.train.gradient_limit else f"{clip} or lower train.lr"
+    return "mend the client"
 
 
 def _size_of_anything(tensors: Tensors) -> int:

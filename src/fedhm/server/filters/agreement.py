@@ -283,7 +283,6 @@ def _log_disagreeing(each: UpdateDelta, reason: str, log: DefenceLog) -> None:
     update = each.update
     entry = {"client": update.client, "tier": update.tier, "kind": update.kind, "reason": reason}
     log.dropped.append(entry)
-    log.disagreeing += 1
     for part in each.parts:  # a dropped update must not influence how far clients usually move
         log.norms[part][update.tier].pop(update.client, None)
 
@@ -389,12 +388,11 @@ def centered_clip_judge(history: NormHistory, round_number: int, log: DefenceLog
 
 
 def krum_judge(hostile: int, log: DefenceLog) -> Judge:
-    """Return the rule of multi-Krum. It drops fewer updates if some were dropped for disagreeing."""
+    """Return the rule of multi-Krum."""
 
     def judge(members: Sequence[UpdateDelta], gram: Tensor) -> list[UpdateDelta | None]:
-        left = max(0, hostile - log.disagreeing)
-        chosen = set(krum(gram, left))
-        scores = krum_scores(gram, min(left, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
+        chosen = set(krum(gram, hostile))
+        scores = krum_scores(gram, min(hostile, (len(members) - 3) // 2)).tolist() if len(chosen) < len(members) else []
         found: list[UpdateDelta | None] = []
         for place, each in enumerate(members):
             found.append(each if place in chosen else None)

@@ -28,7 +28,6 @@ class DefenceLog:
     clipped: list[dict[str, Any]]
     dropped: list[dict[str, Any]]
     agreement: dict[int, AgreementScore] = field(default_factory=dict)  # by client
-    disagreeing: int = 0  # updates that were dropped because their clients disagree
 
 
 # The norm of an update

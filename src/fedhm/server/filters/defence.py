@@ -23,7 +23,7 @@ def check_attackers(config: ServerConfig, participants: int) -> None:
 
 
 class Defence(RoundFilter):
-    """Clips updates that are too long, drops clients that disagree, and applies the rule of the settings.
+    """Clips updates that are too long, then applies the rule of the settings.
 
     Coordinate-wise rules are not here: the method's mean applies them (`methods/means.py`).
 
@@ -55,10 +55,13 @@ class Defence(RoundFilter):
             return
         number, log = record.round, DefenceLog(record.norms, record.clipped, record.dropped, record.agreement)
         deltas = (update_delta(each.task, each.update, self._layout(each.task.network)) for each in arrivals)
-        # Every rule needs these two first: no rule alone helps against one update that is far longer than all others.
+        # Every rule clips first: no rule alone helps against one update that is far longer than all others.
         passing = clip(deltas, self._norms, number, log)
-        passing = drop_disagreeing(passing, self._norms, number, log, self._layout, self._one_model, self._agreement)
-        if self._config.robust == "centered-clip":
+        if self._config.robust == "agreement":
+            passing = drop_disagreeing(
+                passing, self._norms, number, log, self._layout, self._one_model, self._agreement
+            )
+        elif self._config.robust == "centered-clip":
             rule = centered_clip_judge(self._norms, number, log)
             passing = judge_together(passing, rule, self._layout, self._one_model)
         elif self._config.robust == "krum":
