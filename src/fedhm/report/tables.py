@@ -234,17 +234,20 @@ def _size_without(tensors: Tensors, left_out: set[str]) -> int:
 
 WHICH = ("run", "method", "round", "tier")
 COSTS = ("parameters", "MACs/sample", "bytes/round")
+BEST = "best"
 WIDE = 110  # characters that a table of several runs takes
 
 
 def run_sheet(runs: Sequence[Run]) -> Sheet:
     """Return a row for each run and tier. A single run is named in the title instead.
 
-    Bytes per round are of one client of the tier, down and up. Metrics are those of the last evaluated round.
+    Bytes per round are of one client of the tier, down and up. Metrics are those of the last evaluated round, and
+    `best` is the headline metric of the best one.
     """
     metrics = metric_names(runs)
     groups = [_tier_rows(run, metrics) for run in runs]
-    whole = Sheet([*WHICH, *COSTS, *metrics], groups, left=len(WHICH), note=run_caption(runs), numbers=("round",))
+    columns = [*WHICH, *COSTS, metrics[0], BEST, *metrics[1:]]
+    whole = Sheet(columns, groups, left=len(WHICH), note=run_caption(runs), numbers=("round",))
     if len(runs) > 1:
         return whole
     name, method, last = groups[0][0][:3]
@@ -266,13 +269,19 @@ def _tier_rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
         costs = (f"{cost.parameters:,}", format_macs(cost.macs), format_bytes(run.bytes_per_client(tier)))
         of_tier = last.metrics[tier]
         shown = {m.name: m.shown(of_tier[m.name]) for m in run.config.objective.metrics if m.name in of_tier}
-        rows.append([*which, tier, *costs, *(shown.get(name, "") for name in metrics)])
+        headline = run.config.objective.headline
+        best = headline.best(record.metrics[tier][headline.name] for record in run.evaluated)
+        first, *others = (shown.get(name, "") for name in metrics)
+        rows.append([*which, tier, *costs, first, headline.shown(best), *others])
     return rows
 
 
 def run_caption(runs: Sequence[Run]) -> str:
     """Return a note with what the columns leave out."""
-    text = "bytes/round: one client's training, down and up."
+    text = (
+        "bytes/round: one client's training, down and up. best: the run's first metric in each tier's best round, "
+        "which was chosen by that metric and is optimistic."
+    )
     for run in runs:
         whose = f" of {run.name}" if len(runs) > 1 else ""
         if run.evaluated_at_clients:
