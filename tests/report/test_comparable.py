@@ -36,6 +36,7 @@ def test_the_same_settings_and_other_methods_are_comparable() -> None:
         ({"federation": {"participation": 1.0}}, "a has federation.participation = 0.5, b has 1.0"),
         ({"federation": {"heterogeneity": "dynamic"}}, "a has federation.heterogeneity = fixed, b has dynamic"),
         ({"evaluation": {"static_from": 1}}, "a has evaluation.static_from = 0, b has 1"),
+        ({"evaluation": {"statistics": "test-batch"}}, "a has evaluation.statistics = stored, b has test-batch"),
     ],
 )  # fmt: skip
 def test_other_budgets_are_named(changes: dict[str, Any], sentence: str) -> None:
@@ -49,6 +50,7 @@ def test_other_budgets_are_named(changes: dict[str, Any], sentence: str) -> None
         ({"partition": "dirichlet"}, "a has data.partition = iid, b has dirichlet"),
         ({"alpha": 0.1}, "a has data.alpha = 0.5, b has 0.1"),
         ({"crop": 4}, "a has data.crop = 0, b has 4"),
+        ({"normalisation": "published"}, "a has data.normalisation = measured, b has published"),
         ({"flip": True}, "a has data.flip = False, b has True"),
         ({"public": "held-out"}, "a has data.public = nothing, b has held-out"),
         ({"train_samples": 50}, "a has data.train_samples = 0, b has 50"),

@@ -13,7 +13,7 @@ MUST_AGREE = {
     "federation": ("clients", "participation", "heterogeneity", "devices"),
     "train": ("rounds", "epochs", "batch", "lr", "milestones", "lr_decay", "optimizer", "momentum", "weight_decay"),
     "server": ("optimizer", "lr", "momentum", "betas", "tau"),
-    "evaluation": ("static_from",),
+    "evaluation": ("static_from", "statistics"),
     "stop": tuple(key for key in StopConfig.model_fields if key != "clients"),
 }
 

@@ -173,7 +173,7 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
         cost, adapter = measure(network, shape), describe_adapter(network)
         tasks = work.tasks(tier)
         down, up = _bytes_down_and_up(
-            method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics
+            method, tasks, config.evaluation.gathers_after == 0 and not config.train.frozen_statistics
         )
         rows.append(
             {
