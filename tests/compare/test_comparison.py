@@ -13,12 +13,14 @@ from rich.console import Console
 from fedhm.compare.report import ComparisonReport
 from fedhm.compare.results import EntryRuns, common_target, costs_to_reach, full_model
 from fedhm.compare.tables import arrange_table, comparison_csv, cost_sheet, difference_sheet, metric_sheet
+from fedhm.config.method import Change
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
 from fedhm.report.format import format_total_macs
 from fedhm.report.sheets import Sheet, markdown_table, rich_table
 from made_runs import made_run
 
+DECAY = {"decay_factors": True}
 LAYERS = {tier: {"conv": LayerCost(10, 100), "fc": LayerCost(5, 50)} for tier in ("full", "1/4")}
 
 
@@ -74,6 +76,24 @@ def test_the_best_round_stands_beside_the_last_and_decides_nothing() -> None:
     (row, _) = cost_sheet([falling(), steady]).rows
     assert row[-1] == worse
     assert list(difference_sheet(arrange_table([falling(), steady])).rows) == [["full", "+5.50 ± 0.71"]]
+
+
+def test_settings_that_an_entry_declares_stand_below_the_table_and_in_the_settings(tmp_path: Path) -> None:
+    change = Change("train", "decay_factors", True)
+    runs = [
+        made_run(f"own-seed{seed}", {"full": 1000}, [{"full": 0.5}], {"name": "fedavg"}, seed, train=DECAY)
+        for seed in (0, 1)
+    ]
+    entries = [full("plain", 0.4, 0.4), EntryRuns("own", runs, [change])]
+    sheet = metric_sheet(arrange_table(entries), seeds=2)
+    assert sheet.note.endswith(" Other settings of own: train.decay_factors = true.")
+    assert "Other settings" not in metric_sheet(arrange_table(entries[:1]), seeds=2).note
+    ComparisonReport(entries, "fedhm compare", {}).save(tmp_path)
+    written = (tmp_path / "comparison.md").read_text()
+    assert "| own | name = fedavg" in written
+    assert written.count("train.decay_factors = True") == 1
+    assert written.count("train.decay_factors = False") == 1
+    assert "Other settings of own" in (tmp_path / "report.html").read_text()
 
 
 def test_accuracy_is_mean_and_sample_deviation_over_the_seeds() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from test_fedhm import answer, both_forms, paper, round_of, start
+from torch import Tensor
 
 import fedhm
 from conftest import small_config, small_model

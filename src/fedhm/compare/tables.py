@@ -140,6 +140,7 @@ def metric_sheet(comparison: Comparison, seeds: int) -> Sheet:
     note = (
         f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}. "
         f"{_best_note(comparison.evaluated_on)} {bold}. ×n: n of the capability levels train this model."
+        f"{_declared_note(comparison)}"
     )
     return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
 
@@ -257,6 +258,16 @@ def _last_and_best(entry: EntryRuns, tier: str, *, bold: bool = False) -> str:
     """Return the metric after the last round, and in brackets that of the best round; bold is the last one alone."""
     last, best = (_spread_text(found, entry.metric) for found in (entry.final(tier), entry.best(tier)))
     return f"{f'**{last}**' if bold else last} (best {best})"
+
+
+def _declared_note(comparison: Comparison) -> str:
+    """Return which entries differ from the others outside [method], and in which settings."""
+    labels: dict[str, list[str]] = {}
+    for entry in (cell.entry for cells in comparison.columns.values() for cell in cells.values()):
+        same = labels.setdefault(", ".join(map(str, entry.declared)), [])
+        if entry.label not in same:
+            same.append(entry.label)
+    return "".join(f" Other settings of {', '.join(own)}: {text}." for text, own in labels.items() if text)
 
 
 def _best_note(evaluated_on: str) -> str:

@@ -31,8 +31,9 @@ from typing import Annotated, ClassVar, Literal, Protocol, Self
 from pydantic import Field, model_validator
 from torch import nn
 
-from fedhm.config.method import Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
+from fedhm.config.method import Change, Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Positive, Tiers, tier_name
+from fedhm.data.sources import published_normalisation
 from fedhm.errors import FedhmError
 from fedhm.lowrank.average import Aggregate, singular_directions
 from fedhm.lowrank.diagnostics import largest_norm, layer_constants, tier_energies
@@ -327,9 +328,38 @@ def _ranks(plans: Mapping[str, TierPlan]) -> list[dict[str, int]]:
     return [plan.ranks for plan in plans.values()]
 
 
-# FedHM's names in comparisons: as it is by default, as in the paper, and with one size for all clients.
+# FedHM's names in comparisons: as it is by default, as in the paper, as in published code, and with one size for all
+# clients.
 
-PAPER: Settings = {"aggregate": "models", "start": "whole"}
+PAPER: Settings = {"aggregate": "models", "start": "whole", "absent_labels": "leave-out"}
+PUBLISHED_FACTORS: Settings = {"aggregate": "factors", "absent_labels": "count"}  # FedAvg of one hybrid network
+
+
+def _paper_changes(_: Sizes) -> Sequence[Change]:
+    """Return the settings outside [method] that belong to the paper's rule."""
+    return ()
+
+
+def _published(sizes: Sizes) -> Settings:
+    """Return the settings of published code. With one tier for all clients, it averages the factors."""
+    dynamic = sizes.config.federation.heterogeneity == "dynamic"
+    weighting = {"weighting": "softmax-inverse" if dynamic else "uniform"}
+    one_tier = len(set(sizes.fedhm["tiers"])) == 1 and not sizes.fedhm["replan"]
+    return {**sizes.fedhm, **PAPER, **weighting, **(PUBLISHED_FACTORS if one_tier else {"absent_labels": "zero"})}
+
+
+def _published_changes(sizes: Sizes) -> Iterator[Change]:
+    """Yield the settings of published code outside [method], as far as the config's model and data have them."""
+    data, model, train = sizes.config.data, sizes.config.model, sizes.config.train
+    yield Change("train", "decay_factors", True)
+    if not train.frozen_statistics:
+        yield Change("evaluation", "statistics", "test-batch")
+    if model and model.has_init:
+        yield Change("model", "init", "fan-in")
+    if data and data.partition == "dirichlet":
+        yield Change("data", "partition", "dirichlet-feddf")
+    if data and published_normalisation(data.source):
+        yield Change("data", "normalisation", "published")
 
 
 def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
@@ -344,17 +374,27 @@ def _low_rank(sizes: Sizes, ratio: float | str) -> Settings:
     return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep, **PAPER}
 
 
+def _low_rank_published(sizes: Sizes, ratio: float | str) -> Settings:
+    return {**_low_rank(sizes, ratio), **PUBLISHED_FACTORS}
+
+
+def _ratios(sizes: Sizes) -> Sequence[float]:
+    return sorted(set(sizes.ratios), reverse=True)
+
+
 def _pufferfish(sizes: Sizes) -> Settings:
     return {**_low_rank(sizes, min(sizes.ratios)), "form": "pufferfish", "warmup": max(1, sizes.rounds // 10)}
 
 
 ENTRIES: Sequence[NamedEntry | Family] = [
     NamedEntry("fedhm", lambda sizes: sizes.fedhm),
-    NamedEntry("fedhm-paper", lambda sizes: {**sizes.fedhm, **PAPER}),
+    NamedEntry("fedhm-paper", lambda sizes: {**sizes.fedhm, **PAPER}, _paper_changes),
     NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, **PAPER, "aggregate": "updates"}),
+    NamedEntry("fedhm-published", _published, lambda sizes: list(_published_changes(sizes))),
     *(NamedEntry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
     NamedEntry("pufferfish", _pufferfish),
-    Family("lowrank", lambda sizes: sorted(set(sizes.ratios), reverse=True), _low_rank, tier_name),
+    Family("lowrank", _ratios, _low_rank, tier_name),
+    Family("lowrank-published", _ratios, _low_rank_published, tier_name, lambda sizes: list(_published_changes(sizes))),
 ]
 
 ENTRY_POINT = FedHMConfig
