@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_is_named_and_the_others_go_on(tmp_path: Path, caps
         (["digits", "--seeds", "three"], "--seeds takes a whole number from 1 on, not 'three'"),
         (["digits", "--jobs", "-1"], "--jobs takes a whole number from 1 on"),
         (["digits", "--setting", "wild"], "--setting takes fixed or dynamic, not 'wild'"),
-        (["digits", "--data", "mnist"], "--data takes iid or dirichlet or by-tier, not 'mnist'"),
+        (["digits", "--data", "mnist"], "--data takes iid or dirichlet or dirichlet-feddf or by-tier, not 'mnist'"),
         (["digits", "--target", "90"], "--target takes an accuracy between 0 and 1, such as 0.9, not '90'"),
         (["digits", "--methods", "fedhm,lowrank", "--set", "method.keep=9"], "nothing to factorize for tier 1/2"),
         (["digits", "--methods", "fedhm-v3", "--set", "method.tiers=[1,1/2]"], "fedhm-v3 needs at least 3 tiers"),
