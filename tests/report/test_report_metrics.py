@@ -66,9 +66,9 @@ def test_runs_of_several_objectives_stand_in_one_report_that_says_so(tmp_path: P
     runs = [classified(), regressed()]
     assert find_difference(runs) == "classes has objective.name = classification, numbers has regression"
     text = report_markdown(runs)
-    assert text.splitlines()[0].endswith("| accuracy | loss | r2 | mse |")
-    assert "| 87.50 % | 0.1250 |  |  |" in text
-    assert "|  |  | 0.8750 | 0.1250 |" in text
+    assert text.splitlines()[0].endswith("| accuracy | loss | r2 | mse | best |")
+    assert "| 87.50 % | 0.1250 |  |  | 87.50 % |" in text
+    assert "|  |  | 0.8750 | 0.1250 | 0.8750 |" in text
     assert text.endswith("\nNot comparable: classes has objective.name = classification, numbers has regression.\n")
     names = {path.name for path in save_report(runs, tmp_path)}
     assert {"accuracy-by-round.png", "r2-by-round.png", "accuracy-by-bytes.png", "r2-by-bytes.png"} < names

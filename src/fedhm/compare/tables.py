@@ -177,8 +177,7 @@ def cost_sheet(entries: Sequence[EntryRuns]) -> Sheet:
     note = (
         "Bytes per round: one client's training, down and up. Per client: its training in all rounds, if it took part "
         "as often as the average client. In all: the tier's clients together"
-        + (f"; mean over {seeds} seeds. " if seeds > 1 else ". ")
-        + _best_note(entries[0].first.config.evaluated_on)
+        + (f"; mean over {seeds} seeds." if seeds > 1 else ".")
     )
     groups = [_cost_rows(entry) for entry in entries]
     return Sheet([*SPENT, entries[0].metric.name], groups, left=2, title="What each tier spent", note=note)
@@ -219,8 +218,7 @@ def target_time_sheet(metric: Metric, target: float, timed: Sequence[TargetTime]
     ]
     note = (
         "Simulated seconds of training on the clients' devices: until the tier first reaches the target, of the whole "
-        "run, and of an average round. Evaluation takes no simulated time. "
-        + _best_note(timed[0].entry.first.config.evaluated_on)
+        "run, and of an average round. Evaluation takes no simulated time."
     )
     columns = ["entry", "tier", "s to target", "s in all", "s per round", metric.name]
     return Sheet(columns, [rows], left=2, title=f"Time to {metric.goal(target)}", note=note)

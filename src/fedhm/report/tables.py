@@ -245,8 +245,9 @@ def run_sheet(runs: Sequence[Run]) -> Sheet:
     `best` is the headline metric of the best one.
     """
     metrics = metric_names(runs)
-    groups = [_tier_rows(run, metrics) for run in runs]
-    columns = [*WHICH, *COSTS, metrics[0], BEST, *metrics[1:]]
+    place = _best_column(runs, metrics)
+    groups = [_tier_rows(run, metrics, place) for run in runs]
+    columns = [*WHICH, *COSTS, *metrics[:place], BEST, *metrics[place:]]
     whole = Sheet(columns, groups, left=len(WHICH), note=run_caption(runs), numbers=("round",))
     if len(runs) > 1:
         return whole
@@ -260,7 +261,12 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(metric.name for run in runs for metric in run.config.objective.metrics))
 
 
-def _tier_rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
+def _best_column(runs: Sequence[Run], metrics: Sequence[str]) -> int:
+    """Return the place of `best` among the metrics: after the headline, or last if runs have several headlines."""
+    return 1 if len({run.config.objective.headline.name for run in runs}) == 1 else len(metrics)
+
+
+def _tier_rows(run: Run, metrics: Sequence[str], place: int) -> list[list[str]]:
     last = run.evaluated[-1]
     which = (run.name, run.config.method.name, f"{last.round}/{run.config.train.rounds}")
     rows: list[list[str]] = []
@@ -271,8 +277,8 @@ def _tier_rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
         shown = {m.name: m.shown(of_tier[m.name]) for m in run.config.objective.metrics if m.name in of_tier}
         headline = run.config.objective.headline
         best = headline.best(record.metrics[tier][headline.name] for record in run.evaluated)
-        first, *others = (shown.get(name, "") for name in metrics)
-        rows.append([*which, tier, *costs, first, headline.shown(best), *others])
+        values = [shown.get(name, "") for name in metrics]
+        rows.append([*which, tier, *costs, *values[:place], headline.shown(best), *values[place:]])
     return rows
 
 
