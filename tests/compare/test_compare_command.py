@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_is_named_and_the_others_go_on(tmp_path: Path, caps
         (["digits", "--seeds", "three"], "--seeds takes a whole number from 1 on, not 'three'"),
         (["digits", "--jobs", "-1"], "--jobs takes a whole number from 1 on"),
         (["digits", "--setting", "wild"], "--setting takes fixed or dynamic, not 'wild'"),
-        (["digits", "--data", "mnist"], "--data takes iid or dirichlet or by-tier, not 'mnist'"),
+        (["digits", "--data", "mnist"], "--data takes iid or dirichlet or dirichlet-feddf or by-tier, not 'mnist'"),
         (["digits", "--target", "90"], "--target takes an accuracy between 0 and 1, such as 0.9, not '90'"),
         (["digits", "--methods", "fedhm,lowrank", "--set", "method.keep=9"], "nothing to factorize for tier 1/2"),
         (["digits", "--methods", "fedhm-v3", "--set", "method.tiers=[1,1/2]"], "fedhm-v3 needs at least 3 tiers"),
@@ -259,3 +259,32 @@ def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.Capture
     assert "is not the folder of a run, and holds none" in failure(capsys, "compare", "--runs", str(tmp_path))
     (tmp_path / "table.md").write_text("")
     assert "there are no runs to compare" in failure(capsys, "compare", "--runs", str(tmp_path / "table.md"))
+
+
+@pytest.mark.slow
+def test_entries_with_declared_settings_run_and_stay_comparable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    methods = "fedhm-paper,fedhm-published,lowrank-published:1/8"
+    arguments = ["compare", "digits", "--methods", methods, "--seeds", "1", "--setting", "dynamic"]
+    assert main([*arguments, "--data", "dirichlet", "--out", str(out), "--set", *SMALL]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Other settings of fedhm-published, lowrank-published:1/8: train.decay_factors = true" in said
+    ours, paper = (read_config(out / f"{name}-seed0") for name in ("fedhm-published", "fedhm-paper"))
+    assert ours.data is not None
+    assert paper.data is not None
+    assert (ours.data.partition, paper.data.partition) == ("dirichlet-feddf", "dirichlet")
+    assert (ours.evaluation.statistics, paper.evaluation.statistics) == ("test-batch", "stored")
+    assert (ours.method.weighting, paper.method.weighting) == ("softmax-inverse", "softmax")  # type: ignore[attr-defined]
+    lowrank = read_config(out / "lowrank-published-1-8-seed0")
+    assert lowrank.method.aggregate == "factors"  # type: ignore[attr-defined]
+    # the report of the folder, and that of its runs, know what was declared
+    assert main(["report", str(out)]) == 0
+    assert main(["compare", "--runs", str(out), "--out", str(tmp_path / "again")]) == 0
+    assert main(["report", str(tmp_path / "again")]) == 0
+    for folder in (out, tmp_path / "again"):
+        assert "Other settings of fedhm-published" in (folder / "comparison.md").read_text()
+    # without the comparison's own file, nothing is declared
+    (out / "comparison.json").unlink()
+    assert "cannot be compared" in failure(capsys, "compare", "--runs", str(out), "--out", str(tmp_path / "no"))

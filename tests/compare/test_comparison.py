@@ -13,12 +13,14 @@ from rich.console import Console
 from fedhm.compare.report import ComparisonReport
 from fedhm.compare.results import EntryRuns, common_target, costs_to_reach, full_model
 from fedhm.compare.tables import arrange_table, comparison_csv, cost_sheet, difference_sheet, metric_sheet
+from fedhm.config.method import Change
 from fedhm.errors import FedhmError
 from fedhm.measure.cost import LayerCost
 from fedhm.report.format import format_total_macs
 from fedhm.report.sheets import Sheet, markdown_table, rich_table
 from made_runs import made_run
 
+DECAY = {"decay_factors": True}
 LAYERS = {tier: {"conv": LayerCost(10, 100), "fc": LayerCost(5, 50)} for tier in ("full", "1/4")}
 
 
@@ -52,6 +54,48 @@ def lowrank() -> EntryRuns:
     return one_tier("lowrank:1/4", {"name": "fedhm", "tiers": ["1/4"]}, 300, "1/4", (0.6, 0.7, 0.8), (0.6, 0.7, 0.82))
 
 
+def rising(shown: str, *, bold: bool = False) -> str:
+    """A cell of runs that are best after their last round."""
+    return f"{f'**{shown}**' if bold else shown} (best {shown})"
+
+
+def falling() -> EntryRuns:
+    """Runs that are best before their last round, each seed in another round."""
+    return one_tier("falling", {"name": "fedavg"}, 1000, "full", (0.5, 0.9, 0.7), (0.8, 0.6, 0.6))
+
+
+def test_the_best_round_stands_beside_the_last_and_decides_nothing() -> None:
+    steady = one_tier("steady", {"name": "fedavg"}, 1000, "full", (0.5, 0.6, 0.75), (0.5, 0.6, 0.66))
+    sheet = metric_sheet(arrange_table([falling(), steady]), seeds=2)
+    # the last rounds: 70 and 60 against 75 and 66, so the second is ahead by 5.5 ± 0.71; the best: 90 and 80
+    worse = "65.00 ± 7.07 (best 85.00 ± 7.07)"
+    better = "70.50 ± 6.36"
+    assert list(sheet.rows) == [["full", f"1.0 k: {worse}", f"1.0 k: **{better}** (best {better})"]]
+    assert "Best: each run's best evaluated round" in sheet.note
+    assert "the test samples themselves, which is optimistic" in sheet.note
+    (row, _) = cost_sheet([falling(), steady]).rows
+    assert row[-1] == worse
+    assert list(difference_sheet(arrange_table([falling(), steady])).rows) == [["full", "+5.50 ± 0.71"]]
+
+
+def test_settings_that_an_entry_declares_stand_below_the_table_and_in_the_settings(tmp_path: Path) -> None:
+    change = Change("train", "decay_factors", True)
+    runs = [
+        made_run(f"own-seed{seed}", {"full": 1000}, [{"full": 0.5}], {"name": "fedavg"}, seed, train=DECAY)
+        for seed in (0, 1)
+    ]
+    entries = [full("plain", 0.4, 0.4), EntryRuns("own", runs, [change])]
+    sheet = metric_sheet(arrange_table(entries), seeds=2)
+    assert sheet.note.endswith(" Other settings of own: train.decay_factors = true.")
+    assert "Other settings" not in metric_sheet(arrange_table(entries[:1]), seeds=2).note
+    ComparisonReport(entries, "fedhm compare", {}).save(tmp_path)
+    written = (tmp_path / "comparison.md").read_text()
+    assert "| own | name = fedavg" in written
+    assert written.count("train.decay_factors = True") == 1
+    assert written.count("train.decay_factors = False") == 1
+    assert "Other settings of own" in (tmp_path / "report.html").read_text()
+
+
 def test_accuracy_is_mean_and_sample_deviation_over_the_seeds() -> None:
     mean, deviation = fedhm().final("full")
     assert mean == pytest.approx(85.0)
@@ -63,8 +107,10 @@ def test_the_table_has_sizes_accuracies_shares_and_what_is_clearly_best_in_bold(
     sheet = metric_sheet(arrange_table([fedhm(), fedavg(), lowrank()]), seeds=2)
     assert sheet.columns == ["tier", "fedhm", "fedavg", "lowrank"]
     assert list(sheet.rows) == [
-        ["full", "1.0 k: 85.00 ± 7.07", "1.0 k ×2: **95.00 ± 0.00**", ""],  # 15 and 5 ahead: 10 ± 7.07
-        ["1/4", "0.3 k: 75.00 ± 7.07", "", "0.3 k ×2: **81.00 ± 1.41**"],  # 10 and 2 ahead: 6 ± 5.66
+        # 15 and 5 ahead: 10 ± 7.07
+        ["full", f"1.0 k: {rising('85.00 ± 7.07')}", f"1.0 k ×2: {rising('95.00 ± 0.00', bold=True)}", ""],
+        # 10 and 2 ahead: 6 ± 5.66
+        ["1/4", f"0.3 k: {rising('75.00 ± 7.07')}", "", f"0.3 k ×2: {rising('81.00 ± 1.41', bold=True)}"],
     ]
     assert "mean ± deviation over 2 seeds" in sheet.note
     assert "Bold: better than every other entry in the row by more than one standard deviation" in sheet.note
@@ -102,7 +148,7 @@ def test_the_best_must_be_ahead_of_each_other_one() -> None:
 
 def test_one_seed_has_neither_deviation_nor_bold_and_says_so() -> None:
     sheet = metric_sheet(arrange_table([full("a", 0.5), full("b", 0.4)]), seeds=1)
-    assert list(sheet.rows) == [["full", "1.0 k: 50.00", "1.0 k: 40.00"]]
+    assert list(sheet.rows) == [["full", "1.0 k: 50.00 (best 50.00)", "1.0 k: 40.00 (best 40.00)"]]
     assert "Nothing is bold, because one seed does not show what is chance" in sheet.note
 
 
@@ -144,9 +190,9 @@ def test_what_each_tier_spent() -> None:
     # three rounds of one participant: 20 bytes and 100 MACs for each parameter; of 8 clients each had 3 · 2 / 8 turns
     of_client = ["15.00 kB", "0.1 M"]
     costs = ["1,000", "7.0 k", "20.00 kB", *of_client, "60.00 kB", "0.3 M"]
-    assert rows[0] == ["fedhm", "full", *costs, "85.00 ± 7.07"]
+    assert rows[0] == ["fedhm", "full", *costs, rising("85.00 ± 7.07")]
     costs = ["300", "2.1 k", "6.00 kB", "4.50 kB", "0.0 M", "18.00 kB", "0.1 M"]
-    assert rows[1] == ["fedhm", "1/4", *costs, "75.00 ± 7.07"]
+    assert rows[1] == ["fedhm", "1/4", *costs, rising("75.00 ± 7.07")]
     assert rows[2] == ["fedhm", "all", "", "", "", "", "", "78.00 kB", "0.4 M", ""]
     assert [row[1] for row in rows[3:]] == ["full"]
     assert format_total_macs(2.5e15) == "2,500.0 T"

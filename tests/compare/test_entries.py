@@ -7,6 +7,7 @@ import pytest
 from fedhm.compare.execute import all_cells
 from fedhm.compare.select import Entry, Reference, default_names, drop_duplicates, known_names, resolve_entries
 from fedhm.config.loading import load_config
+from fedhm.config.method import Change
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 
@@ -38,6 +39,60 @@ def test_where_both_are_the_same_one_of_them_runs() -> None:
     assert ([entry.label for entry in first], twins) == (["fedhm", "fedavg"], {"fedhm-paper": "fedhm"})
     both = list(named("fedhm", "fedhm-paper", config=load_config("digits", ())).values())
     assert drop_duplicates(both) == (both, {})
+
+
+@pytest.mark.parametrize(("setting", "weighting"), [("fixed", "uniform"), ("dynamic", "softmax-inverse")])
+def test_published_is_every_detail_of_the_published_code(setting: str, weighting: str) -> None:
+    config = paper(f"federation.heterogeneity={setting}", "data.partition=dirichlet", "method.temperature=3")
+    entry = named("fedhm-published", config=config)["fedhm-published"]
+    own = {"aggregate": "models", "start": "whole", "weighting": weighting, "absent_labels": "zero"}
+    assert entry.method == {**config.method.model_dump(mode="json"), **own}
+    assert {str(change) for change in entry.declared} == {
+        "train.decay_factors = true", "evaluation.statistics = test-batch", "model.init = fan-in",
+        "data.partition = dirichlet-feddf", "data.normalisation = published",
+    }  # fmt: skip
+
+
+def test_published_declares_only_what_the_model_and_the_data_have() -> None:
+    def names(*changes: str) -> set[str]:
+        config = load_config("digits", changes)
+        return {change.name for change in named("fedhm-published", config=config)["fedhm-published"].declared}
+
+    assert names() == {"train.decay_factors", "evaluation.statistics", "model.init"}
+    assert names("model.name=vit", "model.patch=4") == {"train.decay_factors", "evaluation.statistics"}
+    assert names("train.frozen_statistics=true") == {"train.decay_factors", "model.init"}
+    # what the config says for all entries is no difference
+    assert names("train.decay_factors=true", "model.init=fan-in") == {"evaluation.statistics"}
+
+
+def test_with_one_tier_the_published_code_averages_factors() -> None:
+    one = named("fedhm-published", config=paper("method.tiers=[1/4]"))["fedhm-published"]
+    assert (one.method["aggregate"], one.method["absent_labels"]) == ("factors", "count")
+    family = named("lowrank-published")
+    assert list(family) == ["lowrank-published:1/2", "lowrank-published:1/4", "lowrank-published:1/8"]
+    assert {entry.method["aggregate"] for entry in family.values()} == {"factors"}
+    assert all(entry.declared == named("fedhm-published")["fedhm-published"].declared for entry in family.values())
+
+
+def test_entries_that_differ_in_what_they_declare_are_no_duplicates() -> None:
+    same_method = [Entry("a", {"name": "fedavg"}), Entry("b", {"name": "fedavg"})]
+    assert drop_duplicates(same_method) == (same_method[:1], {"b": "a"})
+    decay, batch = Change("train", "decay_factors", True), Change("evaluation", "statistics", "test-batch")
+    changed = [same_method[0], Entry("b", {"name": "fedavg"}, declared=(decay, batch))]
+    assert drop_duplicates(changed) == (changed, {})
+    twice = [*changed, Entry("c", {"name": "fedavg"}, declared=(batch, decay))]
+    assert drop_duplicates(twice) == (changed, {"c": "b"})
+
+
+def test_a_declared_setting_that_does_not_exist_is_one_sentence(tmp_path: Path) -> None:
+    entry = Entry("mine", {"name": "fedavg"}, declared=(Change("train", "no_such", 1),))
+    with pytest.raises(FedhmError, match=r"--methods mine: unknown key 'train\.no_such'"):
+        all_cells(paper(), [entry], 1, tmp_path, 1)
+
+
+def test_tuned_settings_go_before_declared_ones(tmp_path: Path) -> None:
+    entry = Entry("mine", {"name": "fedavg"}, {"train.lr": 0.5}, (Change("train", "lr", 0.1),))
+    assert all_cells(paper(), [entry], 1, tmp_path, 1)[0].config.train.lr == 0.5
 
 
 def test_what_a_practical_person_would_try_is_compared_by_default() -> None:
@@ -77,7 +132,8 @@ def test_families_have_an_entry_for_each_size_below_the_full_model() -> None:
         "lowrank:1/2", "lowrank:1/4", "lowrank:1/8", "slimmed:0.62", "slimmed:0.5", "slimmed:0.35",
     ]  # fmt: skip
     low_rank = named("lowrank:0.125")["lowrank:1/8"].method
-    assert low_rank == {"name": "fedhm", "tiers": ["0.125"], "keep": 3, "aggregate": "models", "start": "whole"}
+    of_the_paper = {"aggregate": "models", "start": "whole", "absent_labels": "leave-out"}
+    assert low_rank == {"name": "fedhm", "tiers": ["0.125"], "keep": 3, **of_the_paper}
     assert named("slimmed:.35")["slimmed:0.35"].method == {"name": "slimmed", "width": ".35"}
 
 
@@ -100,7 +156,7 @@ def test_the_same_entry_is_there_once() -> None:
     [
         ("heteroffl", "there is no 'heteroffl', did you mean 'heterofl'"),
         ("x", "known are fedhm, fedhm-paper, fedhm-updates"),
-        ("fedhm:1/2", "only lowrank and slimmed are followed by a colon"),
+        ("fedhm:1/2", "only lowrank, lowrank-published and slimmed are followed by a colon"),
     ],
 )
 def test_unknown_names_are_refused(name: str, sentence: str) -> None:
@@ -120,7 +176,7 @@ def test_sizes_that_are_none_are_refused_in_a_sentence(name: str, tmp_path_facto
         all_cells(paper(), list(named(name).values()), 1, tmp_path_factory.mktemp("out"), 1)
 
 
-def test_every_name_gives_valid_runs_that_differ_in_their_method_only(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_name_gives_valid_runs_that_differ_in_what_they_declare(tmp_path_factory: pytest.TempPathFactory) -> None:
     planned = all_cells(
         paper(), resolve_entries(known_names(), Reference(paper())), 2, tmp_path_factory.mktemp("out"), 1
     )
@@ -128,8 +184,10 @@ def test_every_name_gives_valid_runs_that_differ_in_their_method_only(tmp_path_f
     for cell in planned:
         assert cell.config.compare is None
         assert cell.config.engine.threads == 1
-        same = {"method": planned[0].config.method, "seed": 0}
-        assert cell.config.model_copy(update=same) == planned[0].config.model_copy(update=same)
+        expected = planned[0].config.dotted() | {change.name: change.value for change in cell.entry.declared}
+        other = {key for key, value in cell.config.dotted().items() if value != expected.get(key)}
+        assert not {key for key in other if not key.startswith("method.") and key != "seed"}
+        assert bool(cell.entry.declared) == ("published" in cell.entry.label)
     assert {cell.config.seed for cell in planned} == {0, 1}
     assert [cell.name for cell in planned if cell.entry.label == "lowrank:1/8"] == [
         "lowrank-1-8-seed0", "lowrank-1-8-seed1",

@@ -102,7 +102,10 @@ def test_a_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> No
         ),
         ("model.width=inf", "model.width: input should be a finite number"),
         ("method.name=fedsgd", "method.name: there is no method 'fedsgd', known are fedhm, capable, fedavg"),
-        ("data.partition=even", "data.partition: input should be 'iid', 'dirichlet', 'dirichlet-unequal' or 'by-tier'"),
+        (
+            "data.partition=even",
+            "data.partition: input should be 'iid', 'dirichlet', 'dirichlet-unequal', 'dirichlet-feddf' or 'by-tier'",
+        ),
         ("evaluation.static_from=soon", "evaluation.static_from"),
         ("train=3", "train: input should be a valid dictionary"),
         ("train.lr.x=3", "'lr' is not a section"),

@@ -1,12 +1,12 @@
-"""Partitions are disjoint covers of the samples, whatever the labels."""
+"""Partitions are disjoint covers of the samples, whatever the labels; FedDF's leaves out a few samples."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from fedhm.config.schema import DataConfig
-from fedhm.data.partition import PARTITIONS, Partition, by_tier, dirichlet_equal
+from fedhm.data.partition import PARTITIONS, Partition, _feddf_group, by_tier, dirichlet_equal, dirichlet_feddf
 from fedhm.errors import FedhmError
 
 cases = {
@@ -22,7 +22,7 @@ def dealt(name: str, labels: list[int], clients: int, alpha: float, seed: int) -
     return PARTITIONS[name](np.array(labels), clients, config, np.random.default_rng(seed))
 
 
-@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize("name", [name for name in PARTITIONS if name != "dirichlet-feddf"])
 @settings(deadline=None, max_examples=60)
 @given(**cases)
 def test_every_sample_goes_to_one_client(name: str, labels: list[int], clients: int, alpha: float, seed: int) -> None:
@@ -51,6 +51,63 @@ def test_a_small_alpha_skews_labels_and_a_large_one_does_not() -> None:
     assert largest_share(100.0) < 0.15
     assert 0.25 < largest_share(0.5) < 0.5
     assert largest_share(0.01) > 0.75
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    labels=st.lists(st.integers(0, 6), min_size=40, max_size=300),
+    clients=st.integers(1, 33),
+    alpha=st.sampled_from([0.5, 2.0, 100.0]),
+    seed=st.integers(0, 5),
+)
+def test_feddfs_partition_has_equal_sizes_and_no_sample_twice(
+    labels: list[int], clients: int, alpha: float, seed: int
+) -> None:
+    try:
+        parts = dealt("dirichlet-feddf", labels, clients, alpha, seed)
+    except FedhmError:
+        reject()
+    dealt_out = np.concatenate(parts).tolist()
+    assert [len(part) for part in parts] == [len(labels) // clients] * clients
+    assert len(set(dealt_out)) == len(dealt_out)
+    assert set(dealt_out) <= set(range(len(labels)))
+    assert len(labels) - len(dealt_out) < clients
+
+
+@settings(deadline=None, max_examples=30)
+@given(clients=st.integers(1, 10), alpha=st.sampled_from([0.3, 1.0, 50.0]), seed=st.integers(0, 20))
+def test_a_group_of_feddf_splits_all_its_samples_and_nobody_is_below_half_a_share(
+    clients: int, alpha: float, seed: int
+) -> None:
+    labels = np.repeat(np.arange(10), 60)
+    group = np.arange(600)[::2]
+    parts = _feddf_group(labels, group, clients, alpha, np.random.default_rng(seed))
+    assert sorted(np.concatenate(parts).tolist()) == group.tolist()
+    assert min(map(len, parts)) >= 300 // clients // 2
+    # a client with an equal share gets no further label, so at most one label of 30 samples takes it beyond the share
+    assert max(map(len, parts)) <= 300 / clients + 30
+
+
+def test_alpha_skews_the_labels_of_feddfs_partition_within_groups_of_ten() -> None:
+    labels = np.repeat(np.arange(10), 500)
+
+    def counts(alpha: float, seed: int = 0) -> np.ndarray:
+        parts = dirichlet_feddf(labels, 20, alpha, np.random.default_rng(seed))
+        return np.array([np.bincount(labels[part], minlength=10) for part in parts])
+
+    assert counts(1000.0).max() / 250 < 0.15
+    assert 0.25 < counts(0.5).max(1).mean() / 250 < 0.6
+    # each group of ten has a random half of every label
+    for group in (counts(0.5)[:10], counts(0.5)[10:]):
+        assert np.abs(group.sum(0) - 250).max() < 60
+    assert np.array_equal(counts(0.5), counts(0.5))
+    assert not np.array_equal(counts(0.5), counts(0.5, seed=1))
+
+
+def test_feddfs_partition_is_refused_where_it_would_draw_forever() -> None:
+    sentence = r"'dirichlet-feddf' gives every client half .*data\.alpha = 0\.05 .*choose a larger alpha"
+    with pytest.raises(FedhmError, match=sentence):
+        dirichlet_feddf(np.repeat(np.arange(2), 100), 10, 0.05, np.random.default_rng(0))
 
 
 def test_the_same_generator_gives_the_same_partition() -> None:

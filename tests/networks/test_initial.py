@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import small_model
+from conftest import small_config, small_model
+from fedhm.errors import FedhmError
 from fedhm.models import cnn, mlp, resnet18
+from fedhm.models.build import build_model
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.structure import reinitialise
+from fedhm.seeds import derive
 
 
 def fan_in(layer: nn.Module) -> int:
@@ -41,6 +44,31 @@ def test_convolutions_begin_with_variance_two_over_outputs(make: object, again: 
         if isinstance(layer, nn.BatchNorm2d):
             assert torch.equal(layer.weight, torch.ones_like(layer.weight))
             assert torch.equal(layer.bias, torch.zeros_like(layer.bias))
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet10"])
+@pytest.mark.parametrize("again", [False, True])
+def test_the_published_rule_is_by_inputs_and_draws_linear_layers_too(name: str, again: bool) -> None:
+    config = small_config(model={"name": name, "width": 1.0, "init": "fan-in"})
+    network = build_model(config, (3, 8, 8), 100)
+    network = reinitialise(network) if again else network
+    for layer_name, layer in layers(network).items():
+        weight = layer.weight.detach().double()  # type: ignore[union-attr,operator]
+        deviations = 4 / (2 * weight.numel()) ** 0.5
+        assert weight.std().item() == pytest.approx((2 / fan_in(layer)) ** 0.5, rel=deviations), layer_name
+
+
+def test_the_first_weights_stay_as_they_were_without_the_setting() -> None:
+    built = build_model(small_config(model={"name": "cnn"}), (1, 8, 8), 10)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive(0, "model"))
+        expected = cnn(10, 1)
+    assert all(torch.equal(a, b) for a, b in zip(built.parameters(), expected.parameters(), strict=True))
+
+
+def test_networks_without_the_setting_refuse_it() -> None:
+    with pytest.raises(FedhmError, match=r"init is a setting of the cnn and the ResNets, not of name = 'mlp'"):
+        small_config(model={"name": "mlp", "init": "fan-in"})
 
 
 def test_the_weights_are_root_six_times_torchs() -> None:

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from fedhm.compare.results import EntryRuns, incomparable_entries
+from fedhm.config.method import Change
 from fedhm.report.comparable import find_difference
 from fedhm.report.tables import report_markdown
+from fedhm.runs.history import Run
 from made_runs import FACTS, made_run
 
 SIZES = {"full": 100, "1/4": 30}
@@ -36,6 +38,7 @@ def test_the_same_settings_and_other_methods_are_comparable() -> None:
         ({"federation": {"participation": 1.0}}, "a has federation.participation = 0.5, b has 1.0"),
         ({"federation": {"heterogeneity": "dynamic"}}, "a has federation.heterogeneity = fixed, b has dynamic"),
         ({"evaluation": {"static_from": 1}}, "a has evaluation.static_from = 0, b has 1"),
+        ({"evaluation": {"statistics": "test-batch"}}, "a has evaluation.statistics = stored, b has test-batch"),
     ],
 )  # fmt: skip
 def test_other_budgets_are_named(changes: dict[str, Any], sentence: str) -> None:
@@ -49,6 +52,7 @@ def test_other_budgets_are_named(changes: dict[str, Any], sentence: str) -> None
         ({"partition": "dirichlet"}, "a has data.partition = iid, b has dirichlet"),
         ({"alpha": 0.1}, "a has data.alpha = 0.5, b has 0.1"),
         ({"crop": 4}, "a has data.crop = 0, b has 4"),
+        ({"normalisation": "published"}, "a has data.normalisation = measured, b has published"),
         ({"flip": True}, "a has data.flip = False, b has True"),
         ({"public": "held-out"}, "a has data.public = nothing, b has held-out"),
         ({"train_samples": 50}, "a has data.train_samples = 0, b has 50"),
@@ -83,6 +87,48 @@ def test_data_from_python_are_told_apart() -> None:
     assert find_difference([a, other]) == "a has data digest with seed 0 = abc, b has xyz"
     other_seed = made_run("b", SIZES, DONE, seed=1, facts=replace(FACTS, digest="xyz"))
     assert find_difference([a, other_seed]) is None, "another seed deals the samples out in another way"
+
+
+BATCH = Change("evaluation", "statistics", "test-batch")
+FEDDF = Change("data", "partition", "dirichlet-feddf")
+
+
+def test_declared_changes_are_accepted_and_no_others() -> None:
+    def difference(own: dict[str, Any], *declared: Change) -> str | None:
+        return find_difference([made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, **own)], (), [(), declared])
+
+    by_batch = {"evaluation": {"statistics": "test-batch"}}
+    assert difference(by_batch, BATCH) is None
+    assert difference(by_batch) == "a has evaluation.statistics = stored, b has test-batch"
+    assert difference({}, BATCH) is None, "the run has the others' setting"
+    more = {**by_batch, "train": {"epochs": 5}}
+    assert difference(more, BATCH) == "a has train.epochs = 1, b has 5"
+    # another value than the declared one is a difference as any other
+    other = Change("train", "epochs", 4)
+    assert difference({"train": {"epochs": 5}}, other) == "a has train.epochs = 1, b has 5"
+    assert difference({"train": {"epochs": 4}}, other) is None
+
+
+def test_declared_changes_of_the_data_have_samples_of_their_own() -> None:
+    def run(name: str, digest: str, partition: str) -> Run:
+        facts = replace(FACTS, digest=digest, samples=FACTS.samples - (partition == "dirichlet-feddf"))
+        return made_run(name, SIZES, DONE, facts=facts, data={"partition": partition})
+
+    plain, changed = run("a", "abc", "dirichlet"), run("b", "xyz", "dirichlet-feddf")
+    assert find_difference([plain, changed], (), [(), (FEDDF,)]) is None
+    assert find_difference([plain, changed]) == "a has data.partition = dirichlet, b has dirichlet-feddf"
+    # entries with the same change must have the same samples
+    twin, other = run("c", "xyz", "dirichlet-feddf"), run("d", "uvw", "dirichlet-feddf")
+    assert find_difference([plain, changed, twin], (), [(), (FEDDF,), (FEDDF,)]) is None
+    found = find_difference([plain, changed, other], (), [(), (FEDDF,), (FEDDF,)])
+    assert found == "b has data digest with seed 0 and data.partition = dirichlet-feddf = xyz, d has uvw"
+
+
+def test_entries_are_compared_by_what_they_declare() -> None:
+    plain = EntryRuns("a", [made_run("a-seed0", SIZES, DONE)])
+    changed = [made_run("b-seed0", SIZES, DONE, evaluation={"statistics": "test-batch"})]
+    assert incomparable_entries([plain, EntryRuns("b", changed, [BATCH])]) is None
+    assert "evaluation.statistics" in str(incomparable_entries([plain, EntryRuns("b", changed)]))
 
 
 def test_seeds_must_agree() -> None:

@@ -30,15 +30,22 @@ def regressed(name: str = "numbers") -> Run:
 
 def test_the_table_has_the_objectives_metrics_as_they_are_shown() -> None:
     assert report_markdown([classified()]).splitlines()[2:5] == [
-        "| tier | parameters | MACs/sample | bytes/round | accuracy | loss |",
-        "|---|--:|--:|--:|--:|--:|",
-        "| full | 1,000 | 7.0 k | 20.00 kB | 87.50 % | 0.1250 |",
+        "| tier | parameters | MACs/sample | bytes/round | accuracy | best | loss |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+        "| full | 1,000 | 7.0 k | 20.00 kB | 87.50 % | 87.50 % | 0.1250 |",
     ]
     assert report_markdown([regressed()]).splitlines()[2:5] == [
-        "| tier | parameters | MACs/sample | bytes/round | r2 | mse |",
-        "|---|--:|--:|--:|--:|--:|",
-        "| full | 1,000 | 7.0 k | 20.00 kB | 0.8750 | 0.1250 |",
+        "| tier | parameters | MACs/sample | bytes/round | r2 | best | mse |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+        "| full | 1,000 | 7.0 k | 20.00 kB | 0.8750 | 0.8750 | 0.1250 |",
     ]
+
+
+def test_the_best_round_of_every_tier_stands_beside_the_last() -> None:
+    falling = made_run("falling", SIZES, [{"full": 0.9, "1/4": 0.25}, {"full": 0.5, "1/4": 0.75}])
+    shown = [row.split(" | ")[4:6] for row in report_markdown([falling]).splitlines()[4:6]]
+    assert shown == [["50.00 %", "90.00 %"], ["75.00 %", "75.00 %"]]
+    assert "chosen by that metric and is optimistic" in report_markdown([falling])
 
 
 def test_the_csv_has_a_column_for_each_metric() -> None:
@@ -59,9 +66,9 @@ def test_runs_of_several_objectives_stand_in_one_report_that_says_so(tmp_path: P
     runs = [classified(), regressed()]
     assert find_difference(runs) == "classes has objective.name = classification, numbers has regression"
     text = report_markdown(runs)
-    assert text.splitlines()[0].endswith("| accuracy | loss | r2 | mse |")
-    assert "| 87.50 % | 0.1250 |  |  |" in text
-    assert "|  |  | 0.8750 | 0.1250 |" in text
+    assert text.splitlines()[0].endswith("| accuracy | loss | r2 | mse | best |")
+    assert "| 87.50 % | 0.1250 |  |  | 87.50 % |" in text
+    assert "|  |  | 0.8750 | 0.1250 | 0.8750 |" in text
     assert text.endswith("\nNot comparable: classes has objective.name = classification, numbers has regression.\n")
     names = {path.name for path in save_report(runs, tmp_path)}
     assert {"accuracy-by-round.png", "r2-by-round.png", "accuracy-by-bytes.png", "r2-by-bytes.png"} < names

@@ -1,7 +1,9 @@
-"""A network that gives NaN is told from one that is wrong."""
+"""Evaluation: by stored or by test-batch statistics; and a network that gives NaN is told from one that is wrong."""
 
+import copy
 import math
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import fedhm
+from conftest import small_config, small_model
+from fedhm.assembly import assemble
 from fedhm.cli import main
 from fedhm.config.objective import Metric
+from fedhm.data.federation import Federation, hold_out_client_tests
 from fedhm.data.samples import Feed, Preprocessing, Samples
-from fedhm.errors import FedhmWarning
+from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.regression import Regression
 from fedhm.report.plot import save_png
@@ -52,6 +57,58 @@ def test_numbers_that_are_nan_have_nan_metrics() -> None:
     metrics = evaluate(network, Feed(Samples(X, X[:, :1]), Preprocessing()), 3, Regression())
     assert math.isnan(metrics.r2)
     assert math.isnan(metrics.mse)
+
+
+def by_hand(network: nn.Module, samples: Samples, preprocessing: Preprocessing, batch: int) -> tuple[float, float]:
+    """Accuracy and loss of a copy in training mode, batch by batch: BatchNorm normalises by the batch."""
+    twin = copy.deepcopy(network).train()
+    pixels = samples.tensor.float() / 255
+    mean, std = (torch.tensor(values)[:, None, None] for values in (preprocessing.mean, preprocessing.std))
+    with torch.no_grad():
+        logits = torch.cat([twin((part - mean) / std) for part in pixels.split(batch)])
+    right = (logits.argmax(1) == samples.labels).double().mean().item()
+    return right, nn.functional.cross_entropy(logits.double(), samples.labels).item()
+
+
+@pytest.mark.parametrize("batch", [5, 8, 40])
+def test_batchnorm_normalises_by_the_test_batch_on_request(batch: int, federation: Federation) -> None:
+    network, test = small_model(), federation.test
+    assert test is not None
+    for layer in network:
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.running_mean.fill_(3.0)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    feed = Feed(test, federation.preprocessing)
+    found = evaluate(network, feed, batch, Classification(), test_batch_statistics=True)
+    assert (found.accuracy, found.loss) == pytest.approx(
+        by_hand(network, test, federation.preprocessing, batch), rel=1e-5
+    )
+    assert found != evaluate(network, feed, batch, Classification())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert not any(module.training for module in network.modules())
+
+
+def test_a_run_evaluates_by_test_batches_at_the_server_and_at_clients(federation: Federation) -> None:
+    left, tests = hold_out_client_tests(federation.clients, 0.4, 0)
+    data = replace(federation, clients=left, client_tests=tests)
+    config = small_config(evaluation={"statistics": "test-batch", "batch": 10})
+    result = assemble(small_model(), data, config).run()
+    assert all(record.statistics.clients == 0 for record in result.records)
+    assert data.test is not None
+    for tier, network in result.networks.items():
+        found = result.metrics[tier]
+        expected = by_hand(network, data.test, data.preprocessing, 10)
+        assert (found.accuracy, found.loss) == pytest.approx(expected, rel=1e-4)
+        for own in result.clients[tier].each:
+            expected = by_hand(network, tests.samples[own.client], data.preprocessing, 10)
+            assert (own.metrics.accuracy, own.metrics.loss) == pytest.approx(expected, rel=1e-4)
+    # the running averages of training are kept, for whoever deploys the models
+    assert not torch.equal(result.networks["full"][1].running_mean, torch.zeros(8))  # type: ignore[index]
+
+
+def test_frozen_statistics_are_not_evaluated_by_test_batches() -> None:
+    with pytest.raises(FedhmError, match=r"train\.frozen_statistics = true trains with stored statistics"):
+        small_config(evaluation={"statistics": "test-batch"}, train={"frozen_statistics": True})
 
 
 def test_a_run_warns_of_it_and_goes_on() -> None:

@@ -57,6 +57,7 @@ OTHER_OPTIONS = {
     "micro_batch": 0,
     "checkpointing": False,
     "batch": 5,
+    "test_batch_statistics": True,
     "digest_epochs": 2,
     "digest_lr": 0.5,
     "kept_rank": 4,

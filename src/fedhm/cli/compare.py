@@ -29,8 +29,8 @@ def add_compare(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--data",
-        type=one_of("--data", "iid", "dirichlet", "by-tier"),
-        metavar="iid|dirichlet|by-tier",
+        type=one_of("--data", "iid", "dirichlet", "dirichlet-feddf", "by-tier"),
+        metavar="iid|dirichlet|dirichlet-feddf|by-tier",
         help="how samples are partitioned over the clients",
     )
     parser.add_argument(

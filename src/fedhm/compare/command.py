@@ -26,6 +26,7 @@ from fedhm.compare.tuning import (
     shared_tuning,
 )
 from fedhm.config.loading import load_config
+from fedhm.config.method import Change
 from fedhm.config.objective import Metric
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
@@ -44,6 +45,7 @@ class ComparisonSpec:
     target: float | None = None
     entries: Mapping[str, Sequence[str]] = field(default_factory=dict)  # the runs of each entry
     runs: Sequence[str] = ()  # runs that existed before, in place of entries
+    declared: Mapping[str, Sequence[Change]] = field(default_factory=dict)  # of entries with settings of their own
 
     def save(self, out: Path) -> None:
         write_atomically(out / SPEC_FILE, json.dumps(asdict(self), indent=2) + "\n")
@@ -63,16 +65,30 @@ def read_spec(folder: Path) -> ComparisonSpec:
         raise FedhmError(f"cannot read {file}: {error}; the comparison's own command writes it again") from None
 
 
+def declared_beside(run: Path) -> Sequence[Change]:
+    """Return the changes that a run's entry declares in the comparison whose folder it lies in; none without one."""
+    out = run.resolve().parent
+    if not (out / SPEC_FILE).exists():
+        return ()
+    spec = read_spec(out)
+    labels = [label for label, names in spec.entries.items() if run.resolve().name in names]
+    return spec.declared.get(labels[0], ()) if labels else ()
+
+
 def report_from_folder(folder: Path) -> ComparisonReport:
     """Return the report of a comparison on disk, on all entries whose runs are complete."""
     spec = read_spec(folder)
     folders = {label: [folder / name for name in names] for label, names in spec.entries.items()}
-    found = [EntryRuns(label, read_runs(own)) for label, own in folders.items() if all(map(_complete, own))]
+    found = [
+        EntryRuns(label, read_runs(own), spec.declared.get(label, ()))
+        for label, own in folders.items()
+        if all(map(_complete, own))
+    ]
     paths = [path for own in folders.values() for path in own] or find_run_folders(
         [folder / name for name in spec.runs]
     )
     if spec.runs:
-        found = read_entries(paths)
+        found = read_entries(paths, declared_beside)
     if not found:
         raise FedhmError(f"no entry of the comparison in {folder} is complete: {spec.command} resumes it")
     tuned = shared_tuning(paths, found)
@@ -91,7 +107,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
             if getattr(options, name):
                 option = "set" if name == "changes" else name.replace("_", "-")
                 raise FedhmError(f"--runs takes runs as they are: --{option} does not go with it")
-        found = read_entries(options.runs)
+        found = read_entries(options.runs, declared_beside)
         target = _target(options, found[0].metric)
         tuned = shared_tuning(find_run_folders(options.runs), found)
         report = ComparisonReport(found, options.command, layer_costs(found), target, tuned)
@@ -127,9 +143,12 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     planned = all_cells(config, entries, seeds, out, jobs)
     check(planned)
     make_folder(out)
-    ComparisonSpec(options.command, target, {e.label: [c.name for c in planned if c.entry is e] for e in entries}).save(
-        out
-    )
+    ComparisonSpec(
+        options.command,
+        target,
+        {e.label: [c.name for c in planned if c.entry is e] for e in entries},
+        declared={e.label: e.declared for e in entries if e.declared},
+    ).save(out)
     failures = _execute(planned, "runs", out, jobs, console)
     if complete := _complete_entries(planned):
         _show(ComparisonReport(complete, options.command, reference.layers(), target, tuned), out, console)
@@ -237,5 +256,5 @@ def _complete_entries(planned: Sequence[Cell]) -> list[EntryRuns]:
     for label in dict.fromkeys(cell.entry.label for cell in planned):
         own = [cell for cell in planned if cell.entry.label == label]
         if all(cell.complete for cell in own):
-            compared.append(EntryRuns(label, read_runs([cell.folder for cell in own])))
+            compared.append(EntryRuns(label, read_runs([cell.folder for cell in own]), own[0].entry.declared))
     return compared

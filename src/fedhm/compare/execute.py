@@ -83,6 +83,8 @@ def _share(engine: EngineConfig, runs: int) -> dict[str, int]:
 def config_of(table: dict[str, Any], entry: Entry, seed: int) -> Config:
     """Return the settings of an entry's run. `table` has the settings that all entries share."""
     own = {**table, "method": entry.method, "seed": seed}
+    for change in entry.declared:
+        own[change.section] = {**(own.get(change.section) or {}), change.key: change.value}
     for key, value in entry.changes.items():
         section, dot, name = key.partition(".")
         own[section] = {**own.get(section, {}), name: value} if dot else value
@@ -106,10 +108,10 @@ def check_buildable(planned: Sequence[Cell]) -> None:
     """Find errors in the data and the methods of the missing runs."""
     missing = [cell for cell in planned if not cell.complete]
     checked: set[str] = set()
-    for seed in sorted({cell.config.seed for cell in missing}):
-        of_seed = [cell for cell in missing if cell.config.seed == seed]
-        federation = read_federation(of_seed[0].config)
-        for cell in of_seed:
+    for seed, data in dict.fromkeys((cell.config.seed, cell.config.data) for cell in missing):
+        sharing = [cell for cell in missing if (cell.config.seed, cell.config.data) == (seed, data)]
+        federation = read_federation(sharing[0].config)
+        for cell in sharing:
             parts = f"{cell.entry.label} {cell.config.method!r} {cell.config.server!r}"
             if parts in checked:
                 continue  # the networks do not depend on the seed

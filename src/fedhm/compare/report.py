@@ -137,7 +137,7 @@ class ComparisonReport:
 
     @property
     def _summary(self) -> str:
-        config = self.entries[0].first.config
+        config = next((e for e in self.entries if not e.declared), self.entries[0]).first.config
         federation, seeds = config.federation, ", ".join(map(str, self.entries[0].seeds))
         tiers = next((e.first.config.federation.heterogeneity for e in self.entries if len(e.tiers) > 1), None)
         data = f"{config.data.source}, {config.data.partition}; " if config.data else ""
@@ -161,15 +161,17 @@ class ComparisonReport:
 
 
 def _own_settings(entries: Sequence[EntryRuns], tuned: Sequence[str]) -> list[str]:
-    """Return each entry's method, its tuned settings, and all other settings in which entries differ."""
+    """Return each entry's method, its tuned and declared settings, and all others in which entries differ."""
     all_settings = [{"method.name": "", **entry.first.config.dotted()} for entry in entries]  # the name comes first
     shared = set.intersection(*({(key, str(value)) for key, value in own.items()} for own in all_settings))
+    declared = {change.name for entry in entries for change in entry.declared}
     return [
         ", ".join(
             f"{key.removeprefix('method.')} = {value}"
             for key, value in own.items()
             if key.startswith("method.")
             or key in tuned
+            or key in declared
             or ((key, str(value)) not in shared and not key.startswith(NOT_SHOWN))
         )
         for own in all_settings

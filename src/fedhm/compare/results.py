@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from fedhm.config.method import Change
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.report.comparable import find_difference
@@ -34,6 +35,7 @@ class EntryRuns:
 
     label: str
     runs: Sequence[Run]
+    declared: Sequence[Change] = ()  # settings outside [method] in which it may differ from other entries
 
     @property
     def first(self) -> Run:
@@ -142,7 +144,7 @@ def incomparable_entries(entries: Sequence[EntryRuns], tuned: Collection[str] = 
     for run in runs:
         if not run.complete:
             return f"{run.name} has done {len(run.records)} of its {run.config.train.rounds} rounds"
-    if found := find_difference(runs, tuned):
+    if found := find_difference(runs, tuned, [entry.declared for entry in entries for _ in entry.runs]):
         return found
     for entry in entries:
         if len(set(entry.seeds)) < len(entry.seeds):
@@ -153,15 +155,25 @@ def incomparable_entries(entries: Sequence[EntryRuns], tuned: Collection[str] = 
     return None
 
 
-def read_entries(paths: Sequence[Path]) -> list[EntryRuns]:
-    """Read runs. Those that differ only in the seed form one entry, named after their folders."""
+def read_entries(paths: Sequence[Path], declared: Callable[[Path], Sequence[Change]] = lambda _: ()) -> list[EntryRuns]:
+    """Read runs. Those that differ only in the seed form one entry, named after their folders.
+
+    declared  gives the changes that the entry of a run's folder declares
+    """
     groups: dict[str, list[Run]] = {}
-    for run in read_runs(find_run_folders(paths)):
+    changes: dict[str, list[Sequence[Change]]] = {}
+    folders = find_run_folders(paths)
+    for folder, run in zip(folders, read_runs(folders), strict=True):
         groups.setdefault(_settings(run), []).append(run)
+        changes.setdefault(_settings(run), []).append(declared(folder))
     labels = [re.sub(r"-seed\d+$", "", runs[0].name) for runs in groups.values()]
     return [
-        EntryRuns(runs[0].name if labels.count(label) > 1 else label, sorted(runs, key=lambda run: run.config.seed))
-        for label, runs in zip(labels, groups.values(), strict=True)
+        EntryRuns(
+            runs[0].name if labels.count(label) > 1 else label,
+            sorted(runs, key=lambda run: run.config.seed),
+            [change for change in changes[key][0] if all(change in own for own in changes[key])],
+        )
+        for label, (key, runs) in zip(labels, groups.items(), strict=True)
     ]
 
 

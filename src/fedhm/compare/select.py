@@ -14,7 +14,7 @@ from fedhm.assembly import Design, named_design
 from fedhm.compare import METHODS
 from fedhm.compare.results import EntryRuns
 from fedhm.config import registry as plugins
-from fedhm.config.method import Family, NamedEntry, Settings
+from fedhm.config.method import Change, Family, NamedEntry, Settings
 from fedhm.config.registry import make
 from fedhm.config.schema import CompareConfig, Config
 from fedhm.errors import FedhmError
@@ -43,6 +43,10 @@ class Reference:
         other = copy(self)
         other.rounds = rounds
         return other
+
+    @property
+    def config(self) -> Config:
+        return self._config
 
     @cached_property
     def fedhm(self) -> Settings:
@@ -164,6 +168,12 @@ class Entry:
     label: str
     method: Settings
     changes: Settings = field(default_factory=dict)  # tuned settings by dotted key
+    declared: tuple[Change, ...] = ()  # other settings outside [method] that are its own
+
+    def is_same_run(self, other: "Entry") -> bool:
+        """Tell whether two entries differ in nothing but their names."""
+        own, others = ((e.method, e.changes, set(e.declared)) for e in (self, other))
+        return own == others
 
 
 def resolve_entries(names: Sequence[str], reference: Reference) -> list[Entry]:
@@ -190,7 +200,7 @@ def drop_duplicates(found: Sequence[Entry]) -> tuple[list[Entry], dict[str, str]
     first: list[Entry] = []
     duplicates: dict[str, str] = {}
     for entry in found:
-        if same := next((earlier.label for earlier in first if earlier.method == entry.method), None):
+        if same := next((earlier.label for earlier in first if earlier.is_same_run(entry)), None):
             duplicates[entry.label] = same
         else:
             first.append(entry)
@@ -224,16 +234,25 @@ def _entries(name: str, reference: Reference) -> Iterator[Entry]:
         sizes = [size] if colon else [f"{value:.12g}" for value in entry.members(reference) if value < 1]
         if not sizes:
             raise FedhmError(f"{kind} has nothing to train: there is no tier below the full model")
-        yield from (
-            Entry(f"{kind}:{_canonical_size(entry, value)}", entry.settings(reference, value)) for value in sizes
-        )
+        declared = _declared(entry, reference)
+        for value in sizes:
+            label = f"{kind}:{_canonical_size(entry, value)}"
+            yield Entry(label, entry.settings(reference, value), declared=declared)
     elif entry is None:
         raise FedhmError(f"--methods: {_unknown(kind, name)}")
     elif colon:
         families = [family for family in provided if isinstance(provided[family], Family)]
-        raise FedhmError(f"--methods {name}: only {' and '.join(families)} are followed by a colon and a size")
+        listed = f"{', '.join(families[:-1])} and {families[-1]}"
+        raise FedhmError(f"--methods {name}: only {listed} are followed by a colon and a size")
     else:
-        yield Entry(kind, reference.given_settings(kind) or entry.settings(reference))
+        settings = reference.given_settings(kind) or entry.settings(reference)
+        yield Entry(kind, settings, declared=_declared(entry, reference))
+
+
+def _declared(entry: NamedEntry | Family, reference: Reference) -> tuple[Change, ...]:
+    """Return the changes that an entry declares, without those that the config makes for all entries."""
+    shared = reference.config.dotted()
+    return tuple(change for change in entry.changes(reference) if shared.get(change.name) != change.value)
 
 
 def _unknown(kind: str, name: str) -> str:

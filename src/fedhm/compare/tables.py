@@ -138,8 +138,9 @@ def metric_sheet(comparison: Comparison, seeds: int) -> Sheet:
         else "Nothing is bold, because one seed does not show what is chance"
     )
     note = (
-        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}. {bold}. "
-        "×n: n of the capability levels train this model."
+        f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}. "
+        f"{_best_note(comparison.evaluated_on)} {bold}. ×n: n of the capability levels train this model."
+        f"{_declared_note(comparison)}"
     )
     return Sheet(["tier", *comparison.columns], [rows], left=1, note=note)
 
@@ -189,7 +190,7 @@ def _cost_rows(entry: EntryRuns) -> list[list[str]]:
         sizes = (f"{cost.parameters:,}", format_macs(cost.macs), format_bytes(entry.client_bytes(tier)))
         of_client = (format_bytes(client_bytes), format_total_macs(client_macs))
         totals = (format_bytes(entry.bytes(tier)), format_total_macs(entry.macs(tier)))
-        rows.append([entry.label, tier, *sizes, *of_client, *totals, _spread_text(entry.final(tier), entry.metric)])
+        rows.append([entry.label, tier, *sizes, *of_client, *totals, _last_and_best(entry, tier)])
     if len(entry.tiers) > 1:
         totals = (format_bytes(entry.bytes()), format_total_macs(entry.macs()))
         rows.append([entry.label, "all", "", "", "", "", "", *totals, ""])
@@ -211,7 +212,7 @@ def target_time_sheet(metric: Metric, target: float, timed: Sequence[TargetTime]
         [
             *(t.entry.label, t.tier, "not reached" if t.to_target is None else f"{t.to_target:,.1f}"),
             *(f"{t.whole_run:,.1f}", f"{t.whole_run / len(t.entry.first.records):.3g}"),
-            _spread_text(t.entry.final(t.tier), metric),
+            _last_and_best(t.entry, t.tier),
         ]
         for t in timed
     ]
@@ -248,8 +249,30 @@ def _cell_text(comparison: Comparison, cell: TableCell | None, row: int) -> str:
     if cell is None:
         return ""
     size = format_parameters(cell.parameters) + (f" ×{cell.shares}" if cell.shares > 1 else "")
-    shown = _spread_text(cell.final, comparison.metric)
-    return f"{size}: {f'**{shown}**' if cell is comparison.best(row) else shown}"
+    return f"{size}: {_last_and_best(cell.entry, cell.tier, bold=cell is comparison.best(row))}"
+
+
+def _last_and_best(entry: EntryRuns, tier: str, *, bold: bool = False) -> str:
+    """Return the metric after the last round, and in brackets that of the best round; bold is the last one alone."""
+    last, best = (_spread_text(found, entry.metric) for found in (entry.final(tier), entry.best(tier)))
+    return f"{f'**{last}**' if bold else last} (best {best})"
+
+
+def _declared_note(comparison: Comparison) -> str:
+    """Return which entries differ from the others outside [method], and in which settings."""
+    labels: dict[str, list[str]] = {}
+    for entry in (cell.entry for cells in comparison.columns.values() for cell in cells.values()):
+        same = labels.setdefault(", ".join(map(str, entry.declared)), [])
+        if entry.label not in same:
+            same.append(entry.label)
+    return "".join(f" Other settings of {', '.join(own)}: {text}." for text, own in labels.items() if text)
+
+
+def _best_note(evaluated_on: str) -> str:
+    return (
+        f"Best: each run's best evaluated round, chosen for every tier on the {evaluated_on} samples themselves, "
+        "which is optimistic; papers often report it."
+    )
 
 
 def _spread_text(final: Spread, metric: Metric) -> str:

@@ -10,15 +10,19 @@ A method is one file with a subclass:
             return Running(self, model, setup)   # a fedhm.Method
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from torch import nn
 
 from fedhm.config.section import Section
 from fedhm.errors import FedhmError
+
+if TYPE_CHECKING:
+    from fedhm.config.schema import Config
 
 Settings = dict[str, Any]  # a [method] section
 Number = TypeVar("Number", int, float)
@@ -26,6 +30,11 @@ Number = TypeVar("Number", int, float)
 
 class Sizes(Protocol):
     """FedHM's tiers in a comparison. The tiers of all other methods are matched to them."""
+
+    @property
+    def config(self) -> "Config":
+        """Return the settings that all entries share, except for [method] and declared changes."""
+        ...
 
     @property
     def fedhm(self) -> Settings: ...
@@ -55,11 +64,36 @@ class Sizes(Protocol):
 
 
 @dataclass(frozen=True)
+class Change:
+    """A setting outside [method] that an entry of a comparison declares to be its own.
+
+    Other entries keep the config's value. Tables name the change, and the runs stay comparable in spite of it.
+    """
+
+    section: Literal["data", "model", "train", "evaluation"]
+    key: str
+    value: bool | int | float | str
+
+    @property
+    def name(self) -> str:
+        """Return the dotted key, as --set would change it."""
+        return f"{self.section}.{self.key}"
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value if isinstance(self.value, str) else json.dumps(self.value)}"
+
+
+def no_changes(_: Sizes) -> Sequence[Change]:
+    return ()
+
+
+@dataclass(frozen=True)
 class NamedEntry:
     """A name in `fedhm compare --methods`: a method with its settings, run once for each seed."""
 
     name: str
     settings: Callable[[Sizes], Settings]
+    changes: Callable[[Sizes], Sequence[Change]] = no_changes
 
 
 @dataclass(frozen=True)
@@ -70,6 +104,7 @@ class Family:
     members: Callable[[Sizes], Sequence[float]]
     settings: Callable[[Sizes, str], Settings]
     called: Callable[[float], str]  # the name of a size, however it was written
+    changes: Callable[[Sizes], Sequence[Change]] = no_changes
 
 
 # The largest gradient norm of methods that train factorized layers. It was chosen on held-out samples: docs/results.md

@@ -402,10 +402,13 @@ CLIENT_TEST = 0.2  # the share that clients hold out if there is nothing else to
 class DataConfig(Section):
     source: str = "digits"  # diabetes, digits, fashion-mnist, cifar10, cifar100, tinyimagenet, hf:NAME or text:NAME
     folder: Path | None = None  # of the files; none: FEDHM_DATA or ./data
-    partition: Literal["iid", "dirichlet", "dirichlet-unequal", "by-tier"] = "iid"  # all but -unequal: equal sizes
+    # all but -unequal: equal sizes; -feddf: the sampler of FedDF, which FedHM's published code uses
+    partition: Literal["iid", "dirichlet", "dirichlet-unequal", "dirichlet-feddf", "by-tier"] = "iid"
     alpha: Annotated[float, Field(gt=0)] = 0.5
     by_tier_share: Annotated[float, Field(ge=0, le=1)] = 0.8  # of a client's samples, with labels of its level
     by_tier_levels: Positive = 4  # a setting of the data, so that all methods get the same data
+    # of images: by mean and deviation of the training images, or by the numbers in FedHM's published code
+    normalisation: Literal["measured", "published"] = "measured"
     downscale: Positive = 1  # k: every block of k × k pixels becomes its mean
     max_length: Positive = 128  # tokens of a text; longer texts are cut
     crop: Annotated[int, Field(ge=0)] = 0
@@ -435,6 +438,9 @@ class DataConfig(Section):
 class ModelConfig(Section):
     name: Literal["cnn", "mlp", "resnet10", "resnet18", "resnet34", "vit", "transformer"] = "cnn"
     width: Annotated[float, Field(gt=0)] = 1.0
+    # of the cnn and the ResNets: He's rule by outputs for convolutions, or by inputs for Linear layers, too, as in
+    # FedHM's published code
+    init: Literal["fan-out", "fan-in"] = "fan-out"
     depth: Annotated[int, Field(ge=1, le=100)] = 6  # of a vit: its number of blocks
     patch: Positive = 4  # of a vit: pixels of a patch's side
     base: str = ""  # of a transformer: the folder of a pretrained one, or the installed package that has it
@@ -447,15 +453,30 @@ class ModelConfig(Section):
             raise ValueError("name = 'transformer' and a base, a pretrained model, belong together")
         if self.name != "vit" and (self.depth, self.patch) != (6, 4):
             raise ValueError("depth and patch are settings of name = 'vit'")
+        if self.init != "fan-out" and not self.has_init:
+            raise ValueError(f"init is a setting of the cnn and the ResNets, not of name = '{self.name}'")
         return self
+
+    @property
+    def has_init(self) -> bool:
+        """Tell whether `init` decides on the first weights."""
+        return self.name in ("cnn", "resnet10", "resnet18", "resnet34")
 
 
 class EvaluationConfig(Section):
     every: Positive = 1  # rounds between evaluations; the last round is always evaluated
     # after this round, BatchNorm statistics are gathered at the clients; before, the running averages are used
     static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0
+    # BatchNorm layers normalise by their stored statistics, or by those of each test batch, as in FedHM's published
+    # code; then metrics depend on `batch`, and no statistics are gathered
+    statistics: Literal["stored", "test-batch"] = "stored"
     batch: Positive = 128
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the clients with test samples that evaluate
+
+    @property
+    def gathers_after(self) -> int | None:
+        """Return the round after which BatchNorm statistics are gathered at the clients; None: never."""
+        return None if self.static_from == "never" or self.statistics == "test-batch" else self.static_from
 
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
@@ -531,6 +552,15 @@ class Config(Section):
     checkpoints: CheckpointsConfig = CheckpointsConfig()
     compare: CompareConfig | None = None  # no part of a single run
     tracking: TrackingConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_statistics(self) -> Self:
+        if self.evaluation.statistics == "test-batch" and self.train.frozen_statistics:
+            raise ValueError(
+                "train.frozen_statistics = true trains with stored statistics, and evaluation.statistics = "
+                "'test-batch' evaluates without them: leave one out"
+            )
+        return self
 
     @property
     def evaluated_on(self) -> str:

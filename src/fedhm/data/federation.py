@@ -19,7 +19,7 @@ from fedhm.data.convert import DataLike, PublicLike, to_public_samples, to_sampl
 from fedhm.data.images import downscale, downscale_source
 from fedhm.data.partition import PARTITIONS
 from fedhm.data.samples import Feed, Preprocessing, Samples, channel_statistics, concatenate
-from fedhm.data.sources import is_in_folder, read_source
+from fedhm.data.sources import SOURCES, Normalisation, is_in_folder, published_normalisation, read_source
 from fedhm.data.text import TEXT, TextReader, read_text_files
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
@@ -244,6 +244,7 @@ def load_federation(config: DataConfig, clients: int, seed: int, base: str = "",
     base       for text: the pretrained model whose tokenizer reads it
     per_token  for text: every token has a target
     """
+    published = _published_normalisation(config)
     if config.source.startswith(TEXT):
         read = read_text_files(config.source.removeprefix(TEXT), config.folder, base, config.max_length, per_token)
     else:
@@ -266,14 +267,28 @@ def load_federation(config: DataConfig, clients: int, seed: int, base: str = "",
     test = source.test if config.test else None
     if config.validation:
         own, test = hold_out_validation(own, config.validation, seed)
+    mean, std = published or (source.mean, source.std)
     return Federation(
         own,
         test,
         source.classes,
-        Preprocessing(source.mean, source.std, config.crop, config.flip),
+        Preprocessing(mean, std, config.crop, config.flip),
         public,
         client_tests=tests,
     )
+
+
+def _published_normalisation(config: DataConfig) -> Normalisation | None:
+    if config.normalisation == "measured":
+        return None
+    found = published_normalisation(config.source)
+    if found is None:
+        known = ", ".join(name for name in SOURCES if published_normalisation(name))
+        raise FedhmError(
+            f"data.normalisation = 'published' is for data sets of FedHM's published code, {known}: "
+            f"set 'measured' for {config.source}"
+        )
+    return found
 
 
 def _chosen(samples: Samples, count: int, source: str, seed: int) -> Samples:

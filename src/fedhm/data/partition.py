@@ -1,6 +1,7 @@
 """Partitions of a labelled data set over clients.
 
-Every function returns one index array a client. Together they cover all samples, each once.
+Every function returns one index array a client. No sample is in two of them. Together they cover all samples, except
+for `dirichlet_feddf`, which leaves out the few samples that do not divide by the number of clients.
 """
 
 from collections.abc import Callable
@@ -62,6 +63,55 @@ def dirichlet(labels: Indices, clients: int, alpha: float, rng: np.random.Genera
     return [np.sort(np.concatenate(part)) for part in parts]
 
 
+FEDDF_GROUP = 10  # clients that share a part of the samples
+FEDDF_ATTEMPTS = 1000  # at a group, before its settings are refused: usual settings need a few
+
+
+def dirichlet_feddf(labels: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Partition:
+    """Partition as the sampler of FedDF does, which FedHM's published code uses (Lin et al. 2020).
+
+    Clients form groups of ten, the last of which may be smaller. A group shares a random part of the samples, in
+    proportion to its size, and splits every label over its clients by shares from Dirichlet(α) (`_feddf_group`).
+
+    Then the samples of all clients, one client after the other, are cut anew into pieces of equal sizes. So a client
+    may get some samples that were drawn for its neighbours. The samples after the last piece, fewer than there are
+    clients, are left out.
+    """
+    sizes = [min(FEDDF_GROUP, clients - first) for first in range(0, clients, FEDDF_GROUP)]
+    ends = (np.cumsum(sizes)[:-1] * len(labels)) // clients
+    groups = zip(np.split(rng.permutation(len(labels)), ends), sizes, strict=True)
+    lined_up = np.concatenate(
+        [part for group, size in groups for part in _feddf_group(labels, group, size, alpha, rng)]
+    )
+    each = len(labels) // clients
+    return [np.sort(lined_up[client * each : (client + 1) * each]) for client in range(clients)]
+
+
+def _feddf_group(labels: Indices, group: Indices, clients: int, alpha: float, rng: np.random.Generator) -> Partition:
+    """Split the samples of a group, label by label. A client with its equal share of them gets no further label.
+
+    The whole split is drawn again until every client has half of an equal share.
+    """
+    share = len(group) / clients
+    for _ in range(FEDDF_ATTEMPTS):
+        parts = [group[:0]] * clients
+        for label in np.unique(labels[group]):
+            indices = group[labels[group] == label]
+            open_clients = np.array([len(part) < share for part in parts])
+            weights = rng.dirichlet(np.full(clients, alpha)) * open_clients
+            # Shares may underflow to zero for all clients that still take samples; then these are equally likely.
+            weights = weights if weights.sum() > 0 else open_clients.astype(float)
+            cuts = np.cumsum(weights / weights.sum())[:-1] * len(indices)
+            pieces = np.split(indices, cuts.astype(np.int64))
+            parts = [np.concatenate([part, piece]) for part, piece in zip(parts, pieces, strict=True)]
+        if min(map(len, parts)) >= int(share / 2):
+            return parts
+    raise FedhmError(
+        f"data.partition = 'dirichlet-feddf' gives every client half of an equal share, and found no such split with "
+        f"data.alpha = {alpha:g} in {FEDDF_ATTEMPTS} attempts: choose a larger alpha, or partition = 'dirichlet'"
+    )
+
+
 def by_tier(labels: Indices, clients: int, levels: int, share: float, rng: np.random.Generator) -> Partition:
     """Give all clients the same number of samples, and each capability level labels of its own.
 
@@ -98,6 +148,7 @@ PARTITIONS: dict[str, Callable[[Indices, int, DataConfig, np.random.Generator], 
     "iid": lambda labels, clients, _, rng: iid(labels, clients, rng),
     "dirichlet": lambda labels, clients, config, rng: dirichlet_equal(labels, clients, config.alpha, rng),
     "dirichlet-unequal": lambda labels, clients, config, rng: dirichlet(labels, clients, config.alpha, rng),
+    "dirichlet-feddf": lambda labels, clients, config, rng: dirichlet_feddf(labels, clients, config.alpha, rng),
     "by-tier": lambda labels, clients, config, rng: by_tier(
         labels, clients, config.by_tier_levels, config.by_tier_share, rng
     ),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +62,13 @@ class Files:
     installed_in: tuple[Path, ...] = ()
 
 
+class Normalisation(NamedTuple):
+    """The mean and the deviation of each channel, of pixels in 0…1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class NamedSource:
     """A data set known by name."""
@@ -70,6 +78,7 @@ class NamedSource:
     outputs: int = 0  # classes, or numbers to predict
     files: Files | None = None  # None: the data comes with a package
     class_names: tuple[str, ...] = ()
+    published: Normalisation | None = None  # in FedHM's published code, if it uses the data set
 
 
 _CIFAR_PAGE = "from the CIFAR page of the University of Toronto"
@@ -95,15 +104,21 @@ SOURCES: dict[str, NamedSource] = {
         10,
         Files(holds_cifar10, f"download cifar-10-binary.tar.gz {_CIFAR_PAGE}"),
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+        Normalisation((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     ),
     "cifar100": NamedSource(
-        read_cifar100, (3, 32, 32), 100, Files(holds_cifar100, f"download cifar-100-binary.tar.gz {_CIFAR_PAGE}")
+        read_cifar100,
+        (3, 32, 32),
+        100,
+        Files(holds_cifar100, f"download cifar-100-binary.tar.gz {_CIFAR_PAGE}"),
+        published=Normalisation((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     ),
     "tinyimagenet": NamedSource(
         read_tiny_imagenet,
         (3, 64, 64),
         200,
         Files(holds_tiny_imagenet, "download tiny-imagenet-200.zip from Stanford's course CS231n and unpack it"),
+        published=Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
     ),
     "diabetes": NamedSource(lambda _: read_diabetes(), (10,), 1),
 }
@@ -121,6 +136,11 @@ def read_source(name: str, folder: Path | None) -> Source:
         )
     source = SOURCES[name]
     return source.read(Path() if source.files is None else _find(name, source.files, folder))
+
+
+def published_normalisation(name: str) -> Normalisation | None:
+    """Return how FedHM's published code normalises the images of a data set; None if it does not use the data set."""
+    return SOURCES[name].published if name in SOURCES else None
 
 
 def is_in_folder(name: str, folder: Path | None) -> bool:

@@ -96,6 +96,16 @@ class Factors(NamedTuple):
         return Factors(self.left, right, spectrum)
 
 
+def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
+    """Return the singular values of `left @ right`, (M, r) and (r, N), from matrices of r rows and columns."""
+    if not bool(left.isfinite().all() and right.isfinite().all()):
+        raise FedhmError("a factor holds NaN or infinite values: the model has diverged; lower train.lr")
+    precise = torch.promote_types(left.dtype, torch.float32)
+    triangles = [torch.linalg.qr(factor.to(precise), mode="r").R for factor in (left, right.T)]
+    spectrum: Tensor = torch.linalg.svdvals(triangles[0] @ triangles[1].T)
+    return spectrum
+
+
 def factorize(matrix: Tensor, rank: int) -> Factors:
     """Decompose `matrix` (M, N) exactly, and keep its `rank` largest directions and all its singular values."""
     if not bool(matrix.isfinite().all()):  # LAPACK's result for these can be anything

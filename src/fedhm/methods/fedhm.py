@@ -8,12 +8,15 @@ for, and the rank plan of every tier. Round t:
              W ← W + Σ αₚ (recoveredₚ − sentₚ) / Σ αₚ                                                (updates)
              the same, each band of a change averaged over the clients whose rank reaches it         (bands)
              L R ← the decomposition of W, found from that of the round before
+             one tier only: L ← Σ αₚ Uₚ / Σ αₚ,  R ← Σ αₚ Vₚᵀ / Σ αₚ,  W ← L R                       (factors)
 
 The paper averages models. Directions beyond a tier's rank then shrink in every round, by the share of the clients that
 cannot carry them. Averaging updates leaves these directions alone, but trains them at that share of the speed.
 Averaging by bands can move them as fast as if the clients that carry them were alone. These clients are few, so their
 mean is noisy; the default is half-way (`band_speed`). By bands, clients of larger tiers also train smaller tiers inside
 their networks (`train.nested`), so that a smaller tier's network is one that was trained, not the rest of a truncation.
+
+Averaging factors is FedAvg of one hybrid network. FedHM's published code does it where all clients have the same rank.
 
 A step on factors moves their product by η (G V Vᵀ + U Uᵀ G): the larger the factors, the longer the step, and the
 larger the factors after it. In long local training on few labels this grows without end, first in factorized layers
@@ -32,15 +35,16 @@ from typing import Annotated, ClassVar, Literal, Protocol, Self
 from pydantic import Field, model_validator
 from torch import nn
 
-from fedhm.config.method import STABLE_NORM, Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
+from fedhm.config.method import STABLE_NORM, Change, Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Positive, Tiers, tier_name
+from fedhm.data.sources import published_normalisation
 from fedhm.errors import FedhmError
 from fedhm.lowrank.average import Aggregate, singular_directions
-from fedhm.lowrank.diagnostics import layer_constants, tier_energies
+from fedhm.lowrank.diagnostics import largest_norm, layer_constants, tier_energies
 from fedhm.lowrank.hybrid import NestedTiers, nest_tiers, to_hybrid
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors, roll, to_layer_factors
-from fedhm.methods.means import RecoveredMean, factorized, unbounded
+from fedhm.lowrank.svd import Factors, product_spectrum, roll, to_layer_factors, to_matrix_factors
+from fedhm.methods.means import AbsentLabels, RecoveredMean, factorized, for_ranks, unbounded
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.plans import FULL, TierPlan, TierPlanner, has_budgets
 from fedhm.networks.exchange import Tensors
@@ -57,7 +61,8 @@ class FedHMConfig(MethodConfig):
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
-    aggregate: Aggregate = "bands"  # the paper: models
+    aggregate: Literal[Aggregate, "factors"] = "bands"  # the paper: models; factors: if all clients have one tier
+    absent_labels: AbsentLabels = "leave-out"  # classifier rows of labels that a client lacks; published code: zero
     band_speed: Annotated[float, Field(ge=0, le=1)] = 0.5  # of the directions beyond the smallest rank
     start: Literal["whole", "smallest"] = "whole"  # factorized layers: as they are, or at the smallest tier's rank
     form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
@@ -69,6 +74,19 @@ class FedHMConfig(MethodConfig):
             raise ValueError("replan is for tiers that are budgets, such as tiers = ['memory:128MB']")
         return self
 
+    @model_validator(mode="after")
+    def _check_aggregate(self) -> Self:
+        if self.aggregate == "factors" and (len(set(self.tiers)) > 1 or self.replan):
+            raise ValueError(
+                "aggregate = 'factors' averages factors of one shape: let all clients have one tier, without replan"
+            )
+        if self.absent_labels == "zero" and self.aggregate not in ("models", "factors"):
+            raise ValueError(
+                "absent_labels = 'zero' counts rows of zeros in a mean of models, and aggregate = "
+                f"'{self.aggregate}' averages changes: set aggregate = 'models'"
+            )
+        return self
+
     def build(self, model: nn.Module, setup: Setup) -> "FedHM":
         return FedHM(model, self, setup)
 
@@ -78,6 +96,12 @@ class FedHMConfig(MethodConfig):
 
     @property
     def unbounded(self) -> str:
+        if self.aggregate == "factors":
+            return (
+                "method.aggregate = 'factors' averages factors, whose bounds do not bound their product: set 'updates'"
+            )
+        if self.absent_labels == "zero":
+            return "method.absent_labels = 'zero' takes back other clients' rows: set 'leave-out'"
         return unbounded(self.aggregate, self.weighting)
 
     @classmethod
@@ -98,7 +122,9 @@ class FedHMConfig(MethodConfig):
     @property
     def column(self) -> str:
         """Return the column that runs of one low-rank tier on all clients share; empty for any other run."""
-        return "lowrank" if len(set(self.tiers)) == 1 and (self.form, self.warmup) == ("spatial", 0) else ""
+        if len(set(self.tiers)) > 1 or (self.form, self.warmup) != ("spatial", 0):
+            return ""
+        return "lowrank-published" if self.aggregate == "factors" else "lowrank"
 
     @property
     def remark(self) -> str:
@@ -119,13 +145,19 @@ class FedHMState(State):
 
 class FedHM(Method[FedHMState]):
     state_type = FedHMState
-    recovers = one_model = True
+    one_model = True
 
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config, self._setup, self._model = config, setup, model
         self.planner = TierPlanner(model, setup, config.tiers, config.keep, config.form)
         self.levels, self.tiers = self.planner.levels, self.planner.tiers
         self._nested = setup.nested if config.aggregate == "bands" else None
+        self.recovers = config.aggregate != "factors"
+        if config.aggregate == "factors" and setup.optimizer_follows:
+            raise FedhmError(
+                "method.aggregate = 'factors' keeps the clients' mean as factors, and the server's optimizer or its "
+                "noise would change their product: set server.optimizer = 'none', without [privacy] at the server"
+            )
         if min(weight_of(config, ratio, 1) for ratio in self.planner.ratios.values()) < 1e-30:  # float32 would lose it
             raise FedhmError(f"method.temperature = {config.temperature:g} leaves the smallest tier without weight")
 
@@ -170,14 +202,18 @@ class FedHM(Method[FedHMState]):
         return smaller[-1:] if self._setup.nested_tier == "smallest" else smaller
 
     def merge(self, state: FedHMState, updates: Iterable[Update], round_number: int) -> FedHMState:
+        aggregate = self.config.aggregate
+        if aggregate == "factors" and round_number > self.config.warmup:
+            return self._with_averaged_factors(state, updates, round_number)
         mean = RecoveredMean(
             state.weights,
             state.factors,
-            self.config.aggregate,
+            "models" if aggregate == "factors" else aggregate,
             self.config.form,
             self._setup.classifier,
             self._setup.make_mean,
             self.config.band_speed,
+            self.config.absent_labels,
         )
         samples: list[int] = []
         for update in updates:
@@ -185,16 +221,50 @@ class FedHM(Method[FedHMState]):
             weight = weight_of(self.config, plan.ratio, update.samples)
             mean.add(update, update.network.tier, plan.ranks, weight)
             samples.append(update.samples)
-        if self.config.aggregate == "models" and samples and not mean.tiers & {FULL, self.tiers[0]}:
+        if aggregate == "models" and samples and not mean.tiers & {FULL, self.tiers[0]}:
             # published code: without a client of the largest tier, the server's own model is one more
             mean.add_server_model(weight_of(self.config, 1.0, sum(samples) // len(samples)))
         weights, unrolled = mean.result()
-        kappa_1, kappa_2 = layer_constants(state.weights, state.factors, mean.ranks, self.config.form)
-        diagnostics = {"kappa_uv": mean.kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
+        diagnostics = self._constants(state, mean.ranks, mean.kappa_uv)
         merged = replace(state, weights=weights, diagnostics=diagnostics, round=round_number)
         if self._setup.optimizer_follows:  # it changes the mean, and then `refresh_derived` decomposes it
             return merged
         return self._decomposed(merged, unrolled)
+
+    def _with_averaged_factors(self, state: FedHMState, updates: Iterable[Update], round_number: int) -> FedHMState:
+        """Return the state with the plain mean of the clients' hybrid networks: nothing is recovered or decomposed."""
+        tier = self.tiers[0]
+        plan = state.plans[tier]
+        mean = self._setup.make_mean(self.weights(state, tier))
+        ranks: list[Mapping[str, int]] = []
+        kappa_uv = 0.0
+        for update in updates:
+            weight = weight_of(self.config, plan.ratio, update.samples)
+            mean.add_all(update, weight, self._setup.classifier, for_ranks(self.config.absent_labels, plan.ranks))
+            both = (update.tensors[f"{layer}.{part}"] for layer in plan.ranks for part in ("u", "v"))
+            kappa_uv = max(kappa_uv, largest_norm(both))
+            ranks.append(plan.ranks)
+        hybrid = mean.result()
+        weights = {name: hybrid.get(name, old) for name, old in state.weights.items()}
+        factors: dict[str, Factors] = {}
+        for layer in plan.ranks:
+            pair = to_matrix_factors(hybrid[f"{layer}.u"], hybrid[f"{layer}.v"])
+            left, right = (factor.contiguous() for factor in pair)
+            factors[layer] = Factors(left, right, product_spectrum(left, right))
+            weights[f"{layer}.weight"] = roll(left @ right, weights[f"{layer}.weight"].shape)
+        diagnostics = self._constants(state, ranks, kappa_uv) | self._energies(weights, factors, state.plans)
+        return replace(state, weights=weights, factors=factors, diagnostics=diagnostics, round=round_number)
+
+    def _constants(self, state: FedHMState, ranks: Sequence[Mapping[str, int]], kappa_uv: float) -> dict[str, float]:
+        """Return the constants of the paper's bound, from the decomposition that the round began with."""
+        kappa_1, kappa_2 = layer_constants(state.weights, state.factors, ranks, self.config.form)
+        return {"kappa_uv": kappa_uv, "kappa_sigma1": kappa_1, "kappa_sigma2": kappa_2}
+
+    def _energies(
+        self, weights: Tensors, factors: Mapping[str, Factors], plans: Mapping[str, TierPlan]
+    ) -> dict[str, float]:
+        smaller = {tier: plans[tier].ranks for tier in self.tiers if tier != FULL}
+        return {f"energy_beyond/{t}": e for t, e in tier_energies(weights, factors, smaller).items()}
 
     def refresh_derived(self, state: FedHMState, before: FedHMState) -> FedHMState:
         return self._decomposed(state, {})
@@ -205,8 +275,7 @@ class FedHM(Method[FedHMState]):
         if self.planner.has_budgets and state.round in {*self.config.replan, self.config.warmup}:
             state, before = replace(state, plans=self.planner.plan(state.weights)), None  # of other ranks
         factors, exact = factorized(state.weights, _ranks(state.plans), self.config.form, unrolled, before)
-        smaller = {tier: state.plans[tier].ranks for tier in self.tiers if tier != FULL}
-        energies = {f"energy_beyond/{t}": e for t, e in tier_energies(state.weights, factors, smaller).items()}
+        energies = self._energies(state.weights, factors, state.plans)
         diagnostics = {**state.diagnostics, "exact_decompositions": exact, **energies}
         return replace(state, factors=factors, diagnostics=diagnostics)
 
@@ -267,9 +336,39 @@ def _ranks(plans: Mapping[str, TierPlan]) -> list[dict[str, int]]:
     return [plan.ranks for plan in plans.values()]
 
 
-# FedHM's names in comparisons: as it is by default, as in the paper, and with one size for all clients.
+# FedHM's names in comparisons: as it is by default, as in the paper, as in published code, and with one size for all
+# clients.
 
-PAPER: Settings = {"aggregate": "models", "start": "whole"}
+PAPER: Settings = {"aggregate": "models", "start": "whole", "absent_labels": "leave-out"}
+PUBLISHED_FACTORS: Settings = {"aggregate": "factors", "absent_labels": "count"}  # FedAvg of one hybrid network
+
+
+def _paper_changes(sizes: Sizes) -> Sequence[Change]:
+    """Return the settings outside [method] that belong to the paper's rule: it does not clip gradients."""
+    return [Change("train", "clip_norm", 0.0)] if sizes.config.train.clip_norm == "auto" else []
+
+
+def _published(sizes: Sizes) -> Settings:
+    """Return the settings of published code. With one tier for all clients, it averages the factors."""
+    dynamic = sizes.config.federation.heterogeneity == "dynamic"
+    weighting = {"weighting": "softmax-inverse" if dynamic else "uniform"}
+    one_tier = len(set(sizes.fedhm["tiers"])) == 1 and not sizes.fedhm["replan"]
+    return {**sizes.fedhm, **PAPER, **weighting, **(PUBLISHED_FACTORS if one_tier else {"absent_labels": "zero"})}
+
+
+def _published_changes(sizes: Sizes) -> Iterator[Change]:
+    """Yield the settings of published code outside [method], as far as the config's model and data have them."""
+    data, model, train = sizes.config.data, sizes.config.model, sizes.config.train
+    yield from _paper_changes(sizes)
+    yield Change("train", "decay_factors", True)
+    if not train.frozen_statistics:
+        yield Change("evaluation", "statistics", "test-batch")
+    if model and model.has_init:
+        yield Change("model", "init", "fan-in")
+    if data and data.partition == "dirichlet":
+        yield Change("data", "partition", "dirichlet-feddf")
+    if data and published_normalisation(data.source):
+        yield Change("data", "normalisation", "published")
 
 
 def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
@@ -284,17 +383,27 @@ def _low_rank(sizes: Sizes, ratio: float | str) -> Settings:
     return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep, **PAPER}
 
 
+def _low_rank_published(sizes: Sizes, ratio: float | str) -> Settings:
+    return {**_low_rank(sizes, ratio), **PUBLISHED_FACTORS}
+
+
+def _ratios(sizes: Sizes) -> Sequence[float]:
+    return sorted(set(sizes.ratios), reverse=True)
+
+
 def _pufferfish(sizes: Sizes) -> Settings:
     return {**_low_rank(sizes, min(sizes.ratios)), "form": "pufferfish", "warmup": max(1, sizes.rounds // 10)}
 
 
 ENTRIES: Sequence[NamedEntry | Family] = [
     NamedEntry("fedhm", lambda sizes: sizes.fedhm),
-    NamedEntry("fedhm-paper", lambda sizes: {**sizes.fedhm, **PAPER}),
-    NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, **PAPER, "aggregate": "updates"}),
+    NamedEntry("fedhm-paper", lambda sizes: {**sizes.fedhm, **PAPER}, _paper_changes),
+    NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, **PAPER, "aggregate": "updates"}, _paper_changes),
+    NamedEntry("fedhm-published", _published, lambda sizes: list(_published_changes(sizes))),
     *(NamedEntry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
     NamedEntry("pufferfish", _pufferfish),
-    Family("lowrank", lambda sizes: sorted(set(sizes.ratios), reverse=True), _low_rank, tier_name),
+    Family("lowrank", _ratios, _low_rank, tier_name),
+    Family("lowrank-published", _ratios, _low_rank_published, tier_name, lambda sizes: list(_published_changes(sizes))),
 ]
 
 ENTRY_POINT = FedHMConfig

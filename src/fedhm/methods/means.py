@@ -25,6 +25,15 @@ from fedhm.networks.exchange import Tensors, upcast_half, upcast_half_dtype
 from fedhm.widths.narrow import ChannelIndices, assignable_indices
 from fedhm.work.messages import Update
 
+# Classifier rows of labels that a client does not hold: the client is left out of their mean, it counts with its rows
+# as they are, or it counts with zeros.
+AbsentLabels = Literal["leave-out", "count", "zero"]
+
+
+def for_ranks(absent_labels: AbsentLabels, ranks: Mapping[str, int]) -> AbsentLabels:
+    """Return the setting for clients of these ranks. As in published code, the full network never counts with zeros."""
+    return "count" if absent_labels == "zero" and not ranks else absent_labels
+
 
 class WeightedMean:
     """Σ αₚ xₚ / Σ αₚ for every tensor by name. A tensor without contributions keeps its old value.
@@ -49,11 +58,31 @@ class WeightedMean:
         self._sum(name).addcmul_(tensor, _per_row(share, tensor))
         self._count(name, share)
 
-    def add_all(self, update: Update, weight: float, classifier: str | None) -> None:
+    def add_all(
+        self,
+        update: Update,
+        weight: float,
+        classifier: str | None,
+        absent_labels: AbsentLabels = "leave-out",
+    ) -> None:
         """Add a whole update."""
         rows = trained_rows(update, classifier)
         for name, tensor in update.tensors.items():
-            self.add(name, tensor, weight, rows if name.rpartition(".")[0] == classifier else None)
+            if name.rpartition(".")[0] == classifier:
+                self.add_classifier(name, tensor, weight, rows, absent_labels)
+            else:
+                self.add(name, tensor, weight)
+
+    def add_classifier(
+        self, name: str, tensor: Tensor, weight: float, rows: Tensor | None, absent_labels: AbsentLabels
+    ) -> None:
+        """Add a tensor of the classifier, of which a client trained the `rows` of its labels; None: all rows."""
+        if rows is None or absent_labels == "count":
+            self.add(name, tensor, weight)
+        elif absent_labels == "zero":
+            self.add(name, tensor * _per_row(rows, tensor), weight)
+        else:
+            self.add(name, tensor, weight, rows)
 
     def add_part(
         self, name: str, tensor: Tensor, weight: float, indices: ChannelIndices, rows: Tensor | None = None
@@ -311,8 +340,9 @@ class RecoveredMean:
         classifier: str | None,
         make_mean: MakeMean = WeightedMean,
         band_speed: float = 1.0,
+        absent_labels: AbsentLabels = "leave-out",
     ) -> None:
-        self._weights, self._factors = weights, factors
+        self._weights, self._factors, self._absent_labels = weights, factors, absent_labels
         self._aggregate, self._form, self._classifier = aggregate, form, classifier
         self._whole = make_mean(weights)
         # a coordinate-wise rule applies to clients that were sent the same network
@@ -342,8 +372,10 @@ class RecoveredMean:
             self.kappa_uv = max(self.kappa_uv, largest_norm((u, v)))
         for name, tensor in update.tensors.items():
             layer, _, part = name.rpartition(".")
-            if part not in ("u", "v") or layer not in plan:
-                mean.add(name, tensor, weight, rows if layer == self._classifier else None)
+            if layer == self._classifier and layer not in plan:
+                mean.add_classifier(name, tensor, weight, rows, for_ranks(self._absent_labels, plan))
+            elif part not in ("u", "v") or layer not in plan:
+                mean.add(name, tensor, weight)
 
     def add_server_model(self, weight: float) -> None:
         """Add the server's own model to the mean, as if a client had returned it unchanged."""

@@ -24,6 +24,8 @@ def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> n
         model, per_token, seed = config.model, config.objective.per_token, derive(config.seed, "model")
         return read_pretrained(model.base, outputs, per_token, seed, model.pooling, model.dropout)
     make = partial(MODELS[config.model.name], num_classes=outputs, in_channels=input_shape[0], width=config.model.width)
+    if config.model.has_init:
+        make = partial(make, init=config.model.init)
     size = f"model.width = {config.model.width:g}"
     if config.model.name == "vit":
         make = partial(make, depth=config.model.depth, patch=config.model.patch, image=_image(input_shape))

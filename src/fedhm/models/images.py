@@ -4,14 +4,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.networks.structure import he_normal
+from fedhm.networks.structure import Init, he_normal
 
 
 class CNN(nn.Module):
     """A small network for demos and tests: three 3×3 convolutions, a hidden layer, a classifier."""
 
-    def __init__(self, num_classes: int, in_channels: int, width: float) -> None:
+    def __init__(self, num_classes: int, in_channels: int, width: float, init: Init = "fan-out") -> None:
         super().__init__()
+        self.init = init
         a, b, c = (max(1, round(channels * width)) for channels in (32, 64, 128))
         self.conv1 = nn.Conv2d(in_channels, a, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(a)
@@ -25,7 +26,7 @@ class CNN(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights of all layers."""
-        he_normal(self)
+        he_normal(self, self.init)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 2)
@@ -35,9 +36,9 @@ class CNN(nn.Module):
         return y
 
 
-def cnn(num_classes: int = 10, in_channels: int = 1, width: float = 1.0) -> CNN:
+def cnn(num_classes: int = 10, in_channels: int = 1, width: float = 1.0, init: Init = "fan-out") -> CNN:
     """Return the small CNN; `width` scales its channels (32, 64, 128)."""
-    return CNN(num_classes, in_channels, width)
+    return CNN(num_classes, in_channels, width, init)
 
 
 class MLP(nn.Module):
@@ -80,8 +81,16 @@ class BasicBlock(nn.Module):
 class ResNet(nn.Module):
     """A ResNet for small images: a 3×3 stem with stride 1, no pooling, four stages of blocks."""
 
-    def __init__(self, blocks: tuple[int, int, int, int], num_classes: int, in_channels: int, width: float) -> None:
+    def __init__(
+        self,
+        blocks: tuple[int, int, int, int],
+        num_classes: int,
+        in_channels: int,
+        width: float,
+        init: Init = "fan-out",
+    ) -> None:
         super().__init__()
+        self.init = init
         channels = [max(1, round(c * width)) for c in (64, 128, 256, 512)]
         self.conv1 = nn.Conv2d(in_channels, channels[0], 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels[0])
@@ -94,7 +103,7 @@ class ResNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights of all layers."""
-        he_normal(self)
+        he_normal(self, self.init)
 
     @staticmethod
     def _stage(inputs: int, outputs: int, blocks: int, stride: int) -> nn.Sequential:
@@ -108,19 +117,19 @@ class ResNet(nn.Module):
         return y
 
 
-def resnet10(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> ResNet:
+def resnet10(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, init: Init = "fan-out") -> ResNet:
     """Return a ResNet-10, with one block a stage; `width` scales every stage's channels (64, 128, 256, 512)."""
-    return ResNet((1, 1, 1, 1), num_classes, in_channels, width)
+    return ResNet((1, 1, 1, 1), num_classes, in_channels, width, init)
 
 
-def resnet18(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> ResNet:
+def resnet18(num_classes: int = 10, in_channels: int = 3, width: float = 1.0, init: Init = "fan-out") -> ResNet:
     """Return a ResNet-18; `width` scales every stage's channels (64, 128, 256, 512)."""
-    return ResNet((2, 2, 2, 2), num_classes, in_channels, width)
+    return ResNet((2, 2, 2, 2), num_classes, in_channels, width, init)
 
 
-def resnet34(num_classes: int = 100, in_channels: int = 3, width: float = 1.0) -> ResNet:
+def resnet34(num_classes: int = 100, in_channels: int = 3, width: float = 1.0, init: Init = "fan-out") -> ResNet:
     """Return a ResNet-34; `width` scales every stage's channels (64, 128, 256, 512)."""
-    return ResNet((3, 4, 6, 3), num_classes, in_channels, width)
+    return ResNet((3, 4, 6, 3), num_classes, in_channels, width, init)
 
 
 HEADS = 4

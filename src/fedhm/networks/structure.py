@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from fractions import Fraction
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -205,15 +205,23 @@ def heaviest_in_training(network: nn.Module) -> nn.Module:
     return network.heaviest_in_training if isinstance(network, TrainsSeveral) else network
 
 
-def he_normal(network: nn.Module) -> None:
-    """Draw the weights of convolutions from N(0, 2 / (outputs · kernel size)), and leave other weights unchanged.
+Init = Literal["fan-out", "fan-in"]
+
+
+def he_normal(network: nn.Module, init: Init = "fan-out") -> None:
+    """Draw weights by He's rule, and leave all others unchanged.
+
+    fan-out  the weights of convolutions, from N(0, 2 / (outputs · kernel size))
+    fan-in   the weights of convolutions and Linear layers, from N(0, 2 / (inputs · kernel size))
 
     Torch's own weights are √6 times smaller. The gradient of a factor grows with the other factor, so smaller factors
     learn more slowly at first.
     """
+    drawn = _ConvNd if init == "fan-out" else (_ConvNd, nn.Linear)
     for layer in network.modules():
-        if isinstance(layer, _ConvNd):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        if isinstance(layer, drawn):
+            mode: Literal["fan_in", "fan_out"] = "fan_out" if init == "fan-out" else "fan_in"
+            nn.init.kaiming_normal_(layer.weight, mode=mode, nonlinearity="relu")
 
 
 def reinitialise(network: nn.Module) -> nn.Module:

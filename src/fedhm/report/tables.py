@@ -173,7 +173,7 @@ def size_table(name: str, config: Config, model: nn.Module, method: AnyMethod, s
         cost, adapter = measure(network, shape), describe_adapter(network)
         tasks = work.tasks(tier)
         down, up = _bytes_down_and_up(
-            method, tasks, config.evaluation.static_from == 0 and not config.train.frozen_statistics
+            method, tasks, config.evaluation.gathers_after == 0 and not config.train.frozen_statistics
         )
         rows.append(
             {
@@ -234,17 +234,21 @@ def _size_without(tensors: Tensors, left_out: set[str]) -> int:
 
 WHICH = ("run", "method", "round", "tier")
 COSTS = ("parameters", "MACs/sample", "bytes/round")
+BEST = "best"
 WIDE = 110  # characters that a table of several runs takes
 
 
 def run_sheet(runs: Sequence[Run]) -> Sheet:
     """Return a row for each run and tier. A single run is named in the title instead.
 
-    Bytes per round are of one client of the tier, down and up. Metrics are those of the last evaluated round.
+    Bytes per round are of one client of the tier, down and up. Metrics are those of the last evaluated round, and
+    `best` is the headline metric of the best one.
     """
     metrics = metric_names(runs)
-    groups = [_tier_rows(run, metrics) for run in runs]
-    whole = Sheet([*WHICH, *COSTS, *metrics], groups, left=len(WHICH), note=run_caption(runs), numbers=("round",))
+    place = _best_column(runs, metrics)
+    groups = [_tier_rows(run, metrics, place) for run in runs]
+    columns = [*WHICH, *COSTS, *metrics[:place], BEST, *metrics[place:]]
+    whole = Sheet(columns, groups, left=len(WHICH), note=run_caption(runs), numbers=("round",))
     if len(runs) > 1:
         return whole
     name, method, last = groups[0][0][:3]
@@ -257,7 +261,12 @@ def metric_names(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(metric.name for run in runs for metric in run.config.objective.metrics))
 
 
-def _tier_rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
+def _best_column(runs: Sequence[Run], metrics: Sequence[str]) -> int:
+    """Return the place of `best` among the metrics: after the headline, or last if runs have several headlines."""
+    return 1 if len({run.config.objective.headline.name for run in runs}) == 1 else len(metrics)
+
+
+def _tier_rows(run: Run, metrics: Sequence[str], place: int) -> list[list[str]]:
     last = run.evaluated[-1]
     which = (run.name, run.config.method.name, f"{last.round}/{run.config.train.rounds}")
     rows: list[list[str]] = []
@@ -266,13 +275,19 @@ def _tier_rows(run: Run, metrics: Sequence[str]) -> list[list[str]]:
         costs = (f"{cost.parameters:,}", format_macs(cost.macs), format_bytes(run.bytes_per_client(tier)))
         of_tier = last.metrics[tier]
         shown = {m.name: m.shown(of_tier[m.name]) for m in run.config.objective.metrics if m.name in of_tier}
-        rows.append([*which, tier, *costs, *(shown.get(name, "") for name in metrics)])
+        headline = run.config.objective.headline
+        best = headline.best(record.metrics[tier][headline.name] for record in run.evaluated)
+        values = [shown.get(name, "") for name in metrics]
+        rows.append([*which, tier, *costs, *values[:place], headline.shown(best), *values[place:]])
     return rows
 
 
 def run_caption(runs: Sequence[Run]) -> str:
     """Return a note with what the columns leave out."""
-    text = "bytes/round: one client's training, down and up."
+    text = (
+        "bytes/round: one client's training, down and up. best: the run's first metric in each tier's best round, "
+        "which was chosen by that metric and is optimistic."
+    )
     for run in runs:
         whose = f" of {run.name}" if len(runs) > 1 else ""
         if run.evaluated_at_clients:

@@ -160,7 +160,11 @@ class Evaluation:
                     p.tier,
                     spec,
                     weights[tier],
-                    options=replace(self.method.training_options(state, p.tier), batch=self.config.evaluation.batch),
+                    options=replace(
+                        self.method.training_options(state, p.tier),
+                        batch=self.config.evaluation.batch,
+                        test_batch_statistics=self.config.evaluation.statistics == "test-batch",
+                    ),
                 )
                 for spec, tier in specs.items()
                 for p in chosen

@@ -85,8 +85,8 @@ class TaskFacts:
 
     def static(self, round_number: int) -> bool:
         """Tell whether BatchNorm statistics are gathered for the evaluation: then running averages need not travel."""
-        start = self._config.evaluation.static_from
-        return start != "never" and round_number > start and not self._config.train.frozen_statistics
+        start = self._config.evaluation.gathers_after
+        return start is not None and round_number > start and not self._config.train.frozen_statistics
 
     def travels(self, task: Task) -> Task:
         """Return a task without running averages, where these travel only to be evaluated with."""

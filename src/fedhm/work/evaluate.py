@@ -5,6 +5,7 @@ The sums of several clients add up to the sums over their joint samples, so pool
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import reduce
 from operator import add
 from warnings import warn
@@ -17,6 +18,7 @@ from fedhm.config.schema import Config, TrainConfig
 from fedhm.data.samples import Feed
 from fedhm.errors import FedhmWarning
 from fedhm.machine.device import CPU
+from fedhm.networks.batchnorm import normalise_by_batch
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import forward_batch
 from fedhm.networks.reuse import PreparedNetwork
@@ -41,7 +43,8 @@ class Evaluate:
         assert client.tests is not None
         feed = Feed(client.tests, client.preprocessing, client.networks.device)
         batch = inference_batch(task.options.batch, client.train, task)
-        return WorkResult(sums_over(ready.network, feed, batch, client.objective))
+        by_batch = task.options.test_batch_statistics
+        return WorkResult(sums_over(ready.network, feed, batch, client.objective, test_batch_statistics=by_batch))
 
     @torch.no_grad()
     def expected(self, network: nn.Module, example: Example) -> Tensors:
@@ -67,10 +70,12 @@ class Evaluate:
         return samples
 
 
-def evaluate(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Metrics:
+def evaluate(
+    network: nn.Module, feed: Feed, batch: int, objective: Objective, *, test_batch_statistics: bool = False
+) -> Metrics:
     """Return the objective's metrics over all samples of the feed."""
     network.to(feed.device)
-    sums = sums_over(network, feed, batch, objective)
+    sums = sums_over(network, feed, batch, objective, test_batch_statistics=test_batch_statistics)
     network.to(CPU)
     return objective.results(sums, len(feed.samples))
 
@@ -78,7 +83,11 @@ def evaluate(network: nn.Module, feed: Feed, batch: int, objective: Objective) -
 def evaluate_tiers(networks: Mapping[str, nn.Module], feed: Feed, config: Config, after: int) -> dict[str, Metrics]:
     """Return the metrics of every tier's network after a round, with a warning if some are NaN or infinite."""
     batch, objective = config.evaluation.batch, config.objective
-    found = {tier: evaluate(network, feed, batch, objective) for tier, network in networks.items()}
+    by_batch = config.evaluation.statistics == "test-batch"
+    found = {
+        tier: evaluate(network, feed, batch, objective, test_batch_statistics=by_batch)
+        for tier, network in networks.items()
+    }
     if lost := [tier for tier, metrics in found.items() if no_numbers(metrics)]:
         warn_of(after, lost[0], f"{config.evaluated_on} samples")
     return found
@@ -100,13 +109,19 @@ def warn_of(after: int, tier: str, samples: str) -> None:
 
 
 @torch.no_grad()
-def sums_over(network: nn.Module, feed: Feed, batch: int, objective: Objective) -> Tensors:
-    """Return the objective's sums over all samples of the feed. The network must be on the feed's device."""
+def sums_over(
+    network: nn.Module, feed: Feed, batch: int, objective: Objective, *, test_batch_statistics: bool = False
+) -> Tensors:
+    """Return the objective's sums over all samples of the feed. The network must be on the feed's device.
+
+    test_batch_statistics  BatchNorm layers normalise by each batch's own mean and variance, and store neither
+    """
     network.eval()
     found: dict[str, list[Tensor]] = {}  # by batch; summed at the end, so that no batch waits for its result
-    for inputs, targets in feed.ordered(batch):
-        for name, value in objective.sums(forward_batch(network, inputs), targets).items():
-            found.setdefault(name, []).append(value)
+    with normalise_by_batch(network) if test_batch_statistics else nullcontext():
+        for inputs, targets in feed.ordered(batch):
+            for name, value in objective.sums(forward_batch(network, inputs), targets).items():
+                found.setdefault(name, []).append(value)
     return {name: reduce(add, torch.stack(values).cpu().double()) for name, values in found.items()}
 
 

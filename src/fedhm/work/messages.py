@@ -23,6 +23,7 @@ class TaskOptions:
     micro_batch: int | None = None  # train: of a tier that is a budget of memory; None: as the settings say
     checkpointing: bool | None = None  # train: likewise
     batch: int = 0  # evaluate: how many samples run together
+    test_batch_statistics: bool = False  # evaluate: BatchNorm layers normalise by the statistics of each batch
     digest_epochs: int = 0  # distil: passes over the public samples, towards the consensus
     digest_lr: float = 0.0
     kept_rank: int = 0  # prune: the rank of an adapter after its last directions are pruned

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedhm.config.schema import DataConfig
+from fedhm.data.federation import Federation, load_federation
 from fedhm.data.images import CIFAR10, CIFAR100, Layout, holds_cifar10, read_cifar10, read_cifar100
-from fedhm.data.samples import Samples, Source
+from fedhm.data.samples import Feed, Samples, Source
 from fedhm.errors import FedhmError
 
 LAYOUTS = [
@@ -168,3 +170,36 @@ def test_damaged_and_hostile_archives_are_one_sentence(content: bytes, sentence:
     with pytest.raises(FedhmError, match=sentence) as error:
         read_cifar10(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("source", "layout"), [("cifar10", CIFAR10), ("cifar100", CIFAR100)])
+@pytest.mark.parametrize("downscale", [1, 2])
+def test_images_are_normalised_by_the_published_numbers_on_request(
+    source: str, layout: Layout, downscale: int, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / layout.folder, contents(layout))
+
+    def read(normalisation: str) -> Federation:
+        settings = {"source": source, "folder": tmp_path, "normalisation": normalisation, "downscale": downscale}
+        return load_federation(DataConfig.model_validate(settings), clients=2, seed=0)
+
+    measured, published = read("measured"), read("published")
+    assert published.preprocessing.mean == pytest.approx(layout.mean, abs=5e-4)  # rounded in another way
+    expected = {"cifar10": (0.2023, 0.1994, 0.2010), "cifar100": (0.2675, 0.2565, 0.2761)}[source]
+    assert published.preprocessing.std == expected
+    assert measured.preprocessing != published.preprocessing
+    assert torch.equal(measured.clients[0].tensor, published.clients[0].tensor)
+    inputs, _ = Feed(published.clients[0], published.preprocessing).one()
+    pixels = published.clients[0].tensor[: len(inputs)].float() / 255
+    mean, std = (
+        torch.tensor(values)[:, None, None] for values in (published.preprocessing.mean, published.preprocessing.std)
+    )
+    torch.testing.assert_close(inputs, (pixels - mean) / std)
+
+
+def test_a_data_set_without_published_numbers_is_refused_before_it_is_read() -> None:
+    config = DataConfig(source="fashion-mnist", normalisation="published")
+    with pytest.raises(
+        FedhmError, match=r"for data sets of .*, cifar10, cifar100, tinyimagenet: set 'measured' for fashi"
+    ):
+        load_federation(config, clients=2, seed=0)

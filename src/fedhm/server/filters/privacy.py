@@ -109,7 +109,7 @@ def _problems(config: ResolvedConfig, federation: Federation, normalised: bool) 
         yield f"server.robust = '{robust}' judges an update by those of other clients: set it to 'none'"
     if train.masked_loss and config.objective.has_labels:
         yield "train.masked_loss = true averages a label's row over the clients that hold the label: set it to false"
-    if normalised and config.evaluation.static_from != "never":
+    if normalised and config.evaluation.gathers_after is not None:
         yield (
             "BatchNorm statistics are gathered at clients without noise: set evaluation.static_from = 'never', so that "
             "running averages are part of the bounded change, or train.frozen_statistics = true"
