@@ -58,7 +58,7 @@ def test_published_declares_only_what_the_model_and_the_data_have() -> None:
         config = load_config("digits", changes)
         return {change.name for change in named("fedhm-published", config=config)["fedhm-published"].declared}
 
-    assert names() == {"train.decay_factors", "evaluation.statistics", "model.init"}
+    assert names() == {"train.clip_norm", "train.decay_factors", "evaluation.statistics", "model.init"}
     assert names("model.name=vit", "model.patch=4") == {"train.decay_factors", "evaluation.statistics"}
     assert names("train.frozen_statistics=true") == {"train.decay_factors", "model.init"}
     # what the config says for all entries is no difference
