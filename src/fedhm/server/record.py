@@ -157,7 +157,7 @@ class Traffic:
     answers: int = 0  # tasks whose update was admitted
     down: int = 0  # bytes, server → clients: as the engine counted them, otherwise those of the tensors
     up: int = 0
-    macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
+    macs: int = 0  # of training: MACs per sample × samples, each as often as it is trained on, as the paper counts
     loss: float = 0.0  # of training, mean over the answers
 
 
