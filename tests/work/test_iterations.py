@@ -118,4 +118,3 @@ def test_records_and_simulated_time_follow() -> None:
 def test_a_probe_measures_one_epoch() -> None:
     config = small_config(train={"iterations": 7}).resolved()
     assert steps_in_round(with_mode(config, TrainingMode()).train, 4 * config.train.batch) == 4
-

@@ -451,6 +451,7 @@ class EvaluationConfig(Section):
     static_from: Annotated[int, Field(ge=0)] | Literal["never"] = 0
     batch: Positive = 128
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the clients with test samples that evaluate
+    diagnostics: Literal["basic", "theory"] = "basic"  # theory: the terms of FedHM's convergence bound in every round
 
 
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
