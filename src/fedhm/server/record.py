@@ -177,7 +177,7 @@ class Record:
     participants: list[Participant] = field(default_factory=list)  # of the attempt that counted
     metrics: dict[str, Metrics] = field(default_factory=dict)  # by tier; empty if the round was not evaluated
     traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier
-    statistics: Traffic = field(default_factory=Traffic)  # for gathering BatchNorm statistics
+    statistics: Traffic = field(default_factory=Traffic)  # for gathering BatchNorm statistics and gradients
     diagnostics: dict[str, float] = field(default_factory=dict)
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
     # How far each client moved, by part of the updates, tier and client. The bounds of later rounds follow from it.
