@@ -28,7 +28,7 @@ from fedhm.work.client import Client
 from fedhm.work.measures import squared_norm
 from fedhm.work.messages import Task, Update
 from fedhm.work.train import task_train_config
-from fedhm.work.work import LARGEST_LOSS, LARGEST_MEAN, Example, Expected, WorkResult, validate_bounds
+from fedhm.work.work import LARGEST_MEAN, Example, Expected, WorkResult, validate_bounds
 
 GRADIENT = "gradient"  # the kind of work, and before a parameter's name: its gradient
 BATCHES, VARIANCE = "batches", "variance"  # k and the variance, which is 0 for k < 2
@@ -88,7 +88,7 @@ class Gradient:
         return gradients | {name: torch.zeros((), dtype=torch.float64) for name in (BATCHES, VARIANCE)}
 
     def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
-        bounds = {BATCHES: (0.0, float(task.options.batch)), VARIANCE: (0.0, LARGEST_LOSS)}
+        bounds = {BATCHES: (0.0, float(task.options.batch)), VARIANCE: (0.0, LARGEST_MEAN**2)}
         for name, tensor in update.tensors.items():
             if reason := validate_bounds(name, tensor, *bounds.get(name, (-LARGEST_MEAN, LARGEST_MEAN))):
                 return reason
