@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from torch import nn
 from conftest import small_config, small_model
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
+from fedhm.data.samples import Feed
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
+from fedhm.networks.exchange import load
 from fedhm.runs.history import Result
 from fedhm.server.collect import in_task_order
+from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update
+from fedhm.work.statistics import pool
 
 
 def same(first: Result, second: Result) -> bool:
@@ -96,11 +101,51 @@ def test_records_tell_what_was_sent_computed_and_measured(federation: Federation
 
 
 def test_running_averages_are_used_until_statistics_are_gathered(federation: Federation) -> None:
-    result = run(federation, evaluation={"static_from": 1}, train={"nested": 0})
-    first, second = result.records
-    assert first.statistics.clients == 0
-    assert second.statistics.clients == 16
-    assert all(first.traffic[t].down == first.traffic[t].clients * result.costs[t].bytes for t in first.traffic)
+    """At the switch: round `static_from` is evaluated with running averages, the next one with gathered statistics."""
+    switch = 2
+    config = small_config(
+        evaluation={"static_from": switch}, train={"rounds": 4, "nested": 0}, federation={"participation": 1.0}
+    )
+    experiment = assemble(small_model(), federation, config)
+    states, gathered = [], []
+    merge, run_tasks = experiment.method.merge, experiment.engine.run
+
+    def remember(state: Any, updates: Any, round_number: int) -> Any:
+        states.append(merge(state, updates, round_number))
+        return states[-1]
+
+    class Watching:
+        def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
+            for reply in run_tasks(tasks):
+                if isinstance(reply, Update) and reply.kind == "statistics":
+                    gathered.append(reply)
+                yield reply
+
+        def close(self) -> None: ...
+
+    experiment.method.merge = remember  # type: ignore[method-assign]
+    experiment.engine = Watching()
+    result = experiment.run()
+    test = Feed(federation.test, federation.preprocessing)  # type: ignore[arg-type]
+    for record, state in zip(result.records, states, strict=True):
+        static = record.round > switch
+        assert (record.statistics.clients, record.statistics.down > 0) == ((32, True) if static else (0, False))
+        pooled = {
+            tier: pool(u.tensors for u in gathered if u.round == record.round and u.network.tier == tier)
+            for tier in result.costs
+        }
+        assert all(bool(found) == static for found in pooled.values())
+        weights = {tier: experiment.method.weights(state, tier) for tier in result.costs}
+        for tier, traffic in record.traffic.items():  # running averages travel as long as they are used
+            at_home = 4 * 2 * (8 + 16) if static else 0
+            assert traffic.down == traffic.up == traffic.clients * (result.costs[tier].bytes - at_home)
+        for tier, own in weights.items():
+            network = load(experiment.method.network(experiment.method.spec(tier)), {**own, **pooled[tier]})
+            batch, objective = config.evaluation.batch, config.objective
+            assert record.metrics[tier] == evaluate(network, test, batch, objective)
+            if static:  # the weights of the round with running averages give other metrics
+                stale = load(experiment.method.network(experiment.method.spec(tier)), own)
+                assert record.metrics[tier] != evaluate(stale, test, batch, objective)
     never = run(federation, evaluation={"static_from": "never"})
     assert all(record.statistics.clients == 0 for record in never.records)
 

@@ -152,8 +152,9 @@ def assemble(
             "(data.client_test = 0.2 in a config, client_test=0.2 in Python)"
         )
     secret = Secret()
-    filters = round_filters(settings, model, method, federation, facts, secret, clients_test=bool(holders))
     networks = NetworkPool(method.network, device, settings.engine.compile)
+    engine = engine or _own_engine(settings, federation, networks, public, secret)
+    filters = round_filters(settings, model, method, federation, facts, secret, engine.run, clients_test=bool(holders))
     return Experiment(
         config=settings,
         method=method,
@@ -163,7 +164,7 @@ def assemble(
         filters=filters,
         evaluation=Evaluation(settings, method, facts, filters.admission, federation.size, test, holders),
         early_stopping=EarlyStopping(settings.stop, settings.objective.headline, method.tiers, at_clients=test is None),
-        engine=engine or _own_engine(settings, federation, networks, public, secret),
+        engine=engine,
         watchers=[*watchers, *trackers(settings.tracking)],
     )
 

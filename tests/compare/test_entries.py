@@ -59,10 +59,12 @@ def test_published_declares_only_what_the_model_and_the_data_have() -> None:
         return {change.name for change in named("fedhm-published", config=config)["fedhm-published"].declared}
 
     assert names() == {"train.clip_norm", "train.decay_factors", "evaluation.statistics", "model.init"}
-    assert names("model.name=vit", "model.patch=4") == {"train.decay_factors", "evaluation.statistics"}
-    assert names("train.frozen_statistics=true") == {"train.decay_factors", "model.init"}
+    assert names("model.name=vit", "model.patch=4") == {
+        *("train.clip_norm", "train.decay_factors", "evaluation.statistics"),
+    }
+    assert names("train.frozen_statistics=true") == {"train.clip_norm", "train.decay_factors", "model.init"}
     # what the config says for all entries is no difference
-    assert names("train.decay_factors=true", "model.init=fan-in") == {"evaluation.statistics"}
+    assert names("train.decay_factors=true", "model.init=fan-in", "train.clip_norm=2") == {"evaluation.statistics"}
 
 
 def test_with_one_tier_the_published_code_averages_factors() -> None:

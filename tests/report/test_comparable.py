@@ -28,6 +28,7 @@ def test_the_same_settings_and_other_methods_are_comparable() -> None:
     [
         ({"train": {"rounds": 3}}, "a has train.rounds = 2, b has 3"),
         ({"train": {"epochs": 5}}, "a has train.epochs = 1, b has 5"),
+        ({"train": {"iterations": 4}}, "a has train.iterations = 0, b has 4"),
         ({"train": {"batch": 16}}, "a has train.batch = 8, b has 16"),
         ({"train": {"lr": 0.1}}, "a has train.lr = 0.05, b has 0.1"),
         ({"train": {"milestones": [1]}}, "a has train.milestones = [], b has [1]"),
@@ -43,6 +44,11 @@ def test_the_same_settings_and_other_methods_are_comparable() -> None:
 )  # fmt: skip
 def test_other_budgets_are_named(changes: dict[str, Any], sentence: str) -> None:
     assert find_difference([made_run("a", SIZES, DONE), made_run("b", SIZES, DONE, **changes)]) == sentence
+
+
+def test_epochs_do_not_count_beside_iterations() -> None:
+    runs = [made_run(name, SIZES, DONE, train={"iterations": 4, "epochs": n}) for name, n in (("a", 1), ("b", 2))]
+    assert find_difference(runs) is None
 
 
 @pytest.mark.parametrize(

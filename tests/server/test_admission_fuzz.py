@@ -15,7 +15,7 @@ from fedhm.data.federation import Federation
 from fedhm.experiment import Experiment
 from fedhm.server.collect import in_task_order
 from fedhm.server.filters.admission import reason_to_refuse
-from fedhm.work.messages import Failure, Participant, Reply, Task, Update
+from fedhm.work.messages import Failure, Participant, Reply, Task, TaskOptions, Update
 
 Damage = Callable[[Update, random.Random], dict[str, Any]]
 NOT_NUMBERS = (float("nan"), float("inf"), float("-inf"))
@@ -85,7 +85,7 @@ def other_tensors(update: Update, rng: random.Random) -> dict[str, Any]:
 
 
 def another_value(update: Update, rng: random.Random) -> dict[str, Any]:
-    name = rng.choice(["kind", "round", "client", "tier", "network", "samples", "loss", "labels", "kept"])
+    name = rng.choice(["kind", "round", "client", "tier", "network", "samples", "loss", "labels", "kept", "measured"])
     fine = getattr(update, name)
     wrong = [odd for odd in ODD if type(odd) is not type(fine) or (name != "loss" and odd != fine)]
     return {name: rng.choice(wrong + [float("nan")] * (name == "loss"))}
@@ -123,7 +123,23 @@ def test_none_of_thousands_is_let_in(federation: Federation, method: str) -> Non
     everybody = [Participant(client, levels[client % len(levels)]) for client in range(8)]
     weights = {tier: experiment.method.weights(state, tier) for tier in experiment.method.tiers}
     tasks = [
-        *experiment.method.tasks(state, everybody, 1),
+        *(
+            replace(task, options=replace(task.options, measure=method == "fedhm"))
+            for task in experiment.method.tasks(state, everybody, 1)
+        ),
+        *(
+            Task(
+                "gradient",
+                2,
+                p.client,
+                p.tier,
+                experiment.method.spec(p.tier),
+                weights[p.tier],
+                options=TaskOptions(batch=16),
+            )
+            for p in everybody
+            if method == "fedhm"
+        ),
         *(Task("statistics", 2, p.client, p.tier, experiment.method.spec(p.tier), weights[p.tier]) for p in everybody),
     ]
     replies = list(experiment.engine.run(tasks))

@@ -19,7 +19,7 @@ from fedhm.server.round import RoundFilters
 from fedhm.server.state import flatten
 from fedhm.work.messages import Participant, Task, Update
 
-ORDER = ["fleet", "admission", "defence", "privacy", "optimizer", "own 1", "own 2"]
+ORDER = ["fleet", "admission", "defence", "privacy", "optimizer", "own 1", "own 2", "theory"]
 
 
 class Recorder(RoundFilter):
@@ -84,6 +84,9 @@ def test_the_filters_of_a_round_have_one_order(federation: Federation) -> None:
     ordered = [filters.fleet, filters.admission, filters.defence, filters.privacy, filters.optimizer, *own]
     assert list(replace(filters, own=own)) == ordered
     assert list(replace(filters, fleet=None, privacy=None)) == [filters.admission, filters.defence, filters.optimizer]
+    theory = assemble(small_model(), federation, small_config(evaluation={"diagnostics": "theory"})).filters.theory
+    assert theory
+    assert list(replace(filters, own=own, theory=theory)) == [*ordered, theory]
 
 
 def test_a_round_calls_the_hooks_of_all_filters_in_their_order(federation: Federation) -> None:

@@ -181,4 +181,4 @@ def test_following_scores_brings_a_network_to_them() -> None:
 
 
 def test_every_kind_of_task_has_a_short_name_for_the_bar() -> None:
-    assert {work_of(kind).short for kind in known("work")} == {"train", "BN", "distil", "eval"}
+    assert {work_of(kind).short for kind in known("work")} == {"train", "BN", "grad", "distil", "eval"}

@@ -35,6 +35,7 @@ options = st.builds(
     TaskOptions,
     micro_batch=st.none() | st.integers(0, 64),
     checkpointing=st.none() | st.booleans(),
+    measure=st.booleans(),
     batch=st.integers(0, 512),
     digest_epochs=st.integers(0, 9),
     digest_lr=numbers,
@@ -56,6 +57,7 @@ def test_a_task_comes_back_with_all_its_options(given_options: TaskOptions) -> N
 OTHER_OPTIONS = {
     "micro_batch": 0,
     "checkpointing": False,
+    "measure": True,
     "batch": 5,
     "test_batch_statistics": True,
     "digest_epochs": 2,

@@ -35,6 +35,7 @@ from fedhm.networks.reuse import NetworkPool
 from fedhm.networks.spec import NetworkSpec
 from fedhm.server.filters.fleet import TierWork
 from fedhm.work.messages import Task
+from fedhm.work.work import steps_in_round
 
 # Other processes make a step slower, never faster: so STEPS steps are timed together, TIMES times, and the fastest
 # counts.
@@ -47,7 +48,7 @@ def mode_of(train: TrainConfig) -> TrainingMode:
 
 def with_mode(config: ResolvedConfig, mode: TrainingMode) -> ResolvedConfig:
     """Return the settings for one epoch in this mode."""
-    how = {"epochs": 1, "micro_batch": mode.micro_batch}
+    how = {"epochs": 1, "iterations": 0, "micro_batch": mode.micro_batch}
     if bool(config.train.checkpointing) != mode.checkpointing:
         how["checkpointing"] = mode.checkpointing
     return config.model_copy(update={"train": config.train.model_copy(update=how)})
@@ -105,7 +106,8 @@ def measure_here(config: ResolvedConfig, network: dict[str, Any]) -> dict[str, f
 
     train(2)  # torch loads libraries at their first use
     before = _reset_peak()
-    seconds = min(train(STEPS * config.train.batch) for _ in range(TIMES)) / (STEPS * config.train.epochs)
+    samples = STEPS * config.train.batch
+    seconds = min(train(samples) for _ in range(TIMES)) / steps_in_round(config.train, samples)
     peak = _status("VmHWM")
     return {"seconds": seconds, "memory": max(0, peak - before) if before and peak else 0}
 

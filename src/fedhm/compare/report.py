@@ -147,10 +147,11 @@ class ComparisonReport:
         def setting(key: str) -> str:
             return "tuned" if f"train.{key}" in self._tuned_keys else f"{getattr(config.train, key):g}"
 
+        local = "iterations" if config.train.iterations else "epochs"
         return (
             f"{model}{data}{federation.clients} clients, of which {share} take part in a round"
             f"{f', with {tiers} tiers' if tiers else ''}; {config.train.rounds} rounds; "
-            f"local epochs {setting('epochs')}, batch {setting('batch')}, learning rate {setting('lr')}; seeds {seeds}."
+            f"local {local} {setting(local)}, batch {setting('batch')}, learning rate {setting('lr')}; seeds {seeds}."
         )
 
     @property

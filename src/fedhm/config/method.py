@@ -118,6 +118,7 @@ class MethodConfig(Section, ABC):
     name: str
     needs_public: ClassVar[bool] = False  # it needs public samples
     by_coordinate: ClassVar[bool] = False  # its mean may be replaced by server.robust = "median"
+    analysed: ClassVar[bool] = False  # evaluation.diagnostics = "theory" is about it
 
     @abstractmethod
     def build(self, model: nn.Module, setup: Any) -> Any:

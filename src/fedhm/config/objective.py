@@ -97,6 +97,7 @@ class Objective(Section, ABC):
     metrics: ClassVar[tuple[Metric, ...]]  # the headline first
     has_labels: ClassVar[bool] = False  # targets are class numbers, of which a client may lack some
     per_token: ClassVar[bool] = False  # every token has a target, and the outputs are those of the base model
+    lowest_loss: ClassVar[float | None] = None  # a bound that no loss is below, if one is known
     # the least and the most that one sample can add to each sum, if known: it bounds the lies of a client
     sum_bounds: ClassVar[Mapping[str, tuple[float, float]]] = {}
 

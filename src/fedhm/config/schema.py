@@ -244,6 +244,7 @@ class TrainConfig(Section):
 
     rounds: Positive = 20
     epochs: Positive = 1
+    iterations: Annotated[int, Field(ge=0)] = 0  # local steps of a round, in place of epochs; 0: epochs count
     batch: Positive = 64
     # samples that go through the network together, for a step on the whole batch: less memory; 0: the whole batch
     micro_batch: Annotated[int, Field(ge=0)] = 0
@@ -472,6 +473,7 @@ class EvaluationConfig(Section):
     statistics: Literal["stored", "test-batch"] = "stored"
     batch: Positive = 128
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the clients with test samples that evaluate
+    diagnostics: Literal["basic", "theory"] = "basic"  # theory: the terms of FedHM's convergence bound in every round
 
     @property
     def gathers_after(self) -> int | None:

@@ -55,6 +55,7 @@ from fedhm.work.nested import BASIS
 
 class FedHMConfig(MethodConfig):
     by_coordinate: ClassVar[bool] = True
+    analysed: ClassVar[bool] = True
     name: Literal["fedhm"] = "fedhm"
     tiers: Tiers = (1.0, 1 / 2, 1 / 4, 1 / 8)  # or budgets: "memory:128MB"; one listed twice has two shares
     replan: tuple[Positive, ...] = ()  # of budgets: rounds after which the spectrum decides on ranks again

@@ -54,6 +54,12 @@ def split_batches(order: Tensor, size: int) -> list[Tensor]:
     return parts
 
 
+def count_batches(samples: int, size: int) -> int:
+    """Return into how many batches `split_batches` splits samples."""
+    parts = -(-samples // size)
+    return parts - 1 if parts > 1 and samples - (parts - 1) * size == 1 else parts
+
+
 @torch.no_grad()
 def _scale(trained: Sequence[nn.Parameter], share: float) -> None:
     if share != 1:

@@ -23,6 +23,7 @@ class CausalLM(Objective):
     name: Literal["causal_lm"] = "causal_lm"
     metrics: ClassVar = (Metric("perplexity", more_is_better=False), Metric("loss", more_is_better=False))
     per_token: ClassVar = True
+    lowest_loss: ClassVar[float | None] = 0.0
 
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
         return given.long()

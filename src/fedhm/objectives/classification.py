@@ -17,6 +17,7 @@ class Classification(Objective):
     name: Literal["classification"] = "classification"
     metrics: ClassVar[tuple[Metric, ...]] = (Metric("accuracy", percent=True), Metric("loss", more_is_better=False))
     has_labels: ClassVar = True
+    lowest_loss: ClassVar[float | None] = 0.0
     sum_bounds: ClassVar = {"correct": (0.0, 1.0), "loss": (0.0, 3e6)}  # of outputs within ±1e6
 
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ GRIDS = (2.0**40, 2.0**14, 2.0**-12, 2.0**-38, 2.0**-64)
 class Regression(Objective):
     name: Literal["regression"] = "regression"
     metrics: ClassVar = (Metric("r2"), Metric("mse", more_is_better=False))
+    lowest_loss: ClassVar[float | None] = 0.0
     # the part 2ab of a square may be negative, but only in its lower half of digits
     sum_bounds: ClassVar = {"errors": (0.0, 1e20), "targets": (-1e10, 1e10), "squares": (-2e13, 1e20)}
 

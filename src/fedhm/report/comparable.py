@@ -12,7 +12,10 @@ MUST_AGREE = {
     "data": tuple(key for key in DataConfig.model_fields if key != "folder"),
     "model": tuple(ModelConfig.model_fields),
     "federation": ("clients", "participation", "heterogeneity", "devices"),
-    "train": ("rounds", "epochs", "batch", "lr", "milestones", "lr_decay", "optimizer", "momentum", "weight_decay"),
+    "train": (
+        *("rounds", "iterations", "epochs", "batch", "lr", "milestones", "lr_decay"),
+        *("optimizer", "momentum", "weight_decay"),
+    ),
     "server": ("optimizer", "lr", "momentum", "betas", "tau"),
     "evaluation": ("static_from", "statistics"),
     "stop": tuple(key for key in StopConfig.model_fields if key != "clients"),
@@ -58,6 +61,8 @@ def _facts(run: Run, declared: Sequence[Change]) -> Iterator[tuple[str, Any]]:
         for key in keys if settings is not None else ():
             if f"{section}.{key}" in accepted:
                 continue
+            if key == "epochs" and run.config.train.iterations:
+                continue  # it has no effect
             if key != "heterogeneity" or len(run.tiers) > 1 or len(set(run.config.method.shares)) > 1:
                 yield f"{section}.{key}", getattr(settings, key)
     if run.config.stop.active and run.evaluated and run.evaluated_at_clients:  # otherwise it has no effect

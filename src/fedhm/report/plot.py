@@ -86,8 +86,10 @@ class Plot:
     reference: float | None = None  # a dotted line across all bars
     missing: str = ""  # stands for NaN in tables and beside bars
     decimals: int = 4
+    significant: int = 0  # digits of values that differ by orders of magnitude, in place of decimals; 0: decimals
     shared_pointer: bool = False  # the pointer shows the values of all lines, which share their x
     legend_title: str = ""
+    legend_below: bool = False  # pictures: long names would cover the lines
     run_labels: Mapping[str, str] = field(default_factory=dict)  # if given, pictures explain dashes and colours apart
     table: Sheet | None = None  # in place of a row for each place on the axis
 
@@ -119,10 +121,15 @@ class Plot:
         return [y for line in self.lines for y in line.y]
 
 
-def last_values(lines: Sequence[Line], decimals: int, most: int = 8) -> str:
+def last_values(lines: Sequence[Line], decimals: int, most: int = 8, *, significant: int = 0) -> str:
     """Return the last value of each line, for a summary."""
-    values = [f"{line.label}: {line.y[-1]:,.{decimals}f}" for line in lines if len(line.y)]
+    format_spec = _format_spec(decimals, significant)
+    values = [f"{line.label}: {line.y[-1]:{format_spec}}" for line in lines if len(line.y)]
     return "; ".join(values[:most]) + (f"; and {len(values) - most} more" if len(values) > most else "")
+
+
+def _format_spec(decimals: int, significant: int) -> str:
+    return f".{significant}g" if significant else f",.{decimals}f"
 
 
 # The table of a plot's numbers.
@@ -152,7 +159,11 @@ def _place_text(plot: Plot, place: float) -> str:
 def _value_text(plot: Plot, value: float | None) -> str:
     if value is None:
         return ""
-    return plot.missing if math.isnan(value) and plot.missing else f"{value:,.{plot.decimals}f}"
+    return (
+        plot.missing
+        if math.isnan(value) and plot.missing
+        else f"{value:{_format_spec(plot.decimals, plot.significant)}}"
+    )
 
 
 # plotly, for browsers.
@@ -215,7 +226,7 @@ def _band_trace(line: Line) -> list[dict[str, Any]]:
 
 
 def _hover_template(plot: Plot, line: Line) -> str:
-    value = f"%{{y:,.{plot.decimals}f}}"
+    value = f"%{{y:{_format_spec(plot.decimals, plot.significant)}}}"
     hint = " %{customdata}" if line.hints else ""
     if plot.shared_pointer:
         return f"{value}{hint}"
@@ -519,7 +530,10 @@ def _add_legends(figure: "Figure", plots: Sequence[Plot], panels: Sequence["Axes
             figure.legend(handles, names, loc="outside right center", fontsize=8, handlelength=3)
     else:
         alike = len({tuple(line.label for line in plot.lines) for plot in plots}) == 1 and len(plots) > 1
-        below = any(plot.categories and not any(line.kind == "bars" for line in plot.lines) for plot in plots)
+        below = any(
+            plot.legend_below or (plot.categories and not any(line.kind == "bars" for line in plot.lines))
+            for plot in plots
+        )
         for plot, axes in list(zip(plots, panels, strict=True))[: 1 if alike and not below else None]:
             _add_legend(axes, plot, below=below)
 

@@ -1,4 +1,4 @@
-"""The plots of runs: metrics by cost, clients, spectrum, privacy, participation and layers.
+"""The plots of runs: metrics by cost, clients, spectrum, theory, privacy, participation and layers.
 
 Each function makes one kind of plot, for the page and for PNG files alike.
 """
@@ -48,6 +48,8 @@ def save_run_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
         written.append(save_png([energy], folder / "energy-beyond-rank.png"))
     if epsilon := epsilon_plot(runs):
         written.append(save_png([epsilon], folder / "epsilon-by-round.png"))
+    if theory := theory_plots(runs):
+        written.append(save_png(theory, folder / "theory.png"))
     return written
 
 
@@ -134,6 +136,7 @@ def _seconds(run: Run, _: str) -> list[float] | None:
 
 # Other numbers of the records by round.
 
+THEORY = "theory/"  # the names of diagnostics begin with it
 ENERGY = "energy_beyond/"  # the name of a diagnostic, followed by the tier
 RESOLUTION = 1e-7  # of float32: smaller shares are rounding errors, and 0 has no place on a logarithmic axis
 
@@ -202,6 +205,74 @@ def epsilon_plot(runs: Sequence[Run]) -> Plot | None:
         whole_x=True,
         y_includes=(0,),
         shared_pointer=True,
+    )
+
+
+# The convergence bound, by the names of its diagnostics (`docs/theory.md`).
+
+MEASURED = {
+    "gradient_norm_squared": "‖∇g‖² at the mean of the factors",
+    "drift": "drift of the clients",
+    "drift_bound": "bound on the drift",
+}
+BOUND_TERMS = {
+    "bound/start": "start: 2 f(w₀) / T η",
+    "bound/sigma1_over_lf": "truncation of the mean (κ_σ1), times L_f",
+    "bound/drift_over_luv2": "drift (κ_g), times L_UV²",
+    "bound/averaging_over_lf": "averaging of products (κ_g κ_UV²), times L_f",
+    "bound/noise_over_luv": "noise (M_g / P), times L_UV",
+    "bound/sigma2_over_luv2": "unequal ranks (κ_σ2), times L_UV²",
+    "bound/sigma2_over_lf": "unequal ranks (κ_σ2 κ_UV²), times L_f",
+}
+
+
+def theory_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Return what the convergence bound is about, and its terms, by round; nothing if no run has measured them."""
+    plots = [
+        _theory_plot(
+            runs,
+            MEASURED,
+            "gradient and drift by round",
+            "squared norm",
+            "The squared gradient norm that the convergence bound is about, the clients' drift and its bound",
+        ),
+        _theory_plot(
+            runs,
+            BOUND_TERMS,
+            "terms of the convergence bound by round",
+            "term, without its Lipschitz modulus",
+            "The terms of the convergence bound with the constants of each round, without Lipschitz moduli",
+        ),
+    ]
+    return [plot for plot in plots if plot.lines]
+
+
+def _theory_plot(runs: Sequence[Run], names: Mapping[str, str], title: str, y_label: str, what: str) -> Plot:
+    lines: list[Line] = []
+    for number, run in enumerate(runs):
+        for colour, (name, label) in zip(DARK_COLOURS, names.items(), strict=False):
+            values = [
+                (r.round, r.diagnostics[f"{THEORY}{name}"]) for r in run.records if f"{THEORY}{name}" in r.diagnostics
+            ]
+            if any(value > 0 for _, value in values):
+                rounds, found = zip(*values, strict=True)
+                shown = [value if value > 0 else GAP for value in found]  # 0 has no place on a logarithmic axis
+                lines.append(
+                    Line(
+                        f"{run.name}, {label}" if len(runs) > 1 else label, rounds, shown, colour, number, run=run.name
+                    )
+                )
+    return Plot(
+        title=title,
+        x_label="round",
+        y_label=y_label,
+        lines=lines,
+        summary=f"{what}, by round, on a logarithmic axis. They end at: {last_values(lines, 3, significant=3)}.",
+        log_y=True,
+        whole_x=True,
+        significant=4,
+        shared_pointer=True,
+        legend_below=True,
     )
 
 

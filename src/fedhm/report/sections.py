@@ -14,6 +14,7 @@ from fedhm.report.plots import (
     layer_plot,
     metric_plots,
     participation_plot,
+    theory_plots,
 )
 from fedhm.report.sheets import Sheet
 from fedhm.report.tables import client_sheet, run_sheet, time_sheet
@@ -49,6 +50,7 @@ def run_sections(runs: Sequence[Run]) -> list[Section]:
         *_metric_sections(evaluated),
         Section("At the clients", _clients(evaluated)),
         Section("Spectrum", _known([energy_plot(runs)])),
+        Section("Theory", theory_plots(runs)),
         Section("Privacy", _known([epsilon_plot(runs)])),
         Section("Who took part", _participation([run for run in runs if run.records])),
         Section("Layers", _layers(runs)),

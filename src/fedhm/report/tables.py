@@ -295,7 +295,9 @@ def run_caption(runs: Sequence[Run]) -> str:
             text += f" {names}{whose}: on the clients' own test samples, all together."
         text += _privacy_sentence(run) + _ending(run)
         if gathering := run.statistics_bytes():
-            text += f" Gathering BatchNorm statistics{whose} adds {format_bytes(gathering)} a client when evaluated."
+            what = "gradients and BatchNorm statistics" if run.gathers_gradients else "BatchNorm statistics"
+            when = "in a round, in the mean" if run.gathers_gradients else "when evaluated"
+            text += f" Gathering {what}{whose} adds {format_bytes(gathering)} a client {when}."
     return text
 
 

@@ -101,11 +101,19 @@ class Run:
         timed = [record.simulated for record in self.records if record.simulated]
         return list(accumulate(each.seconds for each in timed)) if len(timed) == len(self.records) else []
 
+    @property
+    def gathers_gradients(self) -> bool:
+        """Tell whether clients compute gradients in every round."""
+        return self.config.evaluation.diagnostics == "theory"
+
     def statistics_bytes(self) -> float:
-        """Return the measured bytes of BatchNorm statistics, both ways, per participant of an evaluated round."""
+        """Return the measured bytes of BatchNorm statistics, both ways, per participant of an evaluated round.
+
+        If clients compute gradients in every round, these are counted too, and per participant of any round.
+        """
         total = sum(record.statistics.down + record.statistics.up for record in self.records)
-        participants = sum(len(record.participants) for record in self.evaluated)
-        return total / max(1, participants)
+        counted = self.records if self.gathers_gradients else self.evaluated
+        return total / max(1, sum(len(record.participants) for record in counted))
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

@@ -157,7 +157,7 @@ class Traffic:
     answers: int = 0  # tasks whose update was admitted
     down: int = 0  # bytes, server → clients: as the engine counted them, otherwise those of the tensors
     up: int = 0
-    macs: int = 0  # of training: MACs per sample × epochs × samples, as the paper counts
+    macs: int = 0  # of training: MACs per sample × samples, each as often as it is trained on, as the paper counts
     loss: float = 0.0  # of training, mean over the answers
 
 
@@ -177,7 +177,7 @@ class Record:
     participants: list[Participant] = field(default_factory=list)  # of the attempt that counted
     metrics: dict[str, Metrics] = field(default_factory=dict)  # by tier; empty if the round was not evaluated
     traffic: dict[str, Traffic] = field(default_factory=dict)  # by tier
-    statistics: Traffic = field(default_factory=Traffic)  # for gathering BatchNorm statistics
+    statistics: Traffic = field(default_factory=Traffic)  # for gathering BatchNorm statistics and gradients
     diagnostics: dict[str, float] = field(default_factory=dict)
     dropped: list[dict[str, Any]] = field(default_factory=list)  # updates that were not merged, and why
     # How far each client moved, by part of the updates, tier and client. The bounds of later rounds follow from it.

@@ -8,9 +8,10 @@ from torch import nn
 
 from fedhm.config.schema import ResolvedConfig
 from fedhm.data.federation import Federation
-from fedhm.networks.exchange import untrained_names
+from fedhm.networks.exchange import Tensors, untrained_names
 from fedhm.networks.spec import NetworkSpec
 from fedhm.seeds import Secret
+from fedhm.server.collect import Run
 from fedhm.server.facts import NetworkFacts, TaskFacts
 from fedhm.server.filters.admission import Admission
 from fedhm.server.filters.defence import Defence
@@ -18,6 +19,8 @@ from fedhm.server.filters.filter import RoundFilter
 from fedhm.server.filters.fleet import Fleet
 from fedhm.server.filters.optimizer import ServerOptimizer
 from fedhm.server.filters.privacy import Privacy, PrivateMethod, check_privacy
+from fedhm.server.filters.theory import Theory, check_theory
+from fedhm.work.messages import TaskOptions
 
 
 class FilteredMethod(PrivateMethod, Protocol):
@@ -26,6 +29,8 @@ class FilteredMethod(PrivateMethod, Protocol):
     one_model: bool
 
     def spec(self, tier: str, state: Any = None) -> NetworkSpec: ...
+    def weights(self, state: Any, tier: str) -> Tensors: ...
+    def training_options(self, state: Any, tier: str) -> TaskOptions: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class RoundFilters:
 
     The fleet leaves clients out before anything is sent. Admission comes before everything that computes with updates.
     Defence compares updates as clients sent them, so it comes before privacy cuts them. The optimizer steps on the
-    state that privacy released, so that its step tells no more than that state does.
+    state that privacy released, so that its step tells no more than that state does. Theory comes last: it changes
+    nothing, and measures what is merged.
     """
 
     admission: Admission
@@ -42,10 +48,11 @@ class RoundFilters:
     optimizer: ServerOptimizer
     fleet: Fleet | None = None  # None: the clients' devices are not known
     privacy: Privacy | None = None  # None: nothing is hidden
-    own: Sequence[RoundFilter] = ()  # a user's, after all others
+    own: Sequence[RoundFilter] = ()  # a user's, after all others that change anything
+    theory: Theory | None = None  # None: the terms of the convergence bound are not measured
 
     def __iter__(self) -> Iterator[RoundFilter]:
-        ordered = (self.fleet, self.admission, self.defence, self.privacy, self.optimizer, *self.own)
+        ordered = (self.fleet, self.admission, self.defence, self.privacy, self.optimizer, *self.own, self.theory)
         return (each for each in ordered if each is not None)
 
 
@@ -56,14 +63,22 @@ def round_filters(
     federation: Federation,
     facts: TaskFacts,
     secret: Secret,
+    run: Run,
     *,
     clients_test: bool,
 ) -> RoundFilters:
-    """Make the filters that the settings ask for; `clients_test`: some clients evaluate on samples of theirs."""
+    """Make the filters that the settings ask for.
+
+    run           an engine's, for filters that have work of their own for clients
+    clients_test  some clients evaluate on samples of theirs
+    """
+    if config.evaluation.diagnostics == "theory":
+        check_theory(config)
     networks = [facts.network(method.spec(tier)) for tier in method.tiers]
     not_weights = untrained_names(model).union(*(each.untrained for each in networks))
+    admission = Admission(config, federation, facts)
     return RoundFilters(
-        Admission(config, federation, facts),
+        admission,
         Defence(config, facts, method.one_model),
         ServerOptimizer(
             config.server,
@@ -74,6 +89,7 @@ def round_filters(
         ),
         Fleet(config, facts) if config.federation.devices else None,
         _privacy(config, method, federation, networks, secret, clients_test) if config.privacy.active else None,
+        theory=Theory(config, method, facts, admission, run) if config.evaluation.diagnostics == "theory" else None,
     )
 
 

@@ -114,7 +114,7 @@ class Client:
             result = work.run(self, task, ready)
         update = Update(
             task.kind, task.round, task.client, task.tier, task.network, result.tensors,
-            len(used), result.labels, result.loss, position, result.kept,
+            len(used), result.labels, result.loss, position, result.kept, measured=result.measured,
         )  # fmt: skip
         return self.noise.apply(update, task, work.loaded(task), untrained) if self.noise else update
 

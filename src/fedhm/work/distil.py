@@ -25,7 +25,7 @@ from fedhm.seeds import torch_generator
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.train import fit, inference_batch, task_seed
-from fedhm.work.work import Example, Expected, WorkResult, validate_bounds
+from fedhm.work.work import Example, Expected, WorkResult, samples_trained_on, validate_bounds
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 CONSENSUS, LOGITS = (
@@ -75,7 +75,7 @@ class Distil:
 
     def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
         digested = task.options.digest_epochs if CONSENSUS in task.tensors else 0
-        return samples * train.epochs + public * (1 + digested)
+        return samples_trained_on(train, samples) + public * (1 + digested)
 
 
 def distil_towards(

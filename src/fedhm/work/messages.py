@@ -22,7 +22,8 @@ class TaskOptions:
 
     micro_batch: int | None = None  # train: of a tier that is a budget of memory; None: as the settings say
     checkpointing: bool | None = None  # train: likewise
-    batch: int = 0  # evaluate: how many samples run together
+    measure: bool = False  # train, nested: measure every step
+    batch: int = 0  # evaluate: how many samples run together; gradient: how many there are
     test_batch_statistics: bool = False  # evaluate: BatchNorm layers normalise by the statistics of each batch
     digest_epochs: int = 0  # distil: passes over the public samples, towards the consensus
     digest_lr: float = 0.0
@@ -46,6 +47,14 @@ class Task:
 
 
 @dataclass(frozen=True)
+class TrainingMeasures:
+    """What a client measured over the local steps of a round (`docs/theory.md`)."""
+
+    gradient_squared: float  # the mean of ‖∇G‖² over the steps, of all trained parameters together
+    factor_norm: float  # the largest ‖U‖_F or ‖V‖_F of a factorized layer, before, between and after the steps
+
+
+@dataclass(frozen=True)
 class Update:
     """Client → server: the result of a task."""
 
@@ -57,11 +66,12 @@ class Update:
     tensors: Tensors
     samples: int
     labels: tuple[int, ...] | None  # the labels that the client holds, if its loss was masked to them
-    loss: float  # mean over the last epoch
+    loss: float  # mean over the last epoch, or over all steps if they are fewer
     position: int = 0  # of its task in the round's list
     kept: Tensors = field(default_factory=dict)  # see Task
     down: int | None = None  # bytes that really travelled for its task and for the update, if the engine knows
     up: int | None = None
+    measured: TrainingMeasures | None = None  # of training, if the task asked for it
 
 
 @dataclass(frozen=True)
@@ -100,17 +110,19 @@ def task_from(values: Mapping[str, Any], tensors: Tensors, kept: Tensors) -> Tas
 
 def update_values(update: Update) -> dict[str, Any]:
     """Return all of an update but its tensors."""
-    return _values(update)
+    return _values(update) | {"measured": asdict(update.measured) if update.measured else None}
 
 
 def update_from(values: Mapping[str, Any], tensors: Tensors, kept: Tensors) -> Update:
     """Return the update of these values and tensors. A value of a wrong type is for admission to refuse."""
-    network, labels = values["network"], values["labels"]
+    network, labels, measured = values["network"], values["labels"], values["measured"]
+    known = isinstance(measured, dict) and measured.keys() == {each.name for each in fields(TrainingMeasures)}
     return Update(
         **{
             **values,
             "network": NetworkSpec.from_values(network) if isinstance(network, dict) else network,
             "labels": tuple(labels) if isinstance(labels, list) else labels,
+            "measured": TrainingMeasures(**measured) if known else measured,
             "tensors": tensors,
             "kept": kept,
         }

@@ -23,6 +23,7 @@ from fedhm.networks.saving import Loss
 from fedhm.networks.structure import has_normalisation
 from fedhm.seeds import numpy_generator
 from fedhm.work.client import Client
+from fedhm.work.measures import measures_for
 from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
 from fedhm.work.work import TrainingWork, WorkResult
@@ -63,9 +64,11 @@ class Nested(TrainingWork):
             number = int(draw.integers(len(inside.networks)))
             return partial(inside.forward, number, network, bases)
 
+        measures = measures_for(task, network)
         with task_seed(client, task):
-            mean = fit(client, task, ready, labels, instead if form == "instead" else beside)
-        return WorkResult(ready.hand_over(self.loaded(task)), mean, labels)
+            mean = fit(client, task, ready, labels, instead if form == "instead" else beside, measures)
+        measured = measures.result() if measures else None  # before the tensors are handed over
+        return WorkResult(ready.hand_over(self.loaded(task)), mean, labels, measured=measured)
 
 
 ENTRY_POINT = Nested()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import chain, islice, repeat
 from warnings import warn
 
 import torch
@@ -18,21 +19,31 @@ from fedhm.networks.batchnorm import freeze_statistics, running_statistic_names
 from fedhm.networks.exchange import upcast_half
 from fedhm.networks.inputs import Inputs, forward_batch
 from fedhm.networks.reuse import PreparedNetwork
-from fedhm.networks.saving import Loss, backward_in_parts, check_blocks, check_repeatable, checkpoint_blocks
+from fedhm.networks.saving import (
+    Loss,
+    backward_in_parts,
+    check_blocks,
+    check_repeatable,
+    checkpoint_blocks,
+    count_batches,
+)
 from fedhm.networks.sgd import SGD, Optimizer, ParameterGroup
 from fedhm.networks.structure import networks_in_training
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.client import Client
+from fedhm.work.measures import StepMeasures, measures_for
 from fedhm.work.messages import Task
-from fedhm.work.work import TrainingWork, WorkResult
+from fedhm.work.work import TrainingWork, WorkResult, steps_in_round
 
 
 class Train(TrainingWork):
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
+        measures = measures_for(task, ready.network)
         with task_seed(client, task):
             labels = client.loss_labels
-            loss = fit(client, task, ready, labels)
-        return WorkResult(ready.hand_over(task.tensors), loss, labels)
+            loss = fit(client, task, ready, labels, measures=measures)
+        measured = measures.result() if measures else None  # before the tensors are handed over
+        return WorkResult(ready.hand_over(task.tensors), loss, labels, measured=measured)
 
 
 def task_seed(client: Client, task: Task) -> AbstractContextManager[None]:
@@ -46,11 +57,13 @@ def fit(
     ready: PreparedNetwork,
     labels: tuple[int, ...] | None,
     next_loss: Callable[[], Loss] | None = None,
+    measures: StepMeasures | None = None,
 ) -> float:
-    """Make the local steps of one round, and return the mean loss of the last epoch.
+    """Make the local steps of one round, and return the mean loss of the last epoch, or of all steps if they are fewer.
 
     labels     the labels to which the loss is masked; None: it is not masked
     next_loss  returns the loss for the next batch; None: the objective's loss
+    measures   what is measured at every step; None: nothing
     """
     train, feed = task_train_config(client.train, task), client.feed
     generator = torch_generator(client.seed, "batches", task.round, task.client, str(task.network))
@@ -63,20 +76,24 @@ def fit(
     def own_loss(inputs: Inputs, targets: Tensor) -> Tensor:
         return client.objective.loss(forward_batch(forward, inputs), targets, labels)
 
-    total = torch.zeros(())
-    for _ in range(train.epochs):
-        total = torch.zeros((), device=feed.device)  # a tensor, so that no step waits for its loss
-        for inputs, targets in feed.shuffled(train.batch, generator):
-            optimizer.zero_grad()
-            loss = backward_in_parts(
-                next_loss() if next_loss else own_loss, inputs, targets, train.micro_batch, trained
-            )
-            add_frobenius_decay(layers, train.frobenius_decay)
-            if train.gradient_limit:
-                nn.utils.clip_grad_norm_(network.parameters(), train.gradient_limit)
-            optimizer.step()
+    samples = len(client.samples)
+    steps = steps_in_round(train, samples)
+    last_epoch = steps - count_batches(samples, train.batch)
+    total, seen = torch.zeros((), device=feed.device), 0  # a tensor, so that no step waits for its loss
+    epochs = (feed.shuffled(train.batch, generator) for _ in repeat(None))
+    for step, (inputs, targets) in enumerate(islice(chain.from_iterable(epochs), steps)):
+        optimizer.zero_grad()
+        loss = backward_in_parts(next_loss() if next_loss else own_loss, inputs, targets, train.micro_batch, trained)
+        if measures:
+            measures.add_step()
+        add_frobenius_decay(layers, train.frobenius_decay)
+        if train.gradient_limit:
+            nn.utils.clip_grad_norm_(network.parameters(), train.gradient_limit)
+        optimizer.step()
+        if step >= last_epoch:
             total += upcast_half(loss) * len(targets)
-    return total.item() / len(client.samples)
+            seen += len(targets)
+    return total.item() / seen
 
 
 def task_train_config(train: TrainConfig, task: Task) -> TrainConfig:

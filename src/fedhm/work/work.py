@@ -21,8 +21,9 @@ from fedhm.config.schema import TrainConfig
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs
 from fedhm.networks.reuse import PreparedNetwork
+from fedhm.networks.saving import count_batches
 from fedhm.work.client import Client
-from fedhm.work.messages import Task, Update
+from fedhm.work.messages import Task, TrainingMeasures, Update
 
 LARGEST_LOGIT = 1e6
 LARGEST_LOSS = 1e30  # sums of such losses are finite
@@ -113,9 +114,10 @@ class WorkResult:
     """The result of a task. The client makes an update of it."""
 
     tensors: Tensors
-    loss: float = 0.0  # mean over the last epoch
+    loss: float = 0.0  # mean over the last epoch, or over all steps if they are fewer
     labels: tuple[int, ...] | None = None  # the labels that the client holds, if its loss was masked to them
     kept: Tensors = field(default_factory=dict)
+    measured: TrainingMeasures | None = None  # of training, if the task asked for it
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,24 @@ class TrainingWork(ABC):
         return validate_change(update.tensors, self.loaded(task), expected)
 
     def samples_seen(self, task: Task, samples: int, public: int, train: TrainConfig) -> int:
-        return samples * train.epochs  # the network's cost covers everything that runs for a batch
+        return samples_trained_on(train, samples)  # the network's cost covers everything that runs for a batch
+
+
+def steps_in_round(train: TrainConfig, samples: int) -> int:
+    """Return how many local steps a client with so many samples makes in a round."""
+    return train.iterations or train.epochs * count_batches(samples, train.batch)
+
+
+def samples_trained_on(train: TrainConfig, samples: int) -> int:
+    """Return how many samples the local steps of a round take, each counted as often as it is trained on.
+
+    With `train.iterations`, steps beyond whole passes count as whole batches. Sequences are batched in random order, so
+    a smaller batch may be among these steps, and the count is then a little too large.
+    """
+    if not train.iterations:
+        return samples * train.epochs
+    passes, rest = divmod(train.iterations, count_batches(samples, train.batch))
+    return passes * samples + rest * train.batch
 
 
 def work_of(kind: str) -> Work:

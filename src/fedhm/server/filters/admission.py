@@ -7,7 +7,7 @@ types of its values. Its numbers are bounded, since a single 1e38 destroys a mea
 import math
 import reprlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fedhm.server.facts import TaskFacts
 from fedhm.server.filters.clip import cap_samples, sample_limit
 from fedhm.server.filters.filter import Arrival, RoundFilter
 from fedhm.server.record import Record
-from fedhm.work.messages import Failure, Reply, Task, Update
+from fedhm.work.messages import Failure, Reply, Task, TrainingMeasures, Update
 from fedhm.work.work import LARGEST_LOGIT, LARGEST_LOSS, LARGEST_MEAN, Expected, validate_change, work_of
 
 _short = reprlib.Repr()  # a client's text may be of any length
@@ -121,6 +121,7 @@ def reason_to_refuse(update: Update, task: Task, expected: Expected) -> str | No
     reason = (
         _wrong_task(update, task)
         or _wrong_claim(update, expected)
+        or _wrong_measures(update.measured, task)
         or _wrong_tensors(update.tensors, expected.tensors)
         or _wrong_tensors(update.kept, task.kept)
     )
@@ -158,6 +159,20 @@ def _wrong_claim(update: Update, expected: Expected) -> str | None:
         return f"its loss became {'NaN' if math.isnan(loss) else 'infinite'}"
     if abs(loss) > LARGEST_LOSS:
         return f"its loss is {loss:.0e}"
+    return None
+
+
+def _wrong_measures(measured: TrainingMeasures | None, task: Task) -> str | None:
+    """Return why measures of training must not be used; None if they may, or if none were asked for and none came."""
+    if (measured is not None) != task.options.measure:
+        return f"it {'lacks' if measured is None else 'adds'} measures of its training"
+    if measured is None:
+        return None
+    if type(measured) is not TrainingMeasures:
+        return f"its measures of training are {_short.repr(measured)}"
+    for name, value in asdict(measured).items():
+        if type(value) is not float or not 0 <= value <= LARGEST_LOSS:  # NaN is in no order
+            return f"its {name} is {_short.repr(value)}, not a number from 0 to {LARGEST_LOSS:.0e}"
     return None
 
 

@@ -13,6 +13,10 @@
                 merged     add noise
                 finish     count ε
     optimizer   merged     make a step towards the mean instead of taking it
+    theory      tasks      ask clients to measure their steps
+                updates    measure how far clients drift apart
+                merged     let clients compute gradients
+                finish     record the terms of the convergence bound
 """
 
 from collections.abc import Iterator, Sequence

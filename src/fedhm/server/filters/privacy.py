@@ -114,6 +114,8 @@ def _problems(config: ResolvedConfig, federation: Federation, normalised: bool) 
             "BatchNorm statistics are gathered at clients without noise: set evaluation.static_from = 'never', so that "
             "running averages are part of the bounded change, or train.frozen_statistics = true"
         )
+    if config.evaluation.diagnostics == "theory":
+        yield "evaluation.diagnostics = 'theory' lets gradients leave the clients without noise: set it to 'basic'"
     if train.on_bad_update == "stop":
         yield "train.on_bad_update = 'stop' lets one client's update decide whether the run goes on: set it to 'drop'"
     if config.federation.deadline and config.federation.late == "drop":
