@@ -31,7 +31,7 @@ PROMISED = {
         for who in ("nobody attacks", "flip by 1")
         for defence in ("none", "clip")
     },
-    "agreement.py": {"iid, clip, seed 0": {"full", "1/2", "1/4", "1/8", "updates", "left out", "cut", "lowest margin"}},
+    "agreement.py": {"digits, one class each, 0": {"updates", "dropped", "cut", "accuracy"}},
     "export_speed.py": {"tiers": {"full", "1/8"}, "macs": {"full", "1/8"}},
     "layer_ranks.py": {
         "error": {f"{ratio}, {how}" for ratio in ("1/2", "1/4", "1/8") for how in ("one ratio", "by layer")}
