@@ -160,7 +160,7 @@ def _difference(comparison: Comparison, row: int, name: str, base: str) -> str:
     cell, from_this = (comparison.columns[column].get(row) for column in (name, base))
     if cell is None or from_this is None:
         return ""
-    shown = _spread_text(cell.minus(from_this), comparison.metric)
+    shown = spread_text(cell.minus(from_this), comparison.metric)
     return shown if shown.startswith("-") else f"+{shown}"
 
 
@@ -189,7 +189,7 @@ def _cost_rows(entry: EntryRuns) -> list[list[str]]:
         sizes = (f"{cost.parameters:,}", format_macs(cost.macs), format_bytes(entry.client_bytes(tier)))
         of_client = (format_bytes(client_bytes), format_total_macs(client_macs))
         totals = (format_bytes(entry.bytes(tier)), format_total_macs(entry.macs(tier)))
-        rows.append([entry.label, tier, *sizes, *of_client, *totals, _spread_text(entry.final(tier), entry.metric)])
+        rows.append([entry.label, tier, *sizes, *of_client, *totals, spread_text(entry.final(tier), entry.metric)])
     if len(entry.tiers) > 1:
         totals = (format_bytes(entry.bytes()), format_total_macs(entry.macs()))
         rows.append([entry.label, "all", "", "", "", "", "", *totals, ""])
@@ -211,7 +211,7 @@ def target_time_sheet(metric: Metric, target: float, timed: Sequence[TargetTime]
         [
             *(t.entry.label, t.tier, "not reached" if t.to_target is None else f"{t.to_target:,.1f}"),
             *(f"{t.whole_run:,.1f}", f"{t.whole_run / len(t.entry.first.records):.3g}"),
-            _spread_text(t.entry.final(t.tier), metric),
+            spread_text(t.entry.final(t.tier), metric),
         ]
         for t in timed
     ]
@@ -248,11 +248,12 @@ def _cell_text(comparison: Comparison, cell: TableCell | None, row: int) -> str:
     if cell is None:
         return ""
     size = format_parameters(cell.parameters) + (f" ×{cell.shares}" if cell.shares > 1 else "")
-    shown = _spread_text(cell.final, comparison.metric)
+    shown = spread_text(cell.final, comparison.metric)
     return f"{size}: {f'**{shown}**' if cell is comparison.best(row) else shown}"
 
 
-def _spread_text(final: Spread, metric: Metric) -> str:
+def spread_text(final: Spread, metric: Metric) -> str:
+    """Return a mean and its deviation as tables show them: `93.46 ± 0.12`."""
     numbers = [final.mean] if final.deviation is None else [final.mean, final.deviation]
     return " ± ".join(f"{number:.{metric.decimals}f}" for number in numbers)
 

@@ -51,6 +51,7 @@ class FedHMConfig(MethodConfig):
     tiers: Tiers = (1.0, 1 / 2, 1 / 4, 1 / 8)  # or budgets: "memory:128MB"; one listed twice has two shares
     replan: tuple[Positive, ...] = ()  # of budgets: rounds after which the spectrum decides on ranks again
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
+    max_rank: Annotated[int, Field(ge=0)] = 0  # of any layer, whatever the ratio; 0: no limit
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
     aggregate: Aggregate = "bands"  # the paper: models
@@ -60,9 +61,11 @@ class FedHMConfig(MethodConfig):
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
     @model_validator(mode="after")
-    def _replans_budgets(self) -> Self:
+    def _check_budgets(self) -> Self:
         if self.replan and not has_budgets(self.tiers):
             raise ValueError("replan is for tiers that are budgets, such as tiers = ['memory:128MB']")
+        if self.max_rank and has_budgets(self.tiers):
+            raise ValueError("max_rank is for tiers that are ratios: a budget chooses its own ranks")
         return self
 
     def build(self, model: nn.Module, setup: Setup) -> "FedHM":
@@ -115,7 +118,7 @@ class FedHM(Method[FedHMState]):
 
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config, self._setup, self._model = config, setup, model
-        self.planner = TierPlanner(model, setup, config.tiers, config.keep, config.form)
+        self.planner = TierPlanner(model, setup, config.tiers, config.keep, config.form, config.max_rank)
         self.levels, self.tiers = self.planner.levels, self.planner.tiers
         self._nested = setup.nested if config.aggregate == "bands" else None
         if min(weight_of(config, ratio, 1) for ratio in self.planner.ratios.values()) < 1e-30:  # float32 would lose it
@@ -264,6 +267,12 @@ def _ranks(plans: Mapping[str, TierPlan]) -> list[dict[str, int]]:
 PAPER: Settings = {"aggregate": "models", "start": "whole"}
 
 
+def _defaults(sizes: Sizes) -> Settings:
+    """Return the library's defaults with the config's tiers and weighting, for configs that follow the paper's rule."""
+    given = {key: sizes.fedhm[key] for key in ("tiers", "replan", "keep", "max_rank", "weighting", "temperature")}
+    return {**FedHMConfig().model_dump(mode="json"), **given}
+
+
 def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
     given = sizes.fedhm
     levels = given["tiers"] if has_budgets(given["tiers"]) else sizes.ratios
@@ -284,6 +293,7 @@ ENTRIES: Sequence[NamedEntry | Family] = [
     NamedEntry("fedhm", lambda sizes: sizes.fedhm),
     NamedEntry("fedhm-paper", lambda sizes: {**sizes.fedhm, **PAPER}),
     NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, **PAPER, "aggregate": "updates"}),
+    NamedEntry("fedhm-default", _defaults),
     *(NamedEntry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
     NamedEntry("pufferfish", _pufferfish),
     Family("lowrank", lambda sizes: sorted(set(sizes.ratios), reverse=True), _low_rank, tier_name),
