@@ -25,6 +25,7 @@ UntrainedKind = Literal["layers", "settings", "sizes", "stages", "drawing"]  # n
 RunsKind = Literal["accuracy", "convergence", "communication", "target", "size"]
 Kind = UntrainedKind | RunsKind
 ALL_DATA: tuple[DataName, ...] = get_args(DataName)
+KERNEL = 3  # k of a ResNet's convolutions
 
 
 @dataclass(frozen=True)

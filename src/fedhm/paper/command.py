@@ -14,15 +14,13 @@ from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_folder, file_name, make_folder
 from fedhm.machine.process import usable_cores
-from fedhm.paper.artifacts import Artifact, Column, Setting, Trained, find_artifact
+from fedhm.paper.artifacts import KERNEL, Artifact, Column, Setting, Trained, find_artifact
 from fedhm.paper.estimate import estimate_sheet
 from fedhm.paper.numbers import DataName, PartitionName
 from fedhm.paper.report import ColumnRuns, PaperReport, RunsReport, print_paths
 from fedhm.paper.scale import ScaleName, paper_config
 from fedhm.paper.untrained import UntrainedReport
 from fedhm.report.sheets import rich_table
-
-KERNEL = 3  # k of a ResNet's convolutions
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 from rich.console import Console
@@ -79,15 +80,17 @@ class Stopwatch:
         workers = min(participants, config.engine.workers if isinstance(config.engine.workers, int) else participants)
         method = design.method
         state = method.start(exchanged_tensors(design.model))
-        levels = [method.levels[number % len(method.levels)] for number in range(participants)]
         batches = config.train.epochs * math.ceil(samples / config.train.batch)
-        updates: list[Update] = []
-        of_level: dict[str, float] = {}
-        for number, level in enumerate(levels):
-            tasks = list(method.tasks(state, [Participant(number, level)], config.train.rounds))
-            measured = [self._step(config, design, task) for task in tasks]
-            of_level[level] = sum(seconds for seconds, _ in measured)
-            updates += [update for _, update in measured]
+        # every level, and as many clients as take part in a round
+        clients = [
+            [
+                self._step(config, design, task)
+                for task in method.tasks(state, [Participant(number, level)], config.train.rounds)
+            ]
+            for number, level in zip(range(max(participants, len(method.levels))), cycle(method.levels), strict=False)
+        ]
+        step = statistics.fmean(sum(seconds for seconds, _ in client) for client in clients[: len(method.levels)])
+        updates = [update for client in clients[:participants] for _, update in client]
         with threads(config.engine.server_threads):
             merge = _seconds(lambda: method.merge(state, iter(updates), 1))
             forward = sum(self._forward(config, design, tier, method.weights(state, tier)) for tier in method.tiers)
@@ -95,7 +98,6 @@ class Stopwatch:
         evaluated += [] if config.train.rounds in evaluated else [config.train.rounds]
         first = config.evaluation.static_from
         static = [] if first == "never" else [number for number in evaluated if number > first]
-        step = statistics.fmean(of_level[level] for level in method.levels)
         return RunEstimate(
             rounds=config.train.rounds,
             evaluations=len(evaluated),

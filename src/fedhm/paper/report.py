@@ -26,7 +26,7 @@ from fedhm.compare.tables import TableCell, comparison_csv, spread_text
 from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
-from fedhm.paper.artifacts import Artifact, Column
+from fedhm.paper.artifacts import KERNEL, RANK_IS_KERNEL, Artifact, Column
 from fedhm.paper.numbers import (
     DATA_TITLES,
     FIGURE_4,
@@ -44,8 +44,8 @@ from fedhm.report.sections import Part, Section
 from fedhm.report.sheets import BOLD, Sheet, markdown_table, rich_table
 
 ONLY_ORDER = (
-    "This is the small scale: the networks are narrower and the rounds fewer than the paper's. So the differences are "
-    "large, and only the order of the methods can be compared."
+    "This is the small scale: the networks are narrower and the rounds fewer than the paper's. So only the order of "
+    "the methods can be compared, and not their numbers."
 )
 
 
@@ -110,7 +110,7 @@ class Row:
     """A model of a column: ours, and the paper's."""
 
     column: Column
-    place: int  # in the column, from the largest model on
+    level: int  # in the column, from its smallest model on
     cell: TableCell
     size: PaperSize | None  # None: the paper does not have it
     published: float | None
@@ -126,6 +126,10 @@ class Row:
     @property
     def difference(self) -> float | None:
         return None if self.published is None else self.best.mean - self.published
+
+    @property
+    def tier(self) -> str:
+        return f"rank {KERNEL}" if self.column is RANK_IS_KERNEL else self.cell.tier
 
     @property
     def levels(self) -> int:
@@ -164,7 +168,7 @@ class RunsReport:
         fits = len(published) == len(sizes) == count  # other tiers than the paper's have no numbers beside them
         for place, cell in cells:
             size, accuracy = (sizes[place], published[place]) if fits else (None, None)
-            yield Row(of.column, place, cell, size, accuracy)
+            yield Row(of.column, count - 1 - place, cell, size, accuracy)
 
     @property
     def entries(self) -> list[EntryRuns]:
@@ -217,7 +221,7 @@ class RunsReport:
     def _cells(self, row: Row) -> list[str]:
         times = f" ×{row.levels}" if row.levels > 1 else ""
         return [
-            *(row.column.title, row.cell.tier, format_parameters(row.cell.parameters) + times),
+            *(row.column.title, row.tier, format_parameters(row.cell.parameters) + times),
             f"{row.size.millions:.2f} M{times}" if row.size else MISSING,
             MISSING if row.published is None else f"{row.published:.2f}",
             spread_text(row.best, row.metric),
@@ -240,10 +244,13 @@ class RunsReport:
             yield ONLY_ORDER
         same, pairs = self.order_agreement()
         if pairs:
-            yield f"Order: of {pairs} pairs of methods in the same row of the paper's table, {same} have its order."
+            yield (
+                f"Order: of {pairs} pairs of methods at the same level, the smallest model with the smallest and so on, "
+                f"{same} have the paper's order."
+            )
 
     def order_agreement(self) -> tuple[int, int]:
-        """Return how many pairs of models in the same row are ordered as in the paper, and how many pairs there are.
+        """Return how many pairs of models at the same level are ordered as in the paper, and how many there are.
 
         Pairs that are equal in the paper do not count.
         """
@@ -251,7 +258,7 @@ class RunsReport:
         pairs = [
             (a.published - b.published, a.best.mean - b.best.mean)
             for a, b in combinations(known, 2)
-            if a.place == b.place and a.published is not None and b.published is not None
+            if a.level == b.level and a.published is not None and b.published is not None
         ]
         pairs = [(theirs, ours) for theirs, ours in pairs if theirs]
         return sum(theirs * ours > 0 for theirs, ours in pairs), len(pairs)
@@ -264,7 +271,7 @@ class RunsReport:
         for row in self.rows:
             best, last, seeds = row.best, row.cell.final, len(row.cell.entry.runs)
             millions = row.size.millions if row.size else None
-            where = (row.column.key, row.cell.entry.label, row.cell.tier, row.cell.parameters, millions)
+            where = (row.column.key, row.cell.entry.label, row.tier, row.cell.parameters, millions)
             found = (row.published, best.mean, best.deviation, row.difference, last.mean, last.deviation)
             writer.writerow([*where, *found, seeds])
         return out.getvalue()
@@ -280,8 +287,9 @@ class RunsReport:
             plots.append(self._size_plot(ours=False, relative_to=largest * 1e6))
         sheet = self.accuracy_sheet()
         note = (
-            "rank k: every convolution has rank 3 and none stays dense; the paper prints no number for this model, "
-            "and says that it falls below 80 % on CIFAR-10 and below 55 % on CIFAR-100."
+            f"rank {KERNEL}: every convolution has the rank k of its k × k kernel, and only 1×1 shortcuts stay "
+            "dense. The paper prints no number for this model, and says that it has about 2 % of the parameters and "
+            "falls below 80 % on CIFAR-10 and below 55 % on CIFAR-100."
         )
         sheets = [Sheet(sheet.columns, sheet.groups, sheet.left, note=f"{sheet.note} {note}")]
         return self._report(sheets, [plot for plot in plots if plot.lines], self._accuracy_csv())
@@ -323,7 +331,7 @@ class RunsReport:
             for number, row in self._smallest()
         ]
         plot = self._line_plot("accuracy of each method's smallest model by round", "round", lines)
-        sheet = self._curve_sheet([row for _, row in self._smallest()])
+        sheet = self._curve_sheet([(row.column.title, row) for _, row in self._smallest()])
         return self._report([sheet], [plot], comparison_csv(self.entries))
 
     def _smallest(self) -> list[tuple[int, Row]]:
@@ -331,19 +339,19 @@ class RunsReport:
         last = {row.column.key: row for row in self.rows}
         return [(n, last[c.column.key]) for n, c in enumerate(self.columns) if c.column.key in last]
 
-    def _curve_sheet(self, rows: Sequence[Row]) -> Sheet:
+    def _curve_sheet(self, models: Sequence[tuple[str, Row]]) -> Sheet:
         """Return the round in which each model first comes within a point of its best, and its best and last round."""
         cells = [
             [
-                *(row.column.title, row.cell.tier, format_parameters(row.cell.parameters)),
-                str(next(n for n, spread in row.cell.curve if spread.mean >= row.best.mean - 1)),
+                *(name, row.tier, format_parameters(row.cell.parameters)),
+                _nearly_there(row),
                 spread_text(row.best, row.metric),
                 spread_text(row.cell.final, row.metric),
             ]
-            for row in rows
+            for name, row in models
         ]
         note = f"Nearly there: the first evaluated round within one point of the best. {self._figure_note}"
-        columns = ["method", "tier", "parameters", "nearly there in round", "best", "last"]
+        columns = ["model", "tier", "parameters", "nearly there in round", "best", "last"]
         return Sheet(columns, [cells], left=2, note=note)
 
     @property
@@ -364,7 +372,9 @@ class RunsReport:
         ]
         label = "sent by server and clients for training so far, all together"
         plot = self._line_plot("accuracy by communication, one model for all clients", label, lines, "B")
-        return self._report([self._curve_sheet(self.rows)], [plot], comparison_csv(self.entries))
+        return self._report(
+            [self._curve_sheet([(_rank_name(row), row) for row in self.rows])], [plot], comparison_csv(self.entries)
+        )
 
     # Figure 4: costs until a target
 
@@ -419,6 +429,13 @@ def _point(row: Row, *, ours: bool) -> tuple[float, float] | None:
     if ours:
         return row.cell.parameters, row.best.mean
     return None if row.size is None or row.published is None else (row.size.millions * 1e6, row.published)
+
+
+def _nearly_there(row: Row) -> str:
+    """Return the first evaluated round whose mean over the seeds is within one point of the best such mean."""
+    curve = row.cell.curve
+    best = row.metric.best(spread.mean for _, spread in curve)
+    return next((str(number) for number, spread in curve if spread.mean >= best - 1), MISSING)
 
 
 def _rank_name(row: Row) -> str:

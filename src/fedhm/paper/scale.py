@@ -14,7 +14,7 @@ from fedhm.compare.command import config_in_setting
 from fedhm.config.loading import load_config
 from fedhm.config.schema import Config
 from fedhm.paper.artifacts import Setting
-from fedhm.paper.numbers import DataName, PartitionName
+from fedhm.paper.numbers import TABLE_4, DataName, PartitionName
 
 ScaleName = Literal["paper", "small"]
 PRESETS: dict[DataName, str] = {
@@ -30,14 +30,16 @@ class SmallScale:
 
     width: float = 0.125  # 8 channels in the first stage
     pixels: int = 16  # of an image's side
+    samples: int = 50_000  # of larger training sets: as many as CIFAR has
     rounds: int = 20
     epochs: int = 1
     batch: int = 50
     evaluate_every: int = 2
     threads: int = 1
 
-    def changes(self, preset: Config) -> list[str]:
+    def changes(self, data: DataName) -> list[str]:
         """Return the changes to the paper's preset, as `--set` takes them."""
+        preset, paper = load_config(PRESETS[data]), TABLE_4[data]
         assert preset.data is not None  # presets name their data
         (_, side, _), _ = input_format(preset)
         downscale = side // self.pixels
@@ -57,6 +59,8 @@ class SmallScale:
             # numbers of base networks stay the paper's: matched ones may give two tiers the same number.
             "compare.widths": [],
         }
+        if paper.samples_per_client * paper.clients > self.samples:
+            values["data.train_samples"] = self.samples
         return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
@@ -64,7 +68,6 @@ def paper_config(
     data: DataName, partition: PartitionName, setting: Setting, scale: ScaleName, changes: Sequence[str] = ()
 ) -> Config:
     """Return the settings of runs at a scale. Changes of `--set` come last, and so they win."""
-    preset = PRESETS[data]
-    scaled = SmallScale().changes(load_config(preset)) if scale == "small" else []
+    scaled = SmallScale().changes(data) if scale == "small" else []
     heterogeneity = "dynamic" if setting == "dynamic" else "fixed"  # does not matter to homogeneous runs
-    return config_in_setting(preset, [*scaled, f"data.partition={partition}", *changes], heterogeneity)
+    return config_in_setting(PRESETS[data], [*scaled, f"data.partition={partition}", *changes], heterogeneity)

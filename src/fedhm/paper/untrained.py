@@ -107,20 +107,22 @@ def formulas(example: ExampleLayer) -> list[Formula]:
     def factorized(layer: nn.Module, form: Form = "spatial") -> nn.Module:
         return to_hybrid(nn.Sequential(layer), RankPlan({"0": r}, form), spectral=False)
 
-    def row(name: str, terms: str, parameters: int, network: nn.Module, at: int = 1) -> Formula:
-        macs = terms if at == 1 else f"{terms} · HW"
-        shape = vector if at == 1 else image
-        return Formula(name, terms, macs, LayerCost(parameters, parameters * at), network, shape)
+    def fully_connected(name: str, terms: str, parameters: int, network: nn.Module) -> Formula:
+        return Formula(name, terms, terms, LayerCost(parameters, parameters), network, vector)
+
+    def convolved(name: str, terms: str, parameters: int, network: nn.Module) -> Formula:
+        return Formula(name, terms, f"{terms} · HW", LayerCost(parameters, parameters * pixels), network, image)
 
     return [
-        row("FC", "mn", m * n, linear),
-        row("factorized FC", "r(m + n)", r * (m + n), factorized(linear)),
-        row("convolution", "mnk²", m * n * k * k, convolution, pixels),
-        row("factorized convolution", "rk(m + n)", r * k * (m + n), factorized(convolution), pixels),
-        row(
-            *("factorized convolution of Pufferfish", "r(mk² + n)", r * (m * k * k + n)),
+        fully_connected("FC", "mn", m * n, linear),
+        fully_connected("factorized FC", "r(m + n)", r * (m + n), factorized(linear)),
+        convolved("convolution", "mnk²", m * n * k * k, convolution),
+        convolved("factorized convolution", "rk(m + n)", r * k * (m + n), factorized(convolution)),
+        convolved(
+            "factorized convolution of Pufferfish",
+            "r(mk² + n)",
+            r * (m * k * k + n),
             factorized(convolution, "pufferfish"),
-            pixels,
         ),
     ]
 
