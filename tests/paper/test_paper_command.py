@@ -75,6 +75,7 @@ def test_an_estimate_measures_and_starts_nothing(tmp_path: Path, capsys: pytest.
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_missing_data_is_the_loaders_own_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command("table8", tmp_path, tmp_path / "out", "--methods", "slimmed")) == 1
     assert "cifar-10" in capsys.readouterr().err

@@ -31,6 +31,7 @@ def test_rounds_and_pixels_follow_in_proportion(data: DataName) -> None:
     assert {"cifar10": 32, "cifar100": 32, "tinyimagenet": 64}[data] // small.data.downscale == SmallScale().pixels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", PRESETS)
 def test_sizes_are_matched_to_the_narrow_networks(data: DataName) -> None:
     reference = Reference(paper_config(data, "iid", "fixed", "small"))

@@ -245,8 +245,8 @@ class RunsReport:
         same, pairs = self.order_agreement()
         if pairs:
             yield (
-                f"Order: of {pairs} pairs of methods at the same level, the smallest model with the smallest and so on, "
-                f"{same} have the paper's order."
+                f"Order: of {pairs} pairs of methods at the same level, the smallest model with the smallest and so "
+                f"on, {same} have the paper's order."
             )
 
     def order_agreement(self) -> tuple[int, int]:
