@@ -181,7 +181,7 @@ def estimate_sheet(cells: Sequence[Cell], data: DataName, jobs: int, console: Co
         own = [cell for cell in cells if cell.entry.label == label]
         left = sum(_left(cell, of_entry) for cell in own)
         round_seconds = of_entry.train_round + of_entry.merge
-        rows.append([label, f"{round_seconds:.3g} s", _duration(of_entry.seconds), str(len(own)), _duration(left)])
+        rows.append([label, _duration(round_seconds), _duration(of_entry.seconds), str(len(own)), _duration(left)])
     whole = schedule([_left(cell, found[cell.entry.label]) for cell in cells], jobs)
     total = [["all", "", "", str(len(cells)), _duration(whole)]]
     config, paper = cells[0].config, TABLE_4[data]
@@ -214,4 +214,4 @@ def _duration(seconds: float) -> str:
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.3g} s"
