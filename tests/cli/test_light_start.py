@@ -37,6 +37,8 @@ with open(sys.argv[1], "w") as file:
         ("--version", 0),
         ("presets", 0),
         ("compare --help", 0),
+        ("paper", 0),
+        ("paper tabel2", 1),
         ("run --sett a=1", 2),
         ("rnu", 2),
         ("", 2),

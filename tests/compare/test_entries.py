@@ -8,6 +8,7 @@ from fedhm.compare.execute import all_cells
 from fedhm.compare.select import Entry, Reference, default_names, drop_duplicates, known_names, resolve_entries
 from fedhm.config.loading import load_config
 from fedhm.config.method import Change
+from fedhm.config.registry import make
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 
@@ -32,6 +33,15 @@ def test_fedhm_as_it_is_now_stands_beside_the_papers() -> None:
     found = named("fedhm", "fedhm-paper", config=load_config("digits", ()))
     assert (found["fedhm"].method["aggregate"], found["fedhm"].method["start"]) == ("bands", "whole")
     assert found["fedhm-paper"].method == {**found["fedhm"].method, "aggregate": "models", "start": "whole"}
+
+
+def test_the_librarys_defaults_have_the_papers_tiers_and_weighting() -> None:
+    config = paper("method.weighting=softmax", "method.temperature=3")
+    method, default = named("fedhm-default", config=config)["fedhm-default"].method, make("methods", "fedhm")
+    assert (method["aggregate"], method["band_speed"]) == (default.aggregate, default.band_speed)
+    assert (method["keep"], method["weighting"], method["temperature"]) == (3, "softmax", 3)
+    plain = list(named("fedhm", "fedhm-default", config=load_config("digits", ())).values())
+    assert drop_duplicates(plain)[1] == {"fedhm-default": "fedhm"}  # a config without the paper's rule has them already
 
 
 def test_where_both_are_the_same_one_of_them_runs() -> None:

@@ -2,6 +2,8 @@ from collections.abc import Mapping
 from functools import cache
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from fedhm.errors import FedhmError
@@ -269,3 +271,16 @@ def test_model_is_not_changed_by_planning() -> None:
     before = {name: id(p) for name, p in model.named_parameters()}
     plan_ranks(model, 1 / 4)
     assert {name: id(p) for name, p in model.named_parameters()} == before
+
+
+@given(st.integers(1, 40), st.sampled_from([1 / 8, 1 / 4, 1 / 2]))
+def test_no_rank_is_above_the_largest_one_and_smaller_ranks_stay(most: int, ratio: float) -> None:
+    model = resnet18(width=0.25)
+    free, limited = plan_ranks(model, ratio, keep=0), plan_ranks(model, ratio, keep=0, max_rank=most)
+    assert set(free) <= set(limited)  # a smaller rank may save parameters where a larger one does not
+    assert {name: min(rank, most) for name, rank in free.items()} == {name: limited[name] for name in free}
+
+
+def test_a_negative_largest_rank_is_refused() -> None:
+    with pytest.raises(FedhmError, match="cannot be -1"):
+        plan_ranks(resnet18(width=0.125), 1 / 2, max_rank=-1)

@@ -172,3 +172,8 @@ def test_a_budget_of_memory_says_how_to_train(federation: Federation) -> None:
     assert planned_tier.options == TaskOptions(micro_batch=planned_tier.micro_batch, checkpointing=False)
     assert planned_tier.micro_batch
     assert experiment.run().records[-1].metrics
+
+
+def test_budgets_choose_their_own_ranks() -> None:
+    with pytest.raises(FedhmError, match="max_rank is for tiers that are ratios"):
+        planned(max_rank=3)

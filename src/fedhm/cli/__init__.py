@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-from fedhm.cli import compare, export, fit, flower, profile, report, run
+from fedhm.cli import compare, export, fit, flower, paper, profile, report, run
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.machine.files import os_error_sentence
 from fedhm.machine.printable import printable_lines
@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         run.add_run,
         run.add_resume,
         compare.add_compare,
+        paper.add_paper,
         report.add_sizes,
         fit.add_fit,
         fit.add_plan,

@@ -20,6 +20,11 @@ def add_config(parser: argparse.ArgumentParser, default: str | None = "digits") 
     """Add the preset or config file, and --set."""
     hint = f"default: {default}" if default else "see 'fedhm presets'"
     parser.add_argument("config", nargs="?", default=default, metavar="PRESET or file.toml", help=hint)
+    add_changes(parser)
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Add --set."""
     parser.add_argument(
         "--set",
         dest="changes",

@@ -108,7 +108,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
                 option = "set" if name == "changes" else name.replace("_", "-")
                 raise FedhmError(f"--runs takes runs as they are: --{option} does not go with it")
         found = read_entries(options.runs, declared_beside)
-        target = _target(options, found[0].metric)
+        target = read_target(options.target, found[0].metric)
         tuned = shared_tuning(find_run_folders(options.runs), found)
         report = ComparisonReport(found, options.command, layer_costs(found), target, tuned)
         out = options.out or Path("comparison")
@@ -120,7 +120,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
         raise FedhmError("name a preset or a config file to compare methods on; 'fedhm presets' lists the presets")
     seeds, jobs = options.seeds or 3, options.jobs or usable_cores()
     config = _config(options)
-    target = _target(options, config.objective.headline)
+    target = read_target(options.target, config.objective.headline)
     reference = Reference(config)
     names = (
         [n.strip() for n in options.methods.split(",") if n.strip()] if options.methods else default_names(reference)
@@ -149,8 +149,8 @@ def compare(options: argparse.Namespace, console: Console) -> None:
         {e.label: [c.name for c in planned if c.entry is e] for e in entries},
         declared={e.label: e.declared for e in entries if e.declared},
     ).save(out)
-    failures = _execute(planned, "runs", out, jobs, console)
-    if complete := _complete_entries(planned):
+    failures = run_missing(planned, "runs", out, jobs, console)
+    if complete := complete_entries(planned):
         _show(ComparisonReport(complete, options.command, reference.layers(), target, tuned), out, console)
     if failures:
         raise FedhmError("\n".join(failed.sentence for failed in failures))
@@ -177,7 +177,7 @@ def _tuned(tuning: Tuning, tuning_runs: Sequence[Cell], out: Path, jobs: int, co
     make_folder(out)
     before = previously_diverged(tuning_runs)
     left = [cell for cell in tuning_runs if cell not in [failed.cell for failed in before]]
-    failures = _execute(left, "tuning runs", out, jobs, console)
+    failures = run_missing(left, "tuning runs", out, jobs, console)
     mark_diverged(failed for failed in failures if failed.diverged)
     if broken := [failed.sentence for failed in failures if not failed.diverged]:
         raise FedhmError("\n".join(broken))
@@ -194,7 +194,8 @@ def _tuned(tuning: Tuning, tuning_runs: Sequence[Cell], out: Path, jobs: int, co
     return tuned
 
 
-def _execute(planned: Sequence[Cell], called: str, out: Path, jobs: int, console: Console) -> list[Failed]:
+def run_missing(planned: Sequence[Cell], called: str, out: Path, jobs: int, console: Console) -> list[Failed]:
+    """Run the cells that are not complete, several at a time, and return those that failed."""
     missing = sum(not cell.complete for cell in planned)
     if missing:
         at_a_time = f"{min(jobs, missing)} at a time"
@@ -217,17 +218,18 @@ def _show(report: ComparisonReport, out: Path, console: Console) -> None:
         console.print(str(path), highlight=False, soft_wrap=True, markup=False)
 
 
-def _target(options: argparse.Namespace, metric: Metric) -> float | None:
-    if options.target is None:
+def read_target(text: str | None, metric: Metric) -> float | None:
+    """Read --target: a value of the metric, as records have it."""
+    if text is None:
         return None
     try:
-        value = float(options.target)
+        value = float(text)
     except ValueError:
         value = math.nan
     article = "an" if metric.name[0] in "aeiou" else "a"
     wanted = f"{article} {metric.name} between 0 and 1" if metric.percent else f"a value of {metric.name}"
     if not (0 < value < 1 if metric.percent else math.isfinite(value)):
-        raise FedhmError(f"--target takes {wanted}, such as 0.9, not '{options.target[:80]}'")
+        raise FedhmError(f"--target takes {wanted}, such as 0.9, not '{text[:80]}'")
     return value
 
 
@@ -237,12 +239,20 @@ def _config(options: argparse.Namespace) -> Config:
         changes.append(f"data.partition={options.data}")
     if options.setting is None:
         return load_config(options.config, changes)
-    changes.append(f"federation.heterogeneity={options.setting}")
-    config = load_config(options.config, changes)
+    return config_in_setting(options.config, changes, options.setting)
+
+
+def config_in_setting(name: str, changes: Sequence[str], setting: str) -> Config:
+    """Read a config with fixed or dynamic tiers, and the settings that the method's authors use with them.
+
+    A change of such a setting is preferred to the authors'.
+    """
+    changes = [*changes, f"federation.heterogeneity={setting}"]
+    config = load_config(name, changes)
     asked_for = {change.partition("=")[0].strip() for change in changes}
-    fitting = {f"method.{key}": value for key, value in config.method.in_setting(options.setting).items()}
+    fitting = {f"method.{key}": value for key, value in config.method.in_setting(setting).items()}
     changes += [f"{key}={json.dumps(value)}" for key, value in fitting.items() if key not in asked_for]
-    return load_config(options.config, changes)
+    return load_config(name, changes)
 
 
 def _default_folder(name: str, config: Config) -> Path:
@@ -250,7 +260,7 @@ def _default_folder(name: str, config: Config) -> Path:
     return Path("runs") / f"compare-{Path(name).stem}-{config.federation.heterogeneity}-{config.data.partition}"
 
 
-def _complete_entries(planned: Sequence[Cell]) -> list[EntryRuns]:
+def complete_entries(planned: Sequence[Cell]) -> list[EntryRuns]:
     """Return the entries whose runs are all complete."""
     compared: list[EntryRuns] = []
     for label in dict.fromkeys(cell.entry.label for cell in planned):

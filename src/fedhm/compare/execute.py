@@ -66,10 +66,15 @@ def all_cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, j
     return plan_cells(config, [(e, seed, f"{file_name(e.label)}-seed{seed}") for e, seed in every], out, jobs)
 
 
-def plan_cells(config: Config, wanted: Sequence[tuple[Entry, int, str]], out: Path, jobs: int) -> list[Cell]:
-    """Return a cell for each entry, seed and name, with its share of this machine."""
+def plan_cells(
+    config: Config, wanted: Sequence[tuple[Entry, int, str]], out: Path, jobs: int, others: int = 0
+) -> list[Cell]:
+    """Return a cell for each entry, seed and name, with its share of this machine.
+
+    others  the number of cells with another config that are run together with these
+    """
     table = config.model_dump(mode="json", exclude={"compare"})
-    table["engine"] |= _share(config.engine, max(1, min(jobs, len(wanted))))
+    table["engine"] |= _share(config.engine, max(1, min(jobs, len(wanted) + others)))
     return [Cell(entry, config_of(table, entry, seed).resolved(), out / name, name) for entry, seed, name in wanted]
 
 

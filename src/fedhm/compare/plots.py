@@ -9,6 +9,7 @@ from functools import partial
 
 from fedhm.compare.results import TargetCost, bytes_sent, cumulative, macs_computed
 from fedhm.compare.tables import Comparison, TableCell
+from fedhm.config.objective import Metric
 from fedhm.measure.cost import LayerCost
 from fedhm.report.format import format_parameters
 from fedhm.report.plot import COLOURS, DARK_COLOURS, Line, Plot, last_values
@@ -20,9 +21,9 @@ def convergence_plot(comparison: Comparison) -> Plot:
     lines: list[Line] = []
     for number, (name, column) in enumerate(comparison.columns.items()):
         cell = column[max(column)]
-        lines.append(_method_line(number, name, cell, [round_number for round_number, _ in cell.curve]))
+        lines.append(method_line(number, name, cell, [round_number for round_number, _ in cell.curve]))
     title = f"{comparison.metric.name} of each method's smallest model by round"
-    return _method_plot(comparison, title, "round", lines)
+    return method_plot(title, "round", lines, comparison.metric, comparison.evaluated_on)
 
 
 def cost_plots(comparison: Comparison) -> dict[str, list[Plot]]:
@@ -61,13 +62,13 @@ def _pair(
         lines: list[Line] = []
         for number, (name, column) in enumerate(comparison.columns.items()):
             cell = column[choose(column)]
-            lines.append(_method_line(number, name, cell, cell.spent_so_far(spent)))
+            lines.append(method_line(number, name, cell, cell.spent_so_far(spent)))
         title = f"{comparison.metric.name} of each method's {size} model by {by}"
-        plots.append(_method_plot(comparison, title, label, lines, unit))
+        plots.append(method_plot(title, label, lines, comparison.metric, comparison.evaluated_on, unit))
     return plots
 
 
-def _method_line(number: int, name: str, cell: TableCell, positions: Sequence[float]) -> Line:
+def method_line(number: int, name: str, cell: TableCell, positions: Sequence[float]) -> Line:
     """Return the mean over the seeds with a band of ± one deviation."""
     spreads = [spread for _, spread in cell.curve]
     return Line(
@@ -81,14 +82,15 @@ def _method_line(number: int, name: str, cell: TableCell, positions: Sequence[fl
     )
 
 
-def _method_plot(
-    comparison: Comparison, title: str, x_label: str, lines: Sequence[Line], unit: str | None = None
+def method_plot(
+    title: str, x_label: str, lines: Sequence[Line], metric: Metric, evaluated_on: str, unit: str | None = None
 ) -> Plot:
-    metric, rounds = comparison.metric, unit is None
+    """Return the metric of several methods by round, or by a cost in this unit."""
+    rounds = unit is None
     return Plot(
         title=title,
         x_label=x_label,
-        y_label=metric.axis(comparison.evaluated_on),
+        y_label=metric.axis(evaluated_on),
         lines=lines,
         summary=f"A line for each method, with a band of one deviation over the seeds. They end at: "
         f"{last_values(lines, metric.decimals)}.",
@@ -134,8 +136,8 @@ def target_plot(comparison: Comparison, target: float, costs: Sequence[TargetCos
     )
 
 
-def layer_plots(tiers: Mapping[str, Mapping[str, LayerCost]]) -> list[Plot]:
-    """Return the parameters and the MACs of the model's layers, a bar for each tier."""
+def layer_plots(tiers: Mapping[str, Mapping[str, LayerCost]], each: str = "tier") -> list[Plot]:
+    """Return the parameters and the MACs of the model's layers, a bar for each tier, or for each of something else."""
     first = next(iter(tiers.values()))
     layers = [name for name in first if any(costs[name].macs for costs in tiers.values())]  # norms would be invisible
     amounts: dict[str, Callable[[LayerCost], int]] = {
@@ -160,11 +162,11 @@ def layer_plots(tiers: Mapping[str, Mapping[str, LayerCost]]) -> list[Plot]:
             x_label="layer",
             y_label=name,
             lines=lines,
-            summary=f"A bar for each tier of FedHM. All layers together: {total}.",
+            summary=f"A bar for each {each}. All layers together: {total}.",
             y_unit="",
             categories=layers,
             decimals=0,
-            legend_title="tier",
+            legend_title=each,
         )
         plots.append(plot)
     return plots

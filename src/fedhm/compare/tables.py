@@ -161,7 +161,7 @@ def _difference(comparison: Comparison, row: int, name: str, base: str) -> str:
     cell, from_this = (comparison.columns[column].get(row) for column in (name, base))
     if cell is None or from_this is None:
         return ""
-    shown = _spread_text(cell.minus(from_this), comparison.metric)
+    shown = spread_text(cell.minus(from_this), comparison.metric)
     return shown if shown.startswith("-") else f"+{shown}"
 
 
@@ -254,7 +254,7 @@ def _cell_text(comparison: Comparison, cell: TableCell | None, row: int) -> str:
 
 def _last_and_best(entry: EntryRuns, tier: str, *, bold: bool = False) -> str:
     """Return the metric after the last round, and in brackets that of the best round; bold is the last one alone."""
-    last, best = (_spread_text(found, entry.metric) for found in (entry.final(tier), entry.best(tier)))
+    last, best = (spread_text(found, entry.metric) for found in (entry.final(tier), entry.best(tier)))
     return f"{f'**{last}**' if bold else last} (best {best})"
 
 
@@ -275,7 +275,8 @@ def _best_note(evaluated_on: str) -> str:
     )
 
 
-def _spread_text(final: Spread, metric: Metric) -> str:
+def spread_text(final: Spread, metric: Metric) -> str:
+    """Return a mean and its deviation as tables show them: `93.46 ± 0.12`."""
     numbers = [final.mean] if final.deviation is None else [final.mean, final.deviation]
     return " ± ".join(f"{number:.{metric.decimals}f}" for number in numbers)
 

@@ -84,6 +84,7 @@ def plan_ranks(
     pointwise: bool = False,
     dense: Collection[str] = (),
     form: Form = "spatial",
+    max_rank: int = 0,
 ) -> RankPlan:
     """Plan the hybrid network of `model` at rank ratio γ = `ratio`, a number or a fraction such as "1/8".
 
@@ -94,6 +95,7 @@ def plan_ranks(
     pointwise   factorize 1×1 convolutions too
     dense       further layers, or modules with layers, that stay dense
     form        the form of the factors: "spatial", k×1 and 1×k convolutions, or "pufferfish", k×k and 1×1
+    max_rank    no layer has a larger rank than this, whatever its size; 0: no limit
     """
     if isinstance(ratio, str):
         try:
@@ -104,6 +106,8 @@ def plan_ranks(
         raise FedhmError(f"a rank ratio lies above 0 and at most at 1, not at {ratio:g}")
     if keep < 0:
         raise FedhmError(f"the number of layers to keep dense cannot be {keep}")
+    if max_rank < 0:
+        raise FedhmError(f"the largest rank of a layer cannot be {max_rank}")
     if form not in get_args(Form):
         raise FedhmError(f"there is no form '{form}' of factorized layers, only {' and '.join(get_args(Form))}")
     layers = dict(_weighted_modules(model))
@@ -133,7 +137,7 @@ def plan_ranks(
         if reason is None and ratio == 1:
             reason = "the ratio is 1: the full network"
         if reason is None:
-            decisions[name] = _affordable_rank(cast(Tensor, layer.weight).shape, ratio, form)
+            decisions[name] = _affordable_rank(cast(Tensor, layer.weight).shape, ratio, form, max_rank)
         else:
             decisions[name] = reason
     return RankPlan(decisions, form)
@@ -193,9 +197,10 @@ def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _affordable_rank(shape: torch.Size, ratio: float, form: Form) -> int | str:
+def _affordable_rank(shape: torch.Size, ratio: float, form: Form, max_rank: int) -> int | str:
     """Return the rank at this ratio, or the reason to stay dense if the factors would not save parameters."""
-    rank = min(max(1, round(ratio * rank_at_ratio_one(shape))), largest_rank(shape, form))
+    most = min(largest_rank(shape, form), max_rank or math.inf)
+    rank = int(min(max(1, round(ratio * rank_at_ratio_one(shape))), most))
     factored = rank * sum(unrolled_shape(shape, form))
     if factored >= shape.numel():
         return f"rank {rank} would hold {factored:,} parameters instead of {shape.numel():,}"

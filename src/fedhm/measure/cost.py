@@ -218,6 +218,15 @@ def cost_by_layer(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype 
     return parts | ({ROOT: LayerCost(outside, rest)} if outside or rest else {})
 
 
+def cost_of_modules(model: nn.Module, input_shape: SampleSpec, names: Iterable[str]) -> dict[str, LayerCost]:
+    """Return the cost of modules at any depth by their qualified names. A weight of two modules counts for both."""
+    macs, name_of_model = _macs(model, input_shape, None, by_module=True), type(model).__name__
+    return {
+        name: LayerCost(_trainable(model.get_submodule(name).parameters()), macs.get(f"{name_of_model}.{name}", 0))
+        for name in names
+    }
+
+
 def _trainable(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() for p in parameters if p.requires_grad)
 

@@ -60,6 +60,7 @@ class FedHMConfig(MethodConfig):
     tiers: Tiers = (1.0, 1 / 2, 1 / 4, 1 / 8)  # or budgets: "memory:128MB"; one listed twice has two shares
     replan: tuple[Positive, ...] = ()  # of budgets: rounds after which the spectrum decides on ranks again
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
+    max_rank: Annotated[int, Field(ge=0)] = 0  # of any layer, whatever the ratio; 0: no limit
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
     aggregate: Literal[Aggregate, "factors"] = "bands"  # the paper: models; factors: if all clients have one tier
@@ -70,9 +71,11 @@ class FedHMConfig(MethodConfig):
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
     @model_validator(mode="after")
-    def _replans_budgets(self) -> Self:
+    def _check_budgets(self) -> Self:
         if self.replan and not has_budgets(self.tiers):
             raise ValueError("replan is for tiers that are budgets, such as tiers = ['memory:128MB']")
+        if self.max_rank and has_budgets(self.tiers):
+            raise ValueError("max_rank is for tiers that are ratios: a budget chooses its own ranks")
         return self
 
     @model_validator(mode="after")
@@ -150,7 +153,7 @@ class FedHM(Method[FedHMState]):
 
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config, self._setup, self._model = config, setup, model
-        self.planner = TierPlanner(model, setup, config.tiers, config.keep, config.form)
+        self.planner = TierPlanner(model, setup, config.tiers, config.keep, config.form, config.max_rank)
         self.levels, self.tiers = self.planner.levels, self.planner.tiers
         self._nested = setup.nested if config.aggregate == "bands" else None
         self.recovers = config.aggregate != "factors"
@@ -349,6 +352,11 @@ def _paper_changes(sizes: Sizes) -> Sequence[Change]:
     return [Change("train", "clip_norm", 0.0)] if sizes.config.train.clip_norm == "auto" else []
 
 
+def _default_changes(sizes: Sizes) -> Sequence[Change]:
+    """Return the library's limit on gradients, if the config has switched it off for the paper's rule."""
+    return [Change("train", "clip_norm", STABLE_NORM)] if sizes.config.train.clip_norm == 0 else []
+
+
 def _published(sizes: Sizes) -> Settings:
     """Return the settings of published code. With one tier for all clients, it averages the factors."""
     dynamic = sizes.config.federation.heterogeneity == "dynamic"
@@ -370,6 +378,12 @@ def _published_changes(sizes: Sizes) -> Iterator[Change]:
         yield Change("data", "partition", "dirichlet-feddf")
     if data and published_normalisation(data.source):
         yield Change("data", "normalisation", "published")
+
+
+def _defaults(sizes: Sizes) -> Settings:
+    """Return the library's defaults with the config's tiers and weighting, for configs that follow the paper's rule."""
+    given = {key: sizes.fedhm[key] for key in ("tiers", "replan", "keep", "max_rank", "weighting", "temperature")}
+    return {**FedHMConfig().model_dump(mode="json"), **given}
 
 
 def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
@@ -401,6 +415,7 @@ ENTRIES: Sequence[NamedEntry | Family] = [
     NamedEntry("fedhm-paper", lambda sizes: {**sizes.fedhm, **PAPER}, _paper_changes),
     NamedEntry("fedhm-updates", lambda sizes: {**sizes.fedhm, **PAPER, "aggregate": "updates"}, _paper_changes),
     NamedEntry("fedhm-published", _published, lambda sizes: list(_published_changes(sizes))),
+    NamedEntry("fedhm-default", _defaults, _default_changes),
     *(NamedEntry(f"fedhm-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
     NamedEntry("pufferfish", _pufferfish),
     Family("lowrank", _ratios, _low_rank, tier_name),

@@ -45,9 +45,11 @@ class TierPlan:
         return TaskOptions(micro_batch=self.micro_batch, checkpointing=self.checkpointing)
 
 
-def ratio_plan(model: nn.Module, ratio: float, keep: int, classifier: str | None, form: Form = "spatial") -> RankPlan:
+def ratio_plan(
+    model: nn.Module, ratio: float, keep: int, classifier: str | None, form: Form = "spatial", max_rank: int = 0
+) -> RankPlan:
     """Return the rank plan of a tier that is a ratio. A tier below full must factorize something."""
-    plan = plan_ranks(model, ratio, keep, classifier=classifier or "auto", form=form)
+    plan = plan_ranks(model, ratio, keep, classifier=classifier or "auto", form=form, max_rank=max_rank)
     if not plan and ratio < 1:
         raise FedhmError(
             f"there is nothing to factorize for tier {tier_name(ratio)}: every layer stays dense; "
@@ -64,7 +66,13 @@ class TierPlanner:
     """
 
     def __init__(
-        self, model: nn.Module, setup: Setup, tiers: Sequence[float | str], keep: int = 1, form: Form = "spatial"
+        self,
+        model: nn.Module,
+        setup: Setup,
+        tiers: Sequence[float | str],
+        keep: int = 1,
+        form: Form = "spatial",
+        max_rank: int = 0,
     ) -> None:
         self._model, self._setup, self._keep, self._form = model, setup, keep, form
         ratios = [tier for tier in tiers if not isinstance(tier, str)]
@@ -76,7 +84,8 @@ class TierPlanner:
         # the full network is planned whatever the tiers: warm-up rounds train it
         self._ratios = {FULL: 1.0} | {tier_name(ratio): ratio for ratio in ratios}
         self._ratio_plans = {
-            tier: ratio_plan(model, ratio, keep, setup.classifier, form) for tier, ratio in self._ratios.items()
+            tier: ratio_plan(model, ratio, keep, setup.classifier, form, max_rank)
+            for tier, ratio in self._ratios.items()
         }
         if self.has_budgets:
             self._check_budgets()
