@@ -59,7 +59,8 @@ def run(kind: type[nn.Module], tiers: Sequence[float], **sections: Any) -> tuple
         federation={"clients": CLIENTS, "participation": 1.0},
         train={
             "rounds": ROUNDS, "iterations": STEPS, "batch": BATCH, "lr": LR, "momentum": 0.0,
-            "weight_decay": 0.0, "frobenius_decay": 0.0, "clip_norm": 0.0, "masked_loss": False, **sections.pop("train", {}),
+            "weight_decay": 0.0, "frobenius_decay": 0.0, "clip_norm": 0.0, "masked_loss": False,
+            **sections.pop("train", {}),
         },
         method={"name": "fedhm", "tiers": list(tiers), "aggregate": "models", "weighting": "uniform"},
         server={"robust": "none"},
