@@ -37,11 +37,12 @@ Deal = Callable[[Samples, int, np.random.Generator], list[Samples]]
 
 
 def deal_by_class(samples: Samples, clients: int, rng: np.random.Generator) -> list[Samples]:
-    """Give each client samples of a single class."""
-    by_class = [np.flatnonzero(samples.labels.numpy() == label) for label in samples.labels.unique().tolist()]
+    """Give each client samples of a single class, or of as few as cover all classes."""
+    by_class = [rng.permutation(np.flatnonzero(samples.labels == label)) for label in samples.labels.unique()]
     sharing = -(-clients // len(by_class))  # clients that share a class
-    shares = [share for each in by_class for share in np.array_split(rng.permutation(each), sharing)]
-    return [samples.subset(torch.from_numpy(share)) for share in shares[:clients]]
+    pieces = [piece for each in by_class for piece in np.array_split(each, sharing)]
+    dealt = np.array_split(np.arange(len(pieces)), clients)  # one piece each, if there are enough clients
+    return [samples.subset(torch.from_numpy(np.concatenate([pieces[n] for n in own]))) for own in dealt]
 
 
 def deal_one_sample(samples: Samples, clients: int, rng: np.random.Generator) -> list[Samples]:

@@ -29,7 +29,7 @@ from fedhm.work.work import work_of
 from hostile import ATTACKS, ORDER, Hostile, mislabelled
 from remembered import Remembering
 
-DEFENCES = ("none", "clip", "centered-clip", "krum", "trimmed-mean", "median")
+DEFENCES = ("none", "clip", "agreement", "centered-clip", "krum", "trimmed-mean", "median")
 COUNTS = (1, 3, 6)
 QUICK = ("train.rounds=2", "train.epochs=1", "train.milestones=[]")
 MADE_WITH = "made with"
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--done", action="store_true", help="run nothing: the table of the cells that are done")
     options = parser.parse_args()
     if options.quick:
-        options.attacks, options.counts, options.seeds, options.defences = ["flip"], [1], 1, ["none", "clip"]
+        options.attacks, options.counts, options.seeds, options.defences = ["flip"], [1], 1, ["none", "agreement"]
     if options.records:
         options.records.mkdir(exist_ok=True)
     changes = [*(QUICK if options.quick else ()), *options.changes]

@@ -29,9 +29,10 @@ PROMISED = {
     "attacks.py": {
         f"{who}, {defence}, seed 0": {"full", "1/2", "1/4", "1/8", "hostile updates merged", "honest updates left out"}
         for who in ("nobody attacks", "flip by 1")
-        for defence in ("none", "clip")
+        for defence in ("none", "agreement")
     },
     "agreement.py": {"digits, one class each, 0": {"updates", "dropped", "cut", "accuracy"}},
+    "stress.py": {"digits, iid, 10 epochs, lr 0.1": {"fedhm", "fedavg"}},
     "export_speed.py": {"tiers": {"full", "1/8"}, "macs": {"full", "1/8"}},
     "layer_ranks.py": {
         "error": {f"{ratio}, {how}" for ratio in ("1/2", "1/4", "1/8") for how in ("one ratio", "by layer")}

@@ -93,7 +93,7 @@ MIN_PEERS_TO_JUDGE = 4  # three honest clients among four show which client disa
 STD_PER_MAD = 1.4826  # standard deviations in a median distance from the median, of a normal distribution
 AGREEMENT_QUANTILE = 0.6  # of the similarities with others
 CLEAR_SPREADS = 2.0  # with a common direction, the median agreement is at least this many spreads
-CLEAR_SHARE = 1 / 8  # and of at least this share of the largest median so far
+CLEAR_SHARE = 1 / 4  # and at least this share of the largest median so far
 
 
 class PeerGroup:
@@ -148,8 +148,8 @@ class PeerGroup:
     def _compare_members(self) -> list[AgreementScore]:
         """Compare all members with the reference, and set the median and spread of the reference."""
         found = [self._agreement(client, self._cosines[:, place]) for place, client in enumerate(self._clients)]
-        agreements, cosines = ([found[place][part] for place in self._reference] for part in (0, 1))
-        self.median, self.median_cosine = statistics.median(agreements), statistics.median(cosines)
+        agreements = [found[place][0] for place in self._reference]
+        self.median = statistics.median(agreements)
         self._deviation = STD_PER_MAD * statistics.median(abs(each - self.median) for each in agreements)
         self._spread = max(self._deviation, MIN_SPREAD * self.median)
         return [self.score(agreement) for agreement, _ in found]
@@ -209,10 +209,10 @@ def drop_disagreeing(
       this round; or
     - its part against the others is longer than 0.6 × the usual norm. That of honest clients was never longer than half
       the usual norm if clients have a common direction. Without one, as for clients with few labels in a first round,
-      it was up to 0.72 ×, and 0.9 × is allowed; or
-    - it was clipped, and goes along with the others less than most do. A long honest update has trained longer.
+      it was up to 0.72 ×, and 0.9 × is allowed.
 
-    Among three or four clients only the last two rules apply, among fewer none.
+    Among three or four clients only the second rule applies, among fewer none. An update is not dropped for its length:
+    a client with many samples honestly moves further than the others, and clipping bounds it.
 
     The first few updates of a round are held and compared with each other; all later ones are compared with these. So
     memory does not depend on the number of clients.
@@ -245,8 +245,8 @@ def drop_disagreeing(
         else:
             own = deltas.get(id(each))
             agreement, cosine = group.compare(client, delta_of(each) if own is None else own)
-            against, clipped = -cosine * finite_norm(weights), _was_clipped(each, log.clipped)
-            reason = disagreement(client, group, agreement) or _opposition(group, cosine, against, usual, clipped)
+            against = -cosine * finite_norm(weights)
+            reason = disagreement(client, group, agreement) or _opposition(group, against, usual)
         if reason:
             _log_disagreeing(each, reason, log)
         return not reason
@@ -264,19 +264,11 @@ def drop_disagreeing(
     yield from filter(passes, rest)
 
 
-def _opposition(group: PeerGroup, cosine: float, against: float, usual: float, clipped: bool) -> str | None:
+def _opposition(group: PeerGroup, against: float, usual: float) -> str | None:
     """Return why an update goes too far against the others; None if it does not."""
     if against > (MAX_AGAINST if group.has_direction else MAX_AGAINST_UNCLEAR) * usual:
         return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
-    if clipped and cosine < group.median_cosine:
-        reason = f"it was too long, and does not go along with the others: cosine {cosine:.3g}"
-        return f"{reason}, median {group.median_cosine:.3g}"
     return None
-
-
-def _was_clipped(each: UpdateDelta, clipped: Sequence[dict[str, object]]) -> bool:
-    who = (each.update.client, each.update.tier, WEIGHTS)
-    return any((entry["client"], entry["tier"], entry["part"]) == who for entry in clipped)
 
 
 def _log_disagreeing(each: UpdateDelta, reason: str, log: DefenceLog) -> None:

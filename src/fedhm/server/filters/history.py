@@ -211,7 +211,7 @@ class AgreementHistory:
         Σ (agreement − median / 2) < −2.5 √ Σ spread²          over its last eight rounds, or fewer, but at least two
 
     A client that disagreed in earlier rounds is no reference for others until it agrees again. Clients that have
-    converged have no common direction: their median is less than two spreads, or an eighth of its largest value so far.
+    converged have no common direction: their median is less than two spreads, or a quarter of its largest value so far.
     Such rounds do not count, and a client that disagreed before them stays out.
     """
 

@@ -1,0 +1,176 @@
+"""Sweep learning rate × local epochs × label skew × data for every method, and print one page.
+
+    python benchmarks/stress.py --json stress.json --markdown stress.md
+
+A cell has the final accuracy of a method's largest and smallest tier, in percent. A row fails if a tier of FedHM is
+`MARGIN` points or more below full-model FedAvg: where FedAvg trains, every tier should. Further rows have unusual
+clients, and a network without normalisation layers. The file keeps the runs that are done, so the same command resumes
+after an interruption.
+"""
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from torch import nn
+
+from agreement import Setting, deal_by_class, deal_one_sample, deal_unequal, dealt_out
+from fedhm.assembly import assemble, read_federation
+from fedhm.compare.execute import config_of
+from fedhm.compare.select import Reference, resolve_entries
+from fedhm.config.loading import load_config
+from fedhm.errors import FedhmError
+from fedhm.machine.files import write_atomically
+from fedhm.models.build import build_model
+
+METHODS = (
+    *("fedhm", "fedhm-paper", "lowrank:1/8", "fedavg", "capable", "slimmed:0.35", "heterofl", "fedrolex"),
+    *("fjord", "splitmix", "feddlr", "fedpara"),  # fedmd and feddf need public samples
+)
+PRESETS = {
+    "digits": [],
+    "fashion-mnist-quick": ["data.train_samples=3000"],
+    "cifar10-tiers": ["data.train_samples=3000", "server.optimizer=none"],
+}
+RATES, EPOCHS, ALPHAS = (0.03, 0.1, 0.3), (1, 5, 10), ("0.1", "0.5", "iid")
+WORK = 30  # local epochs of a client in all rounds that it takes part in, so that rows take about the same time
+MARGIN = 10.0  # points below FedAvg
+DIVERGED = "diverged"
+
+
+def without_normalisation(model: nn.Module) -> nn.Module:
+    """Return the model without its BatchNorm layers."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(parent, name, nn.Identity())
+    return model
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting of the sweep."""
+
+    preset: str
+    name: str
+    setting: Setting = field(default_factory=Setting)
+    change_model: Callable[[nn.Module], nn.Module] = field(default=lambda model: model)
+
+    @property
+    def key(self) -> str:
+        return f"{self.preset}, {self.name}"
+
+
+def sweep(
+    presets: Sequence[str], rates: Sequence[float], epochs: Sequence[int], alphas: Sequence[str]
+) -> Iterator[Row]:
+    for preset, alpha, local, rate in product(presets, alphas, epochs, rates):
+        partition = ["data.partition=iid"] if alpha == "iid" else ["data.partition=dirichlet", f"data.alpha={alpha}"]
+        changes = [
+            *partition,
+            f"train.epochs={local}",
+            f"train.lr={rate}",
+            f"train.rounds={max(3, WORK // local // 2)}",
+        ]
+        skew = alpha if alpha == "iid" else f"α {alpha}"
+        yield Row(preset, f"{skew}, {local} epochs, lr {rate:g}", Setting(changes))
+
+
+def unusual(presets: Sequence[str]) -> Iterator[Row]:
+    short = ["train.rounds=8"]
+    for preset in presets:
+        yield Row(preset, "2 clients with other classes", Setting([*short, "federation.clients=2"], deal_by_class))
+        yield Row(preset, "one class each", Setting(short, deal_by_class))
+        yield Row(preset, "one sample each", Setting(short, deal_one_sample))
+        yield Row(preset, "sizes 100 to 1", Setting(short, deal_unequal))
+        no_norm = ["train.rounds=20", "federation.participation=1"]
+        yield Row(preset, "no normalisation", Setting(no_norm), without_normalisation)
+
+
+def run(row: Row, method: str) -> list[float] | None:
+    """Return the accuracy of every tier in percent, the largest first; None if training diverged."""
+    common = ["train.milestones=[]", "evaluation.every=1000", "engine.workers=1", "server.robust=none"]
+    config = load_config(row.preset, [*PRESETS[row.preset], *common, *row.setting.changes])
+    (entry,) = resolve_entries([method], Reference(config))
+    own = config_of(config.model_dump(mode="json", exclude={"compare"}), entry, config.seed)
+    federation = dealt_out(read_federation(own), row.setting.deal, config.seed)
+    model = row.change_model(build_model(own, federation.input_shape, federation.classes))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the page says which runs diverged
+            result = assemble(model, federation, own).run()
+    except FedhmError as error:
+        if "cannot be used" not in str(error) and "could be used" not in str(error):
+            raise
+        return None
+    return [100 * metrics.accuracy for metrics in result.metrics.values()]
+
+
+Found = dict[str, dict[str, list[float] | None]]  # by row and method: as `run` returns it
+
+
+def fails(row: Row, found: Found) -> bool:
+    """Tell whether a tier of FedHM is far below FedAvg."""
+    of_row = found.get(row.key, {})
+    if not {"fedhm", "fedavg"} <= of_row.keys():
+        return False
+    tiers, fedavg = of_row["fedhm"], of_row["fedavg"]
+    return fedavg is not None and (tiers is None or min(tiers) < fedavg[0] - MARGIN)
+
+
+def cell(tiers: list[float] | None) -> str:
+    if tiers is None:
+        return DIVERGED
+    return f"{tiers[0]:.1f}" if len(tiers) == 1 else f"{tiers[0]:.1f} … {tiers[-1]:.1f}"
+
+
+def page(rows: Sequence[Row], methods: Sequence[str], found: Found) -> str:
+    """Return the table of all rows that have begun, and the rows that fail."""
+    begun = [row for row in rows if row.key in found]
+    lines = [f"| data | setting | {' | '.join(methods)} |", f"|---|---|{'--:|' * len(methods)}"]
+    for row in begun:
+        of_row = found[row.key]
+        cells = [cell(of_row[method]) if method in of_row else "" for method in methods]
+        lines.append(f"| {row.preset} | {row.name}{' **fails**' if fails(row, found) else ''} | {' | '.join(cells)} |")
+    failing = [f"- {row.preset}, {row.name}" for row in begun if fails(row, found)]
+    said = f"FedHM fails in {len(failing)} of {len(begun)} rows: a tier is {MARGIN:g} points or more below FedAvg."
+    return "\n".join([*lines, "", said, *failing]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, help="where the runs are kept")
+    parser.add_argument("--markdown", type=Path, help="where the page goes, after every run")
+    parser.add_argument("--presets", nargs="*", default=list(PRESETS), choices=PRESETS)
+    parser.add_argument("--methods", nargs="*", default=list(METHODS))
+    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES))
+    parser.add_argument("--epochs", nargs="*", type=int, default=list(EPOCHS))
+    parser.add_argument("--alphas", nargs="*", default=list(ALPHAS))
+    parser.add_argument(
+        "--no-unusual", action="store_true", help="leave out the rows with unusual clients and networks"
+    )
+    parser.add_argument("--quick", action="store_true", help="one row of two methods: to see that it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.presets, options.methods, options.no_unusual = ["digits"], ["fedhm", "fedavg"], True
+        options.rates, options.epochs, options.alphas = [0.1], [10], ["iid"]
+    rows = list(sweep(options.presets, options.rates, options.epochs, options.alphas))
+    rows += [] if options.no_unusual else list(unusual(options.presets))
+    found: Found = json.loads(options.json.read_text()) if options.json.exists() else {}
+    for row, method in product(rows, options.methods):
+        of_row = found.setdefault(row.key, {})
+        if method not in of_row:
+            of_row[method] = run(row, method)
+            print(f"{row.key}, {method}: {cell(of_row[method])}", flush=True)
+            write_atomically(options.json, json.dumps(found, indent=1))
+            if options.markdown:
+                write_atomically(options.markdown, page(rows, options.methods, found))
+    print(page(rows, options.methods, found))
+
+
+if __name__ == "__main__":
+    main()
