@@ -89,6 +89,8 @@ def unusual(presets: Sequence[str]) -> Iterator[Row]:
         yield Row(preset, "sizes 100 to 1", Setting(short, deal_unequal))
         no_norm = ["train.rounds=20", "federation.participation=1"]
         yield Row(preset, "no normalisation", Setting(no_norm), without_normalisation)
+        warm = [*no_norm, "method.warmup=5"]  # FedHM only: all clients train the full model at first
+        yield Row(preset, "no normalisation, 5 rounds of warm-up", Setting(warm), without_normalisation)
 
 
 def run(row: Row, method: str) -> list[float] | None:

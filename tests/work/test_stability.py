@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conftest import small_config
 from fedhm.assembly import assemble, read_federation
 from fedhm.config.loading import load_config
-from fedhm.config.method import STABLE_NORM
+from fedhm.config.method import STABLE_STEP
 from fedhm.config.schema import ResolvedConfig
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.models.build import build_model
@@ -30,10 +30,11 @@ def run_digits(*changes: str) -> Result:
 @pytest.mark.parametrize(
     ("sections", "limit"),
     [
-        ({}, STABLE_NORM),
-        ({"method": {"name": "fedhm", "aggregate": "models"}}, STABLE_NORM),
+        ({}, STABLE_STEP / 0.05),
+        ({"train": {"lr": 0.2}}, STABLE_STEP / 0.2),
+        ({"method": {"name": "fedhm", "aggregate": "models"}}, STABLE_STEP / 0.05),
         ({"method": {"name": "fedavg"}}, 0.0),
-        ({"method": {"name": "fedavg", "tier": 0.5}}, STABLE_NORM),
+        ({"method": {"name": "fedavg", "tier": 0.5}}, STABLE_STEP / 0.05),
         ({"method": {"name": "heterofl"}}, 1.0),
         ({"method": {"name": "splitmix"}}, 0.0),
         ({"objective": {"name": "regression"}}, 0.0),

@@ -594,7 +594,7 @@ class Config(Section):
             train["on_bad_update"] = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
         if self.train.clip_norm == "auto":
             # gradients of a cross-entropy have a known scale; those of a regression follow from its targets' unit
-            train["clip_norm"] = self.method.clip_norm if self.objective.has_labels else 0.0
+            train["clip_norm"] = self.method.clip_norm(self.train.lr) if self.objective.has_labels else 0.0
         changes["train"] = self.train.model_copy(update=train)
         changes["server"] = self.with_defence(deployed=bool(self.engine.superlink)).server
         if self.data is not None and self.data.folder is not None:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 from torch import nn
 
-from fedhm.config.method import STABLE_NORM, MethodConfig, only_uniform
+from fedhm.config.method import STABLE_STEP, MethodConfig, only_uniform
 from fedhm.config.section import Ratio, tier_name
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.methods.means import average
@@ -29,9 +29,8 @@ class FedAvgConfig(MethodConfig):
     def build(self, model: nn.Module, setup: Setup) -> "FedAvg":
         return FedAvg(model, self, setup)
 
-    @property
-    def clip_norm(self) -> float:
-        return 0.0 if self.is_full_model else STABLE_NORM
+    def clip_norm(self, lr: float) -> float:
+        return 0.0 if self.is_full_model else STABLE_STEP / lr
 
     @property
     def unbounded(self) -> str:

@@ -20,7 +20,7 @@ Averaging factors is FedAvg of one hybrid network. FedHM's published code does i
 
 A step on factors moves their product by η (G V Vᵀ + U Uᵀ G): the larger the factors, the longer the step, and the
 larger the factors after it. In long local training on few labels this grows without end, first in factorized layers
-that no normalisation follows. So clients clip their gradients (`STABLE_NORM`), unless the settings say otherwise.
+that no normalisation follows. So clients limit the length of a step (`STABLE_STEP`), unless the settings say otherwise.
 
 In warm-up rounds every tier trains the full network, with the weight of γ = 1: the best directions are found before
 anything is cut off.
@@ -35,7 +35,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, Self
 from pydantic import Field, model_validator
 from torch import nn
 
-from fedhm.config.method import STABLE_NORM, Change, Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
+from fedhm.config.method import STABLE_STEP, Change, Family, MethodConfig, NamedEntry, Settings, Sizes, replace_largest
 from fedhm.config.section import Positive, Tiers, tier_name
 from fedhm.data.sources import published_normalisation
 from fedhm.errors import FedhmError
@@ -94,9 +94,8 @@ class FedHMConfig(MethodConfig):
     def build(self, model: nn.Module, setup: Setup) -> "FedHM":
         return FedHM(model, self, setup)
 
-    @property
-    def clip_norm(self) -> float:
-        return STABLE_NORM
+    def clip_norm(self, lr: float) -> float:
+        return STABLE_STEP / lr
 
     @property
     def unbounded(self) -> str:
@@ -354,7 +353,8 @@ def _paper_changes(sizes: Sizes) -> Sequence[Change]:
 
 def _default_changes(sizes: Sizes) -> Sequence[Change]:
     """Return the library's limit on gradients, if the config has switched it off for the paper's rule."""
-    return [Change("train", "clip_norm", STABLE_NORM)] if sizes.config.train.clip_norm == 0 else []
+    train = sizes.config.train
+    return [Change("train", "clip_norm", STABLE_STEP / train.lr)] if train.clip_norm == 0 else []
 
 
 def _published(sizes: Sizes) -> Settings:

@@ -34,8 +34,7 @@ class FedRolexConfig(MethodConfig):
     def entries(cls) -> Sequence[NamedEntry | Family]:
         return matched_widths("fedrolex")
 
-    @property
-    def clip_norm(self) -> float:
+    def clip_norm(self, lr: float) -> float:
         return 1.0  # as in its authors' code
 
     @property

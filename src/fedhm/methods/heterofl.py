@@ -45,8 +45,7 @@ class HeteroFLConfig(MethodConfig):
             *(NamedEntry(f"heterofl-v{count + 1}", partial(_with_largest_replaced, count)) for count in (1, 2)),
         ]
 
-    @property
-    def clip_norm(self) -> float:
+    def clip_norm(self, lr: float) -> float:
         return 1.0  # as in its authors' code
 
     @property

@@ -142,7 +142,8 @@ class DivergenceWarning(Callback):
 
     def round_ends(self, run: RunState) -> None:
         config, record = run.config, run.record
-        unlimited = config.objective.has_labels and config.method.clip_norm and not config.train.gradient_limit
+        advised = config.method.clip_norm(config.train.lr)
+        unlimited = config.objective.has_labels and advised and not config.train.gradient_limit
         if not unlimited or self._warned or not record.metrics:
             return
         last = record.round == config.train.rounds
@@ -154,7 +155,7 @@ class DivergenceWarning(Callback):
             warn(
                 f"after round {record.round} the model of tier {lost[0]} has a loss of {loss:.3g}, and guessing has "
                 f"{self._guess:.3g}. Training has diverged at the clients: set train.clip_norm = "
-                f"{config.method.clip_norm:g}, or lower train.lr",
+                f"{advised:.3g}, or lower train.lr",
                 FedhmWarning,
                 stacklevel=2,
             )

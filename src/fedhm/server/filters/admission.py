@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from fedhm.config.method import STABLE_NORM
+from fedhm.config.method import STABLE_STEP
 from fedhm.config.schema import ResolvedConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
@@ -104,8 +104,9 @@ def _hint(reason: str, config: ResolvedConfig) -> str:
     if "half precision" in reason:  # the reason itself says what to set
         return "or lower train.lr"
     if "loss" in reason or "NaN" in reason:
-        clip = f"set train.clip_norm = {config.method.clip_norm or STABLE_NORM:g}"
-        return "lower train.lr or train.clip_norm" if config.train.gradient_limit else f"{clip} or lower train.lr"
+        limit = config.method.clip_norm(config.train.lr) or STABLE_STEP / config.train.lr
+        clip = f"set train.clip_norm = {limit:.3g} or lower train.lr"
+        return "lower train.lr or train.clip_norm" if config.train.gradient_limit else clip
     return "mend the client"
 
 
