@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ PRESETS = {
 }
 SHORT = ["train.rounds=10", "train.milestones=[]", "evaluation.every=10", "engine.workers=1"]
 QUICK = ["train.rounds=2", "train.epochs=1", "train.milestones=[]", "evaluation.every=2", "engine.workers=1"]
+
+MADE_WITH = "made with"
 
 Deal = Callable[[Samples, int, np.random.Generator], list[Samples]]
 
@@ -108,7 +111,7 @@ def honest(preset: str, name: str, seed: int, changes: Sequence[str]) -> dict[st
     }
 
 
-def table(found: dict[str, dict[str, float]], seeds: int) -> str:
+def table(found: dict[str, Any], seeds: int) -> str:
     """Return one line for each preset and setting that is done, and a line for all."""
     lines = ["| data | setting | updates | dropped | cut | smallest tier, % |", "|---|---|--:|--:|--:|--:|"]
     total = {"updates": 0.0, "dropped": 0.0, "cut": 0.0}
@@ -135,12 +138,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.presets, options.settings, options.seeds = ["digits"], ["one class each"], 1
-    found: dict[str, dict[str, float]] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    changes = [*(QUICK if options.quick else SHORT), *options.changes]
+    made_with = " ".join(changes)
+    if found.setdefault(MADE_WITH, made_with) != made_with:
+        raise SystemExit(f"{options.json} has runs that were made with {found[MADE_WITH]}, not with {made_with}")
     for seed, preset, setting in product(range(options.seeds), options.presets, options.settings):
         name = f"{preset}, {setting}, {seed}"
         if name not in found:
             print(name, flush=True)
-            found[name] = honest(preset, setting, seed, [*(QUICK if options.quick else SHORT), *options.changes])
+            found[name] = honest(preset, setting, seed, changes)
             write_atomically(options.json, json.dumps(found, indent=1))
     print(table(found, options.seeds))
 

@@ -81,7 +81,7 @@ def test_every_tier_trains_where_fedavg_does() -> None:
 def test_a_run_that_diverges_names_the_setting_that_helps() -> None:
     with pytest.raises(FedhmError, match=r"its loss became NaN; set train\.clip_norm = 2 or lower train\.lr"):
         run_digits("train.clip_norm=0")
-    with pytest.warns(FedhmWarning, match=r"diverged at the clients: set train\.clip_norm = 2, or lower"):
+    with pytest.warns(FedhmWarning, match=r"may have diverged at the clients: set train\.clip_norm = 2, or lower"):
         result = run_digits(*PAPERS_RULE)
     assert all(metrics["loss"] > math.log(10) for metrics in result.metrics.values())
 

@@ -60,6 +60,8 @@ class _Name(argparse.Action):
     def __call__(
         self, _: argparse.ArgumentParser, namespace: argparse.Namespace, value: str | Sequence[Any] | None, *__: object
     ) -> None:
+        if value == "list":
+            value = None
         if value is not None:
             find_artifact(str(value), None)  # a wrong name is answered at once
             namespace.imports = "fedhm.paper.command"

@@ -348,13 +348,13 @@ PUBLISHED_FACTORS: Settings = {"aggregate": "factors", "absent_labels": "count"}
 
 def _paper_changes(sizes: Sizes) -> Sequence[Change]:
     """Return the settings outside [method] that belong to the paper's rule: it does not clip gradients."""
-    return [Change("train", "clip_norm", 0.0)] if sizes.config.train.clip_norm == "auto" else []
+    clips = sizes.config.train.clip_norm == "auto" and sizes.config.objective.has_labels
+    return [Change("train", "clip_norm", 0.0)] if clips else []
 
 
 def _default_changes(sizes: Sizes) -> Sequence[Change]:
     """Return the library's limit on gradients, if the config has switched it off for the paper's rule."""
-    train = sizes.config.train
-    return [Change("train", "clip_norm", STABLE_STEP / train.lr)] if train.clip_norm == 0 else []
+    return [Change("train", "clip_norm", "auto")] if sizes.config.train.clip_norm == 0 else []
 
 
 def _published(sizes: Sizes) -> Settings:

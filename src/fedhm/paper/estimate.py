@@ -1,16 +1,14 @@
 """How long runs would take on this machine: some training steps of every distinct network, measured in this process.
 
-The steps are those of a client's own work, on random images. With p participants of s samples each, w workers and b
-samples in a batch,
+The steps are those of a client's own work, on random images. With p participants of s samples each and w workers,
 
-    round       = p · epochs · ⌈s / b⌉ · step / w + merge                         step: mean over the capability levels
+    round       = p · local steps · step / w + merge                              step: mean over the capability levels
     evaluation  = Σ over tiers: test samples · forward + p · s · forward / w      the second term for static BatchNorm
 
 No data set is read: its size is the published one, or `data.train_samples`.
 """
 
 import heapq
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from fedhm.assembly import Design, make_client, named_design
-from fedhm.compare.execute import Cell
+from fedhm.compare.execute import Cell, check_folder
 from fedhm.config.schema import ResolvedConfig
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.machine.device import find_device, threads
@@ -33,6 +31,7 @@ from fedhm.paper.numbers import TABLE_4, DataName
 from fedhm.report.sheets import Sheet
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Participant, Task, Update
+from fedhm.work.work import steps_in_round
 
 # Other processes make a step slower, never faster: so the fastest of TIMES measurements of STEPS steps counts. Steps
 # that take longer than SLOW seconds are precise enough at the first time.
@@ -80,7 +79,7 @@ class Stopwatch:
         workers = min(participants, config.engine.workers if isinstance(config.engine.workers, int) else participants)
         method = design.method
         state = method.start(exchanged_tensors(design.model))
-        batches = config.train.epochs * math.ceil(samples / config.train.batch)
+        steps = steps_in_round(config.train, samples)
         # every level, and as many clients as take part in a round
         clients = [
             [
@@ -96,13 +95,13 @@ class Stopwatch:
             forward = sum(self._forward(config, design, tier, method.weights(state, tier)) for tier in method.tiers)
         evaluated = [n for n in range(1, config.train.rounds + 1) if n % config.evaluation.every == 0]
         evaluated += [] if config.train.rounds in evaluated else [config.train.rounds]
-        first = config.evaluation.static_from
-        static = [] if first == "never" else [number for number in evaluated if number > first]
+        first = config.evaluation.gathers_after
+        static = [] if first is None else [number for number in evaluated if number > first]
         return RunEstimate(
             rounds=config.train.rounds,
             evaluations=len(evaluated),
             static_evaluations=len(static),
-            train_round=participants * batches * step / workers,
+            train_round=participants * steps * step / workers,
             merge=merge,
             evaluation=paper.test_samples * forward,
             statistics=participants * samples * forward / workers,
@@ -112,7 +111,8 @@ class Stopwatch:
         """Return the seconds of a training step, and an update."""
         key = _key(task.kind, task.tensors)
         if key not in self.steps:
-            once = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 1})})
+            one_epoch = config.train.model_copy(update={"epochs": 1, "iterations": 0})
+            once = config.model_copy(update={"train": one_epoch})
             networks = NetworkPool(design.method.network, find_device(config.engine.device), config.engine.compile)
 
             def train(steps: int) -> tuple[float, Update]:
@@ -171,6 +171,8 @@ def _images(config: ResolvedConfig, design: Design, count: int) -> tuple[Samples
 
 def estimate_sheet(cells: Sequence[Cell], data: DataName, jobs: int, console: Console) -> Sheet:
     """Measure, and return how long each entry and all missing runs would take."""
+    for cell in cells:
+        check_folder(cell)  # a run with other settings would be refused
     stopwatch, found = Stopwatch(data), dict[str, RunEstimate]()
     for cell in cells:
         if cell.entry.label not in found:
@@ -188,8 +190,8 @@ def estimate_sheet(cells: Sequence[Cell], data: DataName, jobs: int, console: Co
     assert config.data is not None
     train = config.data.train_samples or paper.samples_per_client * paper.clients
     note = (
-        f"Measured: {len(stopwatch.steps)} distinct networks in training, alone on this machine. All: {jobs} runs at "
-        f"a time. It counts {train:,} training and {paper.test_samples:,} test samples. Start-up and reading the data "
+        f"Measured: {len(stopwatch.steps)} distinct networks in training, alone on this machine. All: {jobs} at a "
+        f"time. It counts {train:,} training and {paper.test_samples:,} test samples. Start-up and reading the data "
         "are not included, and runs side by side may slow each other down."
     )
     columns = ["entry", "a round", "a run", "runs", "still to do"]

@@ -13,10 +13,16 @@ from fedhm.assembly import input_format
 from fedhm.compare.command import config_in_setting
 from fedhm.config.loading import load_config
 from fedhm.config.schema import Config
+from fedhm.errors import FedhmError
 from fedhm.paper.artifacts import Setting
 from fedhm.paper.numbers import TABLE_4, DataName, PartitionName
 
 ScaleName = Literal["paper", "small"]
+FIXED = {
+    "data.source": "choose the data set with --data",
+    "data.partition": "choose the partition with --partition",
+    "federation.heterogeneity": "table2 has dynamic tiers, and table3 has fixed ones",
+}
 PRESETS: dict[DataName, str] = {
     "cifar10": "cifar10-resnet18",
     "cifar100": "cifar100-resnet34",
@@ -68,6 +74,10 @@ def paper_config(
     data: DataName, partition: PartitionName, setting: Setting, scale: ScaleName, changes: Sequence[str] = ()
 ) -> Config:
     """Return the settings of runs at a scale. Changes of `--set` come last, and so they win."""
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        if key in FIXED:  # folders, titles and the paper's numbers go by the options
+            raise FedhmError(f"--set {key} would contradict the table: {FIXED[key]}")
     scaled = SmallScale().changes(data) if scale == "small" else []
     heterogeneity = "dynamic" if setting == "dynamic" else "fixed"  # does not matter to homogeneous runs
     return config_in_setting(PRESETS[data], [*scaled, f"data.partition={partition}", *changes], heterogeneity)

@@ -205,8 +205,16 @@ def network_sheet(config: Config, published: Sequence[float]) -> Sheet:
     design = named_design(config)
     shape = tuple(require_tensor(design.sample, "this table").shape[1:])
     ratios = sorted(set(config.method.rank_ratios), reverse=True)
-    keep: int = config.method.model_dump()["keep"]
-    plans = {ratio: plan_ranks(design.model, ratio, keep, classifier=design.classifier) for ratio in ratios}
+    own = config.method.model_dump()
+    plans = {
+        ratio: plan_ranks(
+            *(design.model, ratio, own["keep"]),
+            classifier=design.classifier,
+            form=own["form"],
+            max_rank=own["max_rank"],
+        )
+        for ratio in ratios
+    }
     networks = {ratio: to_hybrid(design.model, plan, spectral=False) for ratio, plan in plans.items()}
     layers = list(next(iter(plans.values())).decisions)
     costs = {ratio: cost_of_modules(network, shape, layers) for ratio, network in networks.items()}

@@ -216,13 +216,13 @@ MEASURED = {
     "drift_bound": "bound on the drift",
 }
 BOUND_TERMS = {
-    "bound/start": "start: 2 f(w₀) / T η",
-    "bound/sigma1_over_lf": "truncation of the mean (κ_σ1), times L_f",
-    "bound/drift_over_luv2": "drift (κ_g), times L_UV²",
-    "bound/averaging_over_lf": "averaging of products (κ_g κ_UV²), times L_f",
-    "bound/noise_over_luv": "noise (M_g / P), times L_UV",
-    "bound/sigma2_over_luv2": "unequal ranks (κ_σ2), times L_UV²",
-    "bound/sigma2_over_lf": "unequal ranks (κ_σ2 κ_UV²), times L_f",
+    "bound/start": "start: 2 f(w₀) / (T η)",
+    "bound/sigma1_over_lf": "truncation of the mean (κ_σ1) (× L_f)",
+    "bound/drift_over_luv2": "drift (κ_g) (× L_UV²)",
+    "bound/averaging_over_lf": "averaging of products (κ_g κ_UV²) (× L_f)",
+    "bound/noise_over_luv": "noise (M_g / P) (× L_UV)",
+    "bound/sigma2_over_luv2": "unequal ranks (κ_σ2) (× L_UV²)",
+    "bound/sigma2_over_lf": "unequal ranks (κ_σ2 κ_UV²) (× L_f)",
 }
 
 

@@ -127,38 +127,46 @@ class WatcherCallback(Callback):
 
 
 FAR_FROM_GUESSING = 10.0  # a loss that is this multiple of a guess's is no longer learning
+GUESSING = 1.25  # up to this multiple of chance, a model only guesses
 
 
 class DivergenceWarning(Callback):
     """Warns once if a method that needs its gradients clipped runs without a limit, and its models have diverged.
 
     Such a run may end with finite weights and the accuracy of a guess. A model has diverged if its loss is many times
-    that of a guess, or after the last round is no better than a guess, although the clients' own losses are.
+    that of a guess, or if after the last round it only guesses, although the clients' own losses are small.
     """
 
     def __init__(self, classes: int) -> None:
-        self._guess = math.log(max(2, classes))  # the loss of a model that finds all classes equally likely
+        self._chance = 1 / max(2, classes)
+        self._guess = -math.log(self._chance)  # the loss of a model that finds all classes equally likely
         self._warned = False
 
-    def round_ends(self, run: RunState) -> None:
+    def round_saved(self, run: RunState) -> None:
         config, record = run.config, run.record
         advised = config.method.clip_norm(config.train.lr)
         unlimited = config.objective.has_labels and advised and not config.train.gradient_limit
-        if not unlimited or self._warned or not record.metrics:
+        if not unlimited or self._warned:
             return
-        last = record.round == config.train.rounds
-        trained = last and min(traffic.loss for traffic in record.traffic.values()) < self._guess / 2
-        limit = self._guess if trained else FAR_FROM_GUESSING * self._guess
-        if lost := [tier for tier, metrics in record.metrics.items() if metrics["loss"] >= limit]:
+        own_losses = [traffic.loss for traffic in record.traffic.values() if traffic.answers]
+        learnt = record.round == config.train.rounds and min(own_losses, default=math.inf) < self._guess / 2
+        if lost := [tier for tier, metrics in record.metrics.items() if self._diverged(metrics, learnt)]:
             self._warned = True
             loss = record.metrics[lost[0]]["loss"]
             warn(
                 f"after round {record.round} the model of tier {lost[0]} has a loss of {loss:.3g}, and guessing has "
-                f"{self._guess:.3g}. Training has diverged at the clients: set train.clip_norm = "
+                f"{self._guess:.3g}. Training may have diverged at the clients: set train.clip_norm = "
                 f"{advised:.3g}, or lower train.lr",
                 FedhmWarning,
                 stacklevel=2,
             )
+
+    def _diverged(self, metrics: Metrics, learnt: bool) -> bool:
+        """Tell whether a model has diverged; `learnt`: the clients' own losses are small after the last round."""
+        if not {"loss", "accuracy"} <= metrics.keys():  # an objective of a user's own
+            return False
+        guesses = metrics["accuracy"] < GUESSING * self._chance and metrics["loss"] >= self._guess
+        return metrics["loss"] >= FAR_FROM_GUESSING * self._guess or (learnt and guesses)
 
 
 class EarlyStopping(Callback):

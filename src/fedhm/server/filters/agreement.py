@@ -22,6 +22,7 @@ from fedhm.networks.exchange import is_averageable, upcast_half
 from fedhm.networks.spec import NetworkSpec
 from fedhm.server.filters.clip import DefenceLog
 from fedhm.server.filters.history import (
+    EXPECTED_SHARE,
     MIN_SPREAD,
     WEIGHTS,
     AgreementHistory,
@@ -141,9 +142,9 @@ class PeerGroup:
         own = self._stacked(layer_inner_products(delta, delta)).clamp(min=0.0).sqrt()
         return self._agreement(client, _cosines(self._products(delta), own[:, None] * self._norms))
 
-    def score(self, agreement: float) -> AgreementScore:
-        """Return an agreement together with the median and spread of the reference."""
-        return AgreementScore(agreement, self.median, self._spread)
+    def score(self, agreement: float, *, too_long: bool = False) -> AgreementScore:
+        """Return an agreement together with the median and spread of the reference, and what is expected."""
+        return AgreementScore(agreement, self.median, self._spread, EXPECTED_SHARE * self.median if too_long else 0.0)
 
     def _compare_members(self) -> list[AgreementScore]:
         """Compare all members with the reference, and set the median and spread of the reference."""
@@ -246,15 +247,16 @@ def drop_disagreeing(
             own = deltas.get(id(each))
             agreement, cosine = group.compare(client, delta_of(each) if own is None else own)
             against = -cosine * finite_norm(weights)
-            reason = disagreement(client, group, agreement) or _opposition(group, against, usual)
+            too_long = _was_clipped(each, log.clipped)
+            reason = disagreement(client, group, agreement, too_long) or _opposition(group, against, usual)
         if reason:
             _log_disagreeing(each, reason, log)
         return not reason
 
-    def disagreement(client: int, group: PeerGroup, agreement: float) -> str | None:
+    def disagreement(client: int, group: PeerGroup, agreement: float, too_long: bool) -> str | None:
         if not group.has_direction or group.peers(client) < MIN_PEERS_TO_JUDGE:
             return DISAGREED if history.disagreed_before(client) else None
-        score = group.score(agreement)
+        score = group.score(agreement, too_long=too_long)
         log.agreement[client] = min(log.agreement.get(client, score), score)  # of several tasks, the worst
         if not history.disagrees(client, score):
             return None
@@ -269,6 +271,11 @@ def _opposition(group: PeerGroup, against: float, usual: float) -> str | None:
     if against > (MAX_AGAINST if group.has_direction else MAX_AGAINST_UNCLEAR) * usual:
         return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
     return None
+
+
+def _was_clipped(each: UpdateDelta, clipped: Sequence[dict[str, object]]) -> bool:
+    who = (each.update.client, each.update.tier, WEIGHTS)
+    return any((entry["client"], entry["tier"], entry["part"]) == who for entry in clipped)
 
 
 def _log_disagreeing(each: UpdateDelta, reason: str, log: DefenceLog) -> None:

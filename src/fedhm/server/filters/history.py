@@ -175,25 +175,25 @@ class _PartNorms:
         return [norm for each in rounds for of_tier in each for norm in of_tier]
 
 
-EXPECTED_SHARE = 1 / 2  # every client is expected to reach this share of the others' median agreement
-MIN_SPREAD = 1 / 10  # of the median: among few clients, some may be alike by chance
-ROUND_SPREADS = 4.0  # how many spreads below the expectation a client may be in one round
-MIN_ROUND_SPREAD = 1 / 4  # of the median: the smallest spread that counts for one round
+EXPECTED_SHARE = 1 / 2  # a client whose update is too long is expected to reach this share of the median agreement
+MIN_SPREAD = 1 / 4  # of the median: among few clients, some may be alike by chance
+ROUND_SPREADS = 3.0  # how many spreads below the expectation a client may be in one round
 LASTING_SPREADS = 2.5  # how many spreads below the expectation a client may be over its last rounds
 AGREEMENT_WINDOW = 8  # rounds of a client that are judged together
 
 
 class AgreementScore(NamedTuple):
-    """How much a client agreed with the others in a round. Records hold these three numbers."""
+    """How much a client agreed with the others in a round. Records hold these four numbers."""
 
     agreement: float
     median: float  # of the others
     spread: float
+    expected: float = 0.0  # the least that is expected: 0, or a share of the median if the update is too long
 
     @property
     def excess(self) -> float:
         """Return by how much the agreement is above the expectation."""
-        return self.agreement - EXPECTED_SHARE * self.median
+        return self.agreement - self.expected
 
 
 class AgreementHistory:
@@ -207,8 +207,11 @@ class AgreementHistory:
     Clients with few labels may disagree once. Clients that mean harm disagree in every round. So a client disagrees if,
     with the others' median and spread,
 
-        agreement − median / 2 < −4 max(spread, median / 4)    in this round, or
-        Σ (agreement − median / 2) < −2.5 √ Σ spread²          over its last eight rounds, or fewer, but at least two
+        agreement − expected < −3 spread                 in this round, or
+        Σ (agreement − expected) < −2.5 √ Σ spread²      over its last eight rounds, or fewer, but at least two
+
+    An honest client with very few samples goes its own way: its agreement is about 0, and that is enough. A client
+    whose update is too long has trained much, or means harm. Of such a client, half of the median is expected.
 
     A client that disagreed in earlier rounds is no reference for others until it agrees again. Clients that have
     converged have no common direction: their median is less than two spreads, or a quarter of its largest value so far.
@@ -227,7 +230,7 @@ class AgreementHistory:
 
     def margin(self, client: int, score: AgreementScore) -> float:
         """Return how many spreads a client is above the limit, in this round or over its last rounds."""
-        in_round = score.excess / max(score.spread, MIN_ROUND_SPREAD * score.median) + ROUND_SPREADS
+        in_round = score.excess / score.spread + ROUND_SPREADS
         return min(in_round, _lasting_margin([*self._scores[client], score]))
 
     def disagrees(self, client: int, score: AgreementScore) -> bool:
