@@ -19,7 +19,7 @@ from fedhm.flower.processes.supervisor import descendants
 from fedhm.flower.submit import is_gone, read_status
 from fedhm.report.page import LivePages
 from fedhm.run import prepare
-from fedhm.runs.folder import RunFolder
+from fedhm.runs.folder import RunFolder, read_config
 from fedhm.runs.rounds import read_records
 from flower_up import wait_until
 from installed import install
@@ -100,6 +100,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
     assert "run has done all of its 4 rounds" in ended[1]
     run_locally(settings("train.rounds=4", "evaluation.every=4"), tmp_path / "local")
     assert_same_models(tmp_path / "run", tmp_path / "local")
+    assert read_config(tmp_path / "run").server.robust == "none"  # nobody is hostile in a simulation
     ours, theirs = (read_records(tmp_path / name / "records.jsonl") for name in ("run", "local"))
     for here, there in zip(ours, theirs, strict=True):
         assert here.participants == there.participants
