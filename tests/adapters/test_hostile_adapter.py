@@ -17,7 +17,7 @@ CLIENTS, ROUNDS = 8, 8
 HOSTILE = 0  # of the largest rank
 
 
-def trained(attack: str, method: str, robust: str = "clip") -> Result:
+def trained(attack: str, method: str, robust: str = "agreement") -> Result:
     own = {"name": method} | ({"rank": 2} if method == "homolora" else {"ranks": [4, 2, 1]})
     settings = {
         "data": {}, "model": {}, "method": own, "server": {"robust": robust},
@@ -33,7 +33,7 @@ def trained(attack: str, method: str, robust: str = "clip") -> Result:
     return experiment.run()
 
 
-def accuracies(attack: str, method: str, robust: str = "clip") -> list[float]:
+def accuracies(attack: str, method: str, robust: str = "agreement") -> list[float]:
     """Return those of the tiers; of a model that was destroyed, none is right."""
     try:
         return [metrics.accuracy for metrics in trained(attack, method, robust).metrics.values()]

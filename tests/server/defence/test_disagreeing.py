@@ -123,16 +123,24 @@ def test_what_was_too_long_has_to_go_along_with_the_others() -> None:
     common = {name: torch.stack([change[name] for change in changes]).sum(0) for name in LAYERS}
     changes[1] = times(4.0, common)
     changes[7] = {**changes[7], "last.w": 9 * random}
-    cut = [{"client": n, "tier": "full", "part": "weights", "norm": 99.0, "bound": 9.0} for n in (1, 7)]
+
+    def cut(norm: float) -> DefenceLog:
+        return DefenceLog(
+            {}, [{"client": n, "tier": "full", "part": "weights", "norm": norm, "bound": 9.0} for n in (1, 7)], []
+        )
+
+    log = cut(99.0)
+    assert passed(changes, log) == but(7)
+    assert log.dropped[0]["reason"].startswith("it was 11 times as long as allowed, and does not go along with")
     # a client with many samples honestly moves further: length alone is no reason to drop its update
-    assert passed(changes, DefenceLog({}, list(cut), [])) == but()
+    assert passed(changes, cut(20.0)) == but()
 
 
 def test_of_who_goes_its_own_way_only_what_is_too_long_is_left_out_in_time() -> None:
     """An honest client with few samples has an agreement of about 0 in every round; so has noise, but it is long."""
     own_way = honest(8, 1)[0]
     changes = [*honest(3, 10)[:9], own_way]
-    cut = [{"client": 9, "tier": "full", "part": "weights", "norm": 99.0, "bound": 9.0}]
+    cut = [{"client": 9, "tier": "full", "part": "weights", "norm": 20.0, "bound": 9.0}]
     for clipped, left in ((list(cut), but(9)), ([], but())):
         standing = AgreementHistory()
         for _ in range(AGREEMENT_WINDOW):

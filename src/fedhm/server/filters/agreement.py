@@ -9,9 +9,11 @@ a product of factors of twice the rank. The inner product of two products takes 
 delta D it is ⟨Lᵀ D, R⟩.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,8 +151,8 @@ class PeerGroup:
     def _compare_members(self) -> list[AgreementScore]:
         """Compare all members with the reference, and set the median and spread of the reference."""
         found = [self._agreement(client, self._cosines[:, place]) for place, client in enumerate(self._clients)]
-        agreements = [found[place][0] for place in self._reference]
-        self.median = statistics.median(agreements)
+        agreements, cosines = ([found[place][part] for place in self._reference] for part in (0, 1))
+        self.median, self.median_cosine = statistics.median(agreements), statistics.median(cosines)
         self._deviation = STD_PER_MAD * statistics.median(abs(each - self.median) for each in agreements)
         self._spread = max(self._deviation, MIN_SPREAD * self.median)
         return [self.score(agreement) for agreement, _ in found]
@@ -188,6 +190,7 @@ def _cosines(products: Tensor, norms: Tensor) -> Tensor:
 REFERENCE_SIZE = 12  # updates that are held and compared, of all networks together
 DISAGREED = "it disagreed with the others in its last rounds"
 MAX_AGAINST = 0.6  # of the usual norm: limit on the part of an update that goes against the others
+FAR_TOO_LONG = 3.0  # times the bound on its norm: no honest client moves so far
 MAX_AGAINST_UNCLEAR = 0.9  # the same, if clients have no common direction
 
 
@@ -210,10 +213,11 @@ def drop_disagreeing(
       this round; or
     - its part against the others is longer than 0.6 × the usual norm. That of honest clients was never longer than half
       the usual norm if clients have a common direction. Without one, as for clients with few labels in a first round,
-      it was up to 0.72 ×, and 0.9 × is allowed.
+      it was up to 0.72 ×, and 0.9 × is allowed; or
+    - it was three times as long as its bound or longer, and goes along with the others less than most do. A client with
+      many samples honestly moves further than the others, but not twelve times as far: less is only cut.
 
-    Among three or four clients only the second rule applies, among fewer none. An update is not dropped for its length:
-    a client with many samples honestly moves further than the others, and clipping bounds it.
+    Among three or four clients only the last two rules apply, among fewer none.
 
     The first few updates of a round are held and compared with each other; all later ones are compared with these. So
     memory does not depend on the number of clients.
@@ -247,8 +251,10 @@ def drop_disagreeing(
             own = deltas.get(id(each))
             agreement, cosine = group.compare(client, delta_of(each) if own is None else own)
             against = -cosine * finite_norm(weights)
-            too_long = _was_clipped(each, log.clipped)
-            reason = disagreement(client, group, agreement, too_long) or _opposition(group, against, usual)
+            length = _length_over_bound(each, log.clipped)
+            reason = disagreement(client, group, agreement, length > 1) or _opposition(
+                group, cosine, against, usual, length
+            )
         if reason:
             _log_disagreeing(each, reason, log)
         return not reason
@@ -266,16 +272,23 @@ def drop_disagreeing(
     yield from filter(passes, rest)
 
 
-def _opposition(group: PeerGroup, against: float, usual: float) -> str | None:
+def _opposition(group: PeerGroup, cosine: float, against: float, usual: float, length: float) -> str | None:
     """Return why an update goes too far against the others; None if it does not."""
     if against > (MAX_AGAINST if group.has_direction else MAX_AGAINST_UNCLEAR) * usual:
         return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
+    if length >= FAR_TOO_LONG and cosine < group.median_cosine:
+        reason = (
+            f"it was {length:.3g} times as long as allowed, and does not go along with the others: cosine {cosine:.3g}"
+        )
+        return f"{reason}, median {group.median_cosine:.3g}"
     return None
 
 
-def _was_clipped(each: UpdateDelta, clipped: Sequence[dict[str, object]]) -> bool:
+def _length_over_bound(each: UpdateDelta, clipped: Sequence[dict[str, Any]]) -> float:
+    """Return how many times as long as allowed an update was before it was clipped; 1 if it was not."""
     who = (each.update.client, each.update.tier, WEIGHTS)
-    return any((entry["client"], entry["tier"], entry["part"]) == who for entry in clipped)
+    of_update = [entry for entry in clipped if (entry["client"], entry["tier"], entry["part"]) == who]
+    return max((entry["norm"] / entry["bound"] if entry["bound"] else math.inf for entry in of_update), default=1.0)
 
 
 def _log_disagreeing(each: UpdateDelta, reason: str, log: DefenceLog) -> None:
