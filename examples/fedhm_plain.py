@@ -25,6 +25,7 @@ class Settings:
     momentum: float = 0.9
     weight_decay: float = 1e-4  # of everything but the factors
     frobenius_decay: float = 1e-4  # λ, of the factors
+    longest_step: float = 0.2  # learning rate × gradient norm: longer gradients are clipped; the paper clips nothing
     keep: int = 1  # ρ: so many layers stay dense at the start
     temperature: float = math.inf  # τ; at infinity every client counts the same
     bands: bool = False  # average changes, each of their bands over those whose rank reaches it, and not models
@@ -88,6 +89,7 @@ def train(network: nn.Module, batches: Batches, held: Tensor, settings: Settings
         penalty = sum(pair.weight.square().sum() for pair in pairs)
         optimizer.zero_grad()
         (loss + settings.frobenius_decay / 2 * penalty).backward()
+        nn.utils.clip_grad_norm_(network.parameters(), settings.longest_step / settings.lr)
         optimizer.step()
 
 

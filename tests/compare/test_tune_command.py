@@ -13,7 +13,10 @@ import forked
 from fedhm.cli import main
 from fedhm.runs.folder import read_config, read_data_facts
 
-SMALL = ["train.rounds=2", "train.epochs=1", "model.width=0.25", "federation.clients=4", "evaluation.every=1"]
+SMALL = [
+    *("train.rounds=2", "train.epochs=1", "model.width=0.25", "federation.clients=4", "evaluation.every=1"),
+    "train.clip_norm=0",  # so that a learning rate of 3000 diverges
+]
 COMMAND = [
     *("compare", "digits", "--methods", "fedavg,lowrank:1/8", "--seeds", "1", "--jobs", "2"),
     *("--tune", "train.lr=0.03,3000", "--tune-rounds", "1", "--set", *SMALL),

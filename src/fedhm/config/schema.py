@@ -4,7 +4,7 @@
 method and the objective that they name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -637,8 +637,8 @@ class Config(Section):
     def __hash__(self) -> int:
         return hash(self.to_toml())  # a user's method may have settings without a hash
 
-    def to_toml(self) -> str:
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+    def to_toml(self, exclude: Mapping[str, Any] | None = None) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude=dict(exclude or {})))
 
 
 class ResolvedConfig(Config):

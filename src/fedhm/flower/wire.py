@@ -41,6 +41,14 @@ from fedhm.work.work import work_of
 JSON_RECORD = "fedhm"  # the name of the record with everything that is not a tensor
 TENSOR_FIELDS = ("tensors", "kept")
 
+# Settings that clients do not need. Trackers have paths of the server; the others would only make every message longer.
+SERVER_ONLY = {
+    "tracking": True,
+    "stop": True,
+    "checkpoints": True,
+    "server": {"optimizer", "lr", "momentum", "betas", "tau", "attackers", "trim"},
+}
+
 Records = dict[str, ArrayRecord | ConfigRecord]
 Values = dict[str, Any]
 
@@ -56,8 +64,11 @@ class RunInfo:
     base_digest: str = ""  # identifies the frozen base of adapters, which does not travel; "" without adapters
 
     def encode(self) -> dict[str, str]:
-        config = self.config.model_copy(update={"tracking": None})  # trackers and their paths belong to the server
-        values = {"config": config.to_toml(), "classes": self.classes, "preprocessing": asdict(self.preprocessing)}
+        values = {
+            "config": self.config.to_toml(SERVER_ONLY),
+            "classes": self.classes,
+            "preprocessing": asdict(self.preprocessing),
+        }
         if self.client_test:
             values["client_test"] = self.client_test
         if self.base_digest:
