@@ -43,6 +43,7 @@ def settings(devices: list[dict[str, Any]], **federation: Any) -> dict[str, Any]
         "federation": {**known, **federation},
         "train": {"rounds": ROUNDS, "batch": 8, "lr": 0.05},
         "method": {"name": "fedhm", "tiers": [1, "1/4"]},
+        "server": {"robust": "none"},  # as on one machine
         "engine": {"threads": 1, "server_threads": 1, "workers": 1, "patience": 0.0},
     }
 

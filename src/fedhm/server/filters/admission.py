@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from fedhm.config.method import STABLE_STEP
 from fedhm.config.schema import ResolvedConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
@@ -104,9 +103,14 @@ def _hint(reason: str, config: ResolvedConfig) -> str:
     if "half precision" in reason:  # the reason itself says what to set
         return "or lower train.lr"
     if "loss" in reason or "NaN" in reason:
-        limit = config.method.clip_norm(config.train.lr) or STABLE_STEP / config.train.lr
-        clip = f"set train.clip_norm = {limit:.3g} or lower train.lr"
-        return "lower train.lr or train.clip_norm" if config.train.gradient_limit else clip
+        if config.train.gradient_limit:
+            return "lower train.lr or train.clip_norm"
+        advised = config.method.clip_norm(config.train.lr)
+        return (
+            f"set train.clip_norm = {advised:.3g} or lower train.lr"
+            if advised
+            else "lower train.lr or set train.clip_norm"
+        )
     return "mend the client"
 
 
