@@ -78,6 +78,7 @@ def honest() -> Result:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:after round 3 the model of tier full has a loss of")  # nothing is left of it
 @pytest.mark.parametrize("attack", ["flip", "noise", "replacement", "statistics"])
 def test_the_default_bounds_what_one_client_can_do(federation: Federation, honest: Result, attack: str) -> None:
     unclipped = {"clip_norm": 0.0}  # clipped gradients of honest clients would hide a part of the damage
