@@ -108,7 +108,7 @@ class Family:
 
 
 # The longest step, learning rate × gradient norm, of methods that train factorized layers: norm 2 at a rate of 0.1.
-# docs/results.md has the measurements by which it was chosen, and methods/fedhm.py says why factors need it.
+# docs/results.md says how it was chosen, and methods/fedhm.py why factors need it.
 STABLE_STEP = 0.2
 
 
