@@ -121,11 +121,13 @@ def digest(folder: Path) -> str:
     models = folder / "models"
     for file in sorted(path for path in models.rglob("*") if path.is_file()):  # those of the best round among them
         total.update(str(file.relative_to(models)).encode())
-        total.update(file.read_bytes())
+        for name, tensor in sorted(load_file(file).items()):  # not the headers, which differ between versions
+            update_digest(total, tensor, name)
     for line in (folder / "records.jsonl").read_text().splitlines():
         record = json.loads(line)
         record["metrics"] = record.pop("scores", None) or record.pop("metrics", {})  # as earlier versions call them
-        del record["seconds"]
+        for name in ("seconds", "chain", "digest"):
+            record.pop(name, None)
         for traffic in [] if counted else [record["statistics"], *record["traffic"].values()]:
             del traffic["down"], traffic["up"]
         total.update(json.dumps(record, sort_keys=True).encode())

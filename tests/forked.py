@@ -22,7 +22,7 @@ from fedhm.cli import main
 TESTS = Path(__file__).parent
 FIGURES = {
     "fedhm.report.plots.save_run_plots": lambda *_: [],
-    "fedhm.report.page.save_page": lambda _, folder: folder / "report.html",
+    "fedhm.report.page.save_page": lambda _, folder: folder / "report.md",  # a file that is there
 }  # what draws a single run's report, and what nothing is drawn by
 
 

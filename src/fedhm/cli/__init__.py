@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-from fedhm.cli import compare, export, fit, flower, paper, profile, report, run
+from fedhm.cli import compare, export, fit, flower, paper, profile, report, run, verify
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.machine.files import os_error_sentence
 from fedhm.machine.printable import printable_lines
@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         profile.add_profile,
         report.add_report,
         report.add_watch,
+        verify.add_verify,
         export.add_export,
         report.add_presets,
         flower.add_flower,

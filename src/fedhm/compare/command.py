@@ -30,7 +30,7 @@ from fedhm.config.method import Change
 from fedhm.config.objective import Metric
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
-from fedhm.machine.files import check_folder, make_folder, write_atomically
+from fedhm.machine.files import check_folder, make_folder, read_regular, write_atomically
 from fedhm.machine.process import usable_cores
 from fedhm.report.sheets import rich_table
 from fedhm.runs.folder import is_complete, read_config
@@ -60,7 +60,7 @@ def read_spec(folder: Path) -> ComparisonSpec:
     """Read `comparison.json`."""
     file = folder / SPEC_FILE
     try:
-        return TypeAdapter(ComparisonSpec).validate_json(file.read_bytes())
+        return TypeAdapter(ComparisonSpec).validate_json(read_regular(file))
     except (OSError, ValueError) as error:
         raise FedhmError(f"cannot read {file}: {error}; the comparison's own command writes it again") from None
 

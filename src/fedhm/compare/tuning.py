@@ -32,7 +32,7 @@ from fedhm.config.method import Settings
 from fedhm.config.objective import Metric
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
-from fedhm.machine.files import file_name, write_atomically
+from fedhm.machine.files import file_name, read_regular, write_atomically
 from fedhm.report.sheets import Sheet
 from fedhm.runs.history import read_runs
 
@@ -284,7 +284,9 @@ class TuningResult:
 def previously_diverged(runs: Sequence[Cell]) -> list[Failed]:
     """Return the runs that diverged when the same command ran before. They would diverge again."""
     notes = ((cell, cell.folder / DIVERGED) for cell in runs)
-    return [Failed(cell, note.read_text()) for cell, note in notes if note.exists() and not changed_setting(cell)]
+    return [
+        Failed(cell, read_regular(note).decode()) for cell, note in notes if note.exists() and not changed_setting(cell)
+    ]
 
 
 def mark_diverged(failures: Iterable[Failed]) -> None:
@@ -320,7 +322,7 @@ def shared_tuning(folders: Sequence[Path], entries: Sequence[EntryRuns]) -> Tuni
     found: list[TuningResult] = []
     for out in dict.fromkeys(folder.resolve().parent for folder in folders):
         try:
-            table = json.loads((out / TUNE_FILE).read_text())
+            table = json.loads(read_regular(out / TUNE_FILE))
             tried = {
                 label: [Candidate(t["settings"], t[table["metric"]], t["failed"]) for t in of_entry["tried"]]
                 for label, of_entry in table.pop("entries").items()

@@ -15,6 +15,7 @@ from fedhm.config.registry import Group, UnknownNameError, find
 from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.config.section import Section
 from fedhm.errors import FedhmError
+from fedhm.machine.files import read_regular
 
 LONGEST = 120  # characters of a value in an error
 
@@ -45,7 +46,7 @@ def parse_resolved(text: str, where: str) -> ResolvedConfig:
 def read_text(path: Path) -> str:
     """Return the content of a text file, without the byte order mark that some editors write."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_regular(path).decode("utf-8-sig")
     except OSError as error:
         raise FedhmError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

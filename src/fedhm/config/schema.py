@@ -20,6 +20,7 @@ from fedhm.config.section import Positive, Ratio, Section
 from fedhm.config.units import parse_rate, parse_size
 from fedhm.errors import FedhmError
 from fedhm.machine.device import find_device
+from fedhm.machine.files import read_regular
 from fedhm.machine.process import MOST_PROCESSES, usable_cores
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -114,7 +115,7 @@ class DeviceConfig(Section):
 def read_profile(path: Path) -> DeviceProfile:
     """Read a device file."""
     try:
-        return parse_profile(path.read_bytes(), str(path))
+        return parse_profile(read_regular(path), str(path))
     except OSError as error:
         raise FedhmError(f"cannot read the device file {path}: {error.strerror}") from None
 

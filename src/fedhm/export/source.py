@@ -17,6 +17,7 @@ from fedhm.errors import FedhmError
 from fedhm.machine.printable import quoted_command
 from fedhm.models.build import build_model
 from fedhm.networks.inputs import require_tensor
+from fedhm.runs.folder import read_run_facts
 from fedhm.runs.history import Run, read_runs
 from fedhm.runs.models import load_tier, tier_file
 
@@ -80,7 +81,7 @@ def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[st
         raise FedhmError(f"there are {federation.classes} classes, but {len(classes)} names for them")
     return [
         ExportSource(
-            load_tier(tier_file(path / "models", tier), model),
+            load_tier(tier_file(path / "models", tier), model, tier, read_run_facts(path).run),
             tier,
             require_tensor(test.inputs, "export")[:COMPARED],
             random=False,

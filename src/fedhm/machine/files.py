@@ -3,10 +3,12 @@
 import errno
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import BaseFileLock, FileLock, Timeout
 
@@ -28,18 +30,43 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     The content goes to a file beside `path` and to disk. Then one step replaces `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
+    with create_beside(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    Path(file.name).replace(path)
     with suppress(PermissionError):  # Windows cannot open a folder
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def create_beside(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Create the temporary file `path`.tmp, and open it for writing.
+
+    The file of an earlier, killed process is removed. A link in its place is not followed: it could lead anywhere.
+    """
+    beside = path.with_name(path.name + ".tmp")
+    beside.unlink(missing_ok=True)
+    return open(beside, "xb", opener=lambda name, flags: os.open(name, flags, mode))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; raise OSError for anything but a regular file: reading a pipe would wait for ever."""
+    # only Windows has O_BINARY, and it lacks O_NONBLOCK
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "It is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file; raise OSError for anything else."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 _REFUSED = re.compile(r'[\x00-\x1f\x7f/\\:*?"<>|]')  # characters that some system refuses or takes for a path

@@ -10,18 +10,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fedhm.machine.files import check_utf8_name, write_atomically
+from fedhm.machine.files import check_utf8_name, open_regular, write_atomically
+from fedhm.machine.seal import UNSEALED, check_seal, seal
 
 Found = TypeVar("Found")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-    """Write a safetensors file. Its header is one JSON text, since the order of several entries would be random.
+    """Write a sealed safetensors file. Its header is one JSON text: the order of several entries would be random.
 
     The file is either complete or not there.
     """
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, save(contiguous, {"fedhm": json.dumps(header)}))
+    write_atomically(path, seal(save(contiguous, {"fedhm": json.dumps({"seal": UNSEALED, **header})})))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -39,8 +40,12 @@ def read_shapes(path: Path) -> tuple[dict[str, list[int]], dict[str, Any]]:
 
 def _read(path: Path, what: Callable[[Any, str], Found]) -> tuple[dict[str, Found], dict[str, Any]]:
     check_utf8_name(path)
-    with path.open("rb"):  # an OSError says what is wrong with the place: safetensors calls much of it damage
-        pass
+    with open_regular(path) as opened:  # an OSError says what is wrong with the place: safetensors calls it damage
+        try:
+            check_seal(opened)
+            damage = ""
+        except ValueError as error:
+            damage = str(error)
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("fedhm", "{}"))
@@ -51,6 +56,9 @@ def _read(path: Path, what: Callable[[Any, str], Found]) -> tuple[dict[str, Foun
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
         raise ValueError("its header is no mapping")
+    if header and damage:  # another program's file has neither
+        raise ValueError(damage)
+    header.pop("seal", None)
     return found, header
 
 

@@ -7,16 +7,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedhm.runs.history import Run
 
+CHECKSUMS_FILE = "report.sha256"
+
 
 def save_report(runs: "Sequence[Run]", folder: Path) -> list[Path]:
-    """Write page, tables and plots of runs, and return their paths."""
+    """Write page, tables and plots of runs, and return their paths. Their checksums are written last."""
     # here, since the progress of a run needs none of this, and it takes a while to import
     from fedhm.machine.files import write_atomically
+    from fedhm.machine.seal import write_checksums
     from fedhm.report.page import save_page
     from fedhm.report.plots import save_run_plots
     from fedhm.report.tables import report_csv, report_markdown
 
+    (folder / CHECKSUMS_FILE).unlink(missing_ok=True)  # those of an earlier report
     write_atomically(folder / "report.md", report_markdown(runs))
     write_atomically(folder / "report.csv", report_csv(runs))
     plots = save_run_plots(runs, folder)
-    return [save_page(runs, folder), folder / "report.md", folder / "report.csv", *plots]
+    written = [save_page(runs, folder), folder / "report.md", folder / "report.csv", *plots]
+    write_checksums(folder / CHECKSUMS_FILE, written)
+    return written

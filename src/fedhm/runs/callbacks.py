@@ -69,7 +69,7 @@ class BestModels(Callback):
         if run.best_round == run.record.round:
             run.best = run.networks
             if self.folder:
-                save_best_models(self.folder.models, run.best_round, run.networks)
+                save_best_models(self.folder.models, run.best_round, run.networks, self.folder.run)
 
     def round_saved(self, run: RunState) -> None:
         if self.folder:  # only now that a better round counts: a killed run still has the models of its best round
@@ -81,7 +81,8 @@ class BestModels(Callback):
         self.folder.save_models(run.networks)
         remove_other_best_models(self.folder.models, run.best_round)
         if not run.best:  # the best round was found before this process resumed the run
-            run.best = load_best_models(self.folder.models, run.best_round, self._networks_of_best_round(run))
+            networks = self._networks_of_best_round(run)
+            run.best = load_best_models(self.folder.models, run.best_round, networks, self.folder.run)
 
     def _networks_of_best_round(self, run: RunState) -> dict[str, nn.Module]:
         """Return networks of the ranks that were planned up to the best round, to load its models into."""

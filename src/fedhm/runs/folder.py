@@ -1,6 +1,6 @@
 """A run's folder: settings, records, checkpoints and models. One process writes it at a time."""
 
-import json
+import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 from torch import nn
@@ -16,8 +16,16 @@ from torch import nn
 from fedhm.config.loading import parse_resolved, read_text
 from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.errors import FedhmError
-from fedhm.machine.files import check_folder, check_utf8_name, make_folder, take_lock, write_atomically
+from fedhm.machine.files import (
+    check_folder,
+    check_utf8_name,
+    make_folder,
+    read_regular,
+    take_lock,
+    write_atomically,
+)
 from fedhm.machine.printable import quoted_command
+from fedhm.machine.seal import UNSEALED, read_sealed, read_sealed_json, seal, seal_again, write_sealed_json
 from fedhm.measure.cost import Cost
 from fedhm.runs.fingerprint import DataFacts
 from fedhm.runs.identities import IDENTITIES_FILE
@@ -26,23 +34,49 @@ from fedhm.runs.privacy import ROUNDS_FILE, SECRET_FILE, check_no_round_repeats,
 from fedhm.runs.rounds import (
     Checkpoint,
     ForeignCheckpointError,
+    RecordLine,
     append_record,
     check_checkpoint,
     check_records,
     error_summary,
     existing_checkpoints,
     newest_checkpoint,
+    read_lines,
     read_records,
     round_of,
     save_checkpoint,
-    write_records,
+    write_lines,
 )
 from fedhm.server.record import Record
 
 CONFIG_FILE = "config.toml"
-FORMAT = 2  # of the whole folder; the first line of config.toml names it
+RECORDS_FILE = "records.jsonl"
+COSTS_FILE = "tiers.json"
+PLANS_FILE = "plans.json"
+DATA_FILE = "data.json"
+FORMAT = 3  # of the whole folder; the first line of config.toml names it
 _SIGNATURE = re.compile(r"^# fedhm (\S+) ", re.MULTILINE)
 _FORMAT_NAMED = re.compile(r"^# fedhm \S+ began this run \(folder format (\d+)\)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The content of data.json: which run it is, and on which data. Files that name another run do not belong to it."""
+
+    run: str  # the fingerprint of the run
+    settings: str  # a digest of the settings in config.toml
+    data: DataFacts
+
+
+@dataclass(frozen=True)
+class CostsFile:
+    """The content of tiers.json."""
+
+    run: str
+    tiers: dict[str, Cost]
+
+
+Facts = TypeVar("Facts", RunFacts, CostsFile)
 
 
 @dataclass(frozen=True)
@@ -51,6 +85,7 @@ class RunSettings:
 
     config: ResolvedConfig
     versions: tuple[str, ...]  # the one that began the run, then those that resumed it
+    digest: str  # of the settings, as they are written
 
     @property
     def version_remark(self) -> str:
@@ -82,7 +117,13 @@ def read_settings(path: Path) -> RunSettings:
             "that wrote it, or start the run again in another folder"
         )
     try:
-        return RunSettings(parse_resolved(text, str(file)), versions)
+        read_sealed(file)
+        return RunSettings(parse_resolved(text, str(file)), versions, _digest_of_settings(text))
+    except ValueError as error:
+        raise FedhmError(
+            f"{file} is damaged, or was changed by hand ({error}): put it back as it was; to run with other settings, "
+            f"use it as the config of a new run, {quoted_command('fedhm', 'run', file)}"
+        ) from None
     except FedhmError as error:
         raise FedhmError(f"{error}{_version_remark(versions)}") from None
 
@@ -101,7 +142,14 @@ def _what_is_there(path: Path) -> str:
 def _write_settings(path: Path, config: ResolvedConfig) -> None:
     """Write the settings of a run that this version begins."""
     first = f"# fedhm {version('fedhm')} began this run (folder format {FORMAT})"
-    write_atomically(path / CONFIG_FILE, f"{first}\n{config.to_toml()}")
+    text = f"{first}\n# {UNSEALED} of this file: a changed one is refused\n{config.to_toml()}"
+    write_atomically(path / CONFIG_FILE, seal(text.encode()))
+
+
+def _digest_of_settings(text: str) -> str:
+    """Return a digest of a config file without its comments. Later versions read the same text, and get the same."""
+    settings = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    return hashlib.sha256(settings.encode()).hexdigest()[:32]
 
 
 def _note_resumed(path: Path, versions: tuple[str, ...], done: int) -> None:
@@ -111,7 +159,7 @@ def _note_resumed(path: Path, versions: tuple[str, ...], done: int) -> None:
         last = [match.end() for match in _SIGNATURE.finditer(text)][-1]
         end = text.find("\n", last) + 1
         note = f"# fedhm {version('fedhm')} resumed it after round {done}\n"
-        write_atomically(path / CONFIG_FILE, text[:end] + note + text[end:])
+        write_atomically(path / CONFIG_FILE, seal_again((text[:end] + note + text[end:]).encode()))
 
 
 def _version_remark(versions: tuple[str, ...]) -> str:
@@ -119,17 +167,17 @@ def _version_remark(versions: tuple[str, ...]) -> str:
     return "" if versions[-1:] == (own,) else f" (the folder was written by fedhm {versions[-1]}, this is fedhm {own})"
 
 
-def _move_rounds_aside(path: Path, last: int, records: Sequence[Record]) -> None:
+def _move_rounds_aside(path: Path, last: int, lines: Sequence[RecordLine]) -> None:
     """Move records, checkpoints and models of all rounds after `last` to a new folder, taken-back-N, in the run's.
 
     The models of a best round up to `last` stay. Checkpoints move before the run's records are cut, the newest first:
     if that is interrupted, a run is left that was interrupted after some later round.
     """
     later = [each for each in existing_checkpoints(path / "checkpoints") if round_of(each) > last]
-    if not later and not records[last:]:
+    if not later and not lines[last:]:
         return
     place = next(place for number in count(1) if not (place := path / f"taken-back-{number}").exists())
-    write_records(place / "records.jsonl", records[last:])
+    write_lines(place / RECORDS_FILE, lines[last:])
     for checkpoint in reversed(later):
         (place / "checkpoints").mkdir(exist_ok=True)
         checkpoint.rename(place / "checkpoints" / checkpoint.name)
@@ -137,7 +185,7 @@ def _move_rounds_aside(path: Path, last: int, records: Sequence[Record]) -> None
         if not 1 <= best_round_of(model) <= last:
             (place / "models").mkdir(exist_ok=True)
             model.rename(place / "models" / model.name)
-    write_records(path / "records.jsonl", records[:last])
+    write_lines(path / RECORDS_FILE, lines[:last])
 
 
 TRACKING = "tracking.json"  # ids of the run in trackers: `tracking/tracker.py` writes it
@@ -150,6 +198,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.settings: RunSettings
+        self.run = ""  # the fingerprint of the run, once it is known
         self._new = False  # made by this process
         make_folder(path)
         lock = take_lock(path / LOCK)
@@ -219,8 +268,10 @@ class RunFolder:
             checkpoint = newest_checkpoint(self.path / "checkpoints", run, state_type)
         except ForeignCheckpointError as error:
             raise FedhmError(f"{error}{self.settings.version_remark}") from None
-        done, file = checkpoint.round if checkpoint else 0, self.path / "records.jsonl"
-        records = read_records(file)
+        self.run = run
+        done, file = checkpoint.round if checkpoint else 0, self.path / RECORDS_FILE
+        lines = read_lines(file, run)
+        records = [line.record for line in lines]
         check_records(file, records, self.config.objective.headline.name, tiers)
         if not done and (found := self._results(records)):
             raise FedhmError(
@@ -231,10 +282,13 @@ class RunFolder:
             check_no_round_repeats(self.path, done)
         if [record.round for record in records[:done]] != list(range(1, done + 1)):
             raise FedhmError(f"{file} does not hold the {done} rounds that the checkpoint has seen")
+        if checkpoint and lines[done - 1].chain != checkpoint.record:
+            raise FedhmError(f"{file} holds other records than the checkpoint of round {done} has seen")
         if len(records) > done + 1:  # a killed round leaves one record more; with several, checkpoints were removed
             self._check_repeatable()
-            _move_rounds_aside(self.path, done, records)
-        write_records(file, records[:done])
+            _move_rounds_aside(self.path, done, lines)
+        elif file.exists():
+            write_lines(file, lines[:done])  # without the line of a killed round, and without an unfinished one
         if not self._new:
             _note_resumed(self.path, self.settings.versions, done)
         return checkpoint, records[:done]
@@ -264,7 +318,7 @@ class RunFolder:
             check_checkpoint(existing[last], run)
         except ForeignCheckpointError as error:
             raise FedhmError(f"{error}{self.settings.version_remark}") from None
-        _move_rounds_aside(self.path, last, read_records(self.path / "records.jsonl"))
+        _move_rounds_aside(self.path, last, read_lines(self.path / RECORDS_FILE, run))
 
     def _check_repeatable(self) -> None:
         if self.config.privacy.active:  # two results of the same round would reveal more than ε says
@@ -279,8 +333,8 @@ class RunFolder:
 
     def commit(self, record: Record, checkpoint: Checkpoint, run: str, keep: int | Literal["all"]) -> None:
         """Write a round's record, then its checkpoint. The round counts once its checkpoint is written."""
-        append_record(self.path / "records.jsonl", record)
-        save_checkpoint(self.path / "checkpoints", checkpoint, run, keep)
+        chain = append_record(self.path / RECORDS_FILE, record, run)
+        save_checkpoint(self.path / "checkpoints", checkpoint, run, keep, chain)
         if self.config.privacy.active:
             write_round_count(self.path, checkpoint.round)
 
@@ -288,11 +342,11 @@ class RunFolder:
         """Remove a new run that failed in its first round: there is nothing to resume, and the folder is free again."""
         if self._new and not list(self.path.glob("checkpoints/*.safetensors")):
             for name in (
-                "config.toml",
-                "records.jsonl",
-                "tiers.json",
-                "plans.json",
-                "data.json",
+                CONFIG_FILE,
+                RECORDS_FILE,
+                COSTS_FILE,
+                PLANS_FILE,
+                DATA_FILE,
                 SECRET_FILE,
                 ROUNDS_FILE,
                 IDENTITIES_FILE,
@@ -305,18 +359,21 @@ class RunFolder:
                     self.path.rmdir()
 
     def save_costs(self, costs: dict[str, Cost]) -> None:
-        write_atomically(self.path / "tiers.json", json.dumps({t: vars(cost) for t, cost in costs.items()}, indent=2))
+        self._save(COSTS_FILE, tiers={tier: vars(cost) for tier, cost in costs.items()})
 
     def save_plans(self, plans: Mapping[str, Mapping[str, int]]) -> None:
         """Write the current ranks of tiers that are budgets; records have the ranks of earlier rounds."""
-        write_atomically(self.path / "plans.json", json.dumps({t: dict(plan) for t, plan in plans.items()}, indent=2))
+        self._save(PLANS_FILE, plans={tier: dict(plan) for tier, plan in plans.items()})
 
     def save_data_facts(self, facts: DataFacts) -> None:
-        write_atomically(self.path / "data.json", json.dumps(vars(facts), indent=2))
+        self._save(DATA_FILE, settings=self.settings.digest, data=vars(facts))
+
+    def _save(self, name: str, **content: Any) -> None:
+        write_sealed_json(self.path / name, {"run": self.run, **content})
 
     def save_models(self, networks: dict[str, nn.Module]) -> None:
         for tier, network in networks.items():
-            save_tier(tier_file(self.models, tier), network, tier)
+            save_tier(tier_file(self.models, tier), network, tier, self.run)
 
 
 def how_to_resume(path: Path) -> str:
@@ -326,8 +383,10 @@ def how_to_resume(path: Path) -> str:
 
 def rounds_done(path: Path) -> int:
     """Return the number of records, also while another process writes them."""
-    file = path / "records.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+    try:
+        return read_regular(path / RECORDS_FILE).count(b"\n")
+    except FileNotFoundError:
+        return 0
 
 
 def is_complete(path: Path, config: Config) -> bool:
@@ -339,7 +398,7 @@ def is_complete(path: Path, config: Config) -> bool:
 
 
 def _stopped(path: Path) -> bool:
-    records = read_records(path / "records.jsonl")
+    records = read_records(path / RECORDS_FILE)
     return bool(records) and bool(records[-1].stopped)
 
 
@@ -347,22 +406,28 @@ def read_config(path: Path) -> ResolvedConfig:
     return read_settings(path).config
 
 
-def read_costs(path: Path) -> dict[str, Cost]:
-    """Read the cost of every tier, which a run writes at its start."""
-    file = path / "tiers.json"
-    try:
-        costs = TypeAdapter(dict[str, Cost]).validate_json(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise FedhmError(f"cannot read {file}: {error_summary(error)}") from None
-    if not costs:
-        raise FedhmError(f"{file} names no tier")
-    return costs
+def read_costs(path: Path, run: str | None = None) -> dict[str, Cost]:
+    """Read the cost of every tier, which a run writes at its start; with `run`, refuse those of another run."""
+    found = _read_facts(path / COSTS_FILE, CostsFile)
+    if not found.tiers:
+        raise FedhmError(f"{path / COSTS_FILE} names no tier")
+    if run is not None and found.run != run:
+        raise FedhmError(f"{path / COSTS_FILE} belongs to another run than {path / DATA_FILE}")
+    return found.tiers
 
 
 def read_data_facts(path: Path) -> DataFacts:
     """Read the facts of a run's data, which it writes at its start."""
-    file = path / "data.json"
+    return read_run_facts(path).data
+
+
+def read_run_facts(path: Path) -> "RunFacts":
+    """Read which run a folder holds."""
+    return _read_facts(path / DATA_FILE, RunFacts)
+
+
+def _read_facts(file: Path, kind: type[Facts]) -> Facts:
     try:
-        return TypeAdapter(DataFacts).validate_json(file.read_bytes())
-    except (OSError, ValueError) as error:
+        return TypeAdapter(kind).validate_python(read_sealed_json(file))
+    except (OSError, ValueError, RecursionError) as error:
         raise FedhmError(f"cannot read {file}: {error_summary(error)}") from None

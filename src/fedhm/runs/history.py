@@ -14,9 +14,9 @@ from fedhm.errors import FedhmError
 from fedhm.machine.files import check_utf8_name
 from fedhm.measure.cost import Cost
 from fedhm.runs.fingerprint import DataFacts
-from fedhm.runs.folder import read_config, read_costs, read_data_facts
+from fedhm.runs.folder import RECORDS_FILE, read_costs, read_run_facts, read_settings
 from fedhm.runs.models import Layer, best_round_on_disk, read_layers, tier_file
-from fedhm.runs.rounds import check_records, read_records
+from fedhm.runs.rounds import check_records, existing_checkpoints, read_records, round_of
 from fedhm.server.record import ClientMetrics, Record, Traffic
 
 
@@ -130,11 +130,19 @@ def _read(path: Path) -> Run:
         raise FedhmError(
             f"{path} is a file, not the folder of a run" if path.exists() else f"there is no folder {path}"
         )
-    records = read_records(path / "records.jsonl")
-    config, costs, facts = read_config(path), read_costs(path), read_data_facts(path)
+    seen = max(map(round_of, existing_checkpoints(path / "checkpoints")), default=0)  # first: the run may go on
+    settings, facts = read_settings(path), read_run_facts(path)
+    if settings.digest != facts.settings:
+        raise FedhmError(f"{path}/config.toml belongs to another run than {path}/data.json")
+    config, costs = settings.config, read_costs(path, facts.run)
+    records = read_records(path / RECORDS_FILE, facts.run)
+    if len(records) < seen:
+        raise FedhmError(
+            f"{path}/records.jsonl lacks rounds: it holds {len(records)}, and there is a checkpoint of {seen}"
+        )
     best = best_round_on_disk(path / "models", len(records))
     layers = {tier: found for tier in costs if (found := read_layers(tier_file(path / "models", tier)))}
-    run = Run(path.resolve().name, config, records, costs, facts, best, layers)
+    run = Run(path.resolve().name, config, records, costs, facts.data, best, layers)
     for record in run.evaluated:
         if odd := record.metrics.keys() ^ run.costs.keys():
             raise FedhmError(

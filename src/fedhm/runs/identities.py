@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from fedhm.errors import FedhmError
-from fedhm.machine.files import write_atomically
+from fedhm.machine.files import read_regular, write_atomically
 from fedhm.runs.rounds import error_summary
 
 IDENTITIES_FILE = "nodes.json"
@@ -31,7 +31,7 @@ class Identities:
         """Read the identities of a run that is resumed; a federation without keys has none."""
         file = folder / IDENTITIES_FILE
         try:
-            keys = _Table.validate_json(file.read_bytes()) if file.exists() else {}
+            keys = _Table.validate_json(read_regular(file)) if file.exists() else {}
             if len(set(keys.values())) < len(keys):
                 raise ValueError("it gives two clients the same key")
         except (OSError, ValueError) as error:

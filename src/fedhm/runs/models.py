@@ -8,6 +8,7 @@ models of the round that is best by its records.
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +17,18 @@ from typing import Any
 from torch import nn
 
 from fedhm.adapters.adapted import describe_adapter, rebuild_adapted
-from fedhm.errors import FedhmError
+from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of, to_hadamard, to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.machine.files import file_name
 from fedhm.machine.tensors import read_shapes, read_tensors, write_tensors
-from fedhm.networks.exchange import exchanged_tensors, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.networks.structure import copy_network
 from fedhm.widths.plan import resize, sizes_of
 from fedhm.widths.wrappers import Ensemble
 
-FORMAT = "fedhm-tier-1"
+FORMAT = "fedhm-tier-2"
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -44,18 +45,18 @@ def tier_file(folder: Path, tier: str) -> Path:
     return folder / f"{file_name(tier)}.safetensors"
 
 
-def save_tier(path: Path, network: nn.Module, tier: str) -> None:
-    write_tensors(path, exchanged_tensors(network), {"format": FORMAT, "tier": tier, **_description(network)})
+def save_tier(path: Path, network: nn.Module, tier: str, run: str = "") -> None:
+    """Write the network of a tier; `run` is the fingerprint of its run."""
+    header = {"format": FORMAT, "run": run, "tier": tier, **_description(network)}
+    write_tensors(path, exchanged_tensors(network), header)
 
 
-def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
-    """Load the network of a tier that a run saved, rebuilt from the full `model`'s architecture, for evaluation."""
-    try:
-        tensors, header = read_tensors(Path(path))
-    except (OSError, ValueError) as error:
-        raise FedhmError(f"cannot read {path}: {error}") from None
-    if header.get("format") != FORMAT:
-        raise FedhmError(f"{path} is not a tier's model saved by this library")
+def load_tier(path: str | Path, model: nn.Module, tier: str = "", run: str = "") -> nn.Module:
+    """Load the network of a tier that a run saved, rebuilt from the full `model`'s architecture, for evaluation.
+
+    With `tier` and `run`, a run's fingerprint, the model of another tier or run is refused.
+    """
+    tensors, header = read_tier(Path(path), tier, run)
     try:
         network = _rebuilt(model, header, len(tensors))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -63,6 +64,21 @@ def load_tier(path: str | Path, model: nn.Module) -> nn.Module:
     if missing := set(exchanged_tensors(network)) - set(tensors):
         raise FedhmError(f"{path} is of another model: it has no '{min(missing)}'")
     return load(network, tensors).eval()
+
+
+def read_tier(path: Path, tier: str = "", run: str = "") -> tuple[Tensors, dict[str, Any]]:
+    """Read the tensors and the header of a tier's model; refuse that of another tier or run, if these are given."""
+    try:
+        tensors, header = read_tensors(path)
+    except (OSError, ValueError) as error:
+        raise FedhmError(f"cannot read {path}: {error}") from None
+    if header.get("format") != FORMAT:
+        raise FedhmError(f"{path} is not a tier's model saved by this version of the library")
+    if tier and header.get("tier") != tier:
+        raise FedhmError(f"{path} is the model of tier {header.get('tier')}, not of {tier}")
+    if run and header.get("run") != run:
+        raise FedhmError(f"{path} is a model of another run")
+    return tensors, header
 
 
 def _description(network: nn.Module) -> dict[str, Any]:
@@ -95,14 +111,19 @@ def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Modul
 
 
 def read_layers(path: Path) -> dict[str, Layer]:
-    """Read the layers of a tier's network from its file, without the weights; empty if it cannot be read.
+    """Read the layers of a tier's network from its file, without the weights; empty if there is no such file.
 
-    Only reports use it, and a damaged model should not prevent a report.
+    Only reports use it. A damaged model does not prevent a report: a warning says what the report lacks.
     """
     try:
         shapes, header = read_shapes(path)
         ranks = {**header.get("ranks", {}), **header.get("hadamard", {})}
-    except (OSError, ValueError, TypeError, FedhmError):
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, FedhmError) as error:
+        warnings.warn(
+            f"the report does without the layers of {path}, which cannot be read: {error}", FedhmWarning, stacklevel=2
+        )
         return {}
     layers: dict[str, Layer] = {}
     for name, shape in shapes.items():
@@ -117,9 +138,9 @@ def read_layers(path: Path) -> dict[str, Layer]:
 _NAME = re.compile(r"best-round-(\d+)")
 
 
-def save_best_models(models: Path, round_number: int, networks: Mapping[str, nn.Module]) -> None:
+def save_best_models(models: Path, round_number: int, networks: Mapping[str, nn.Module], run: str = "") -> None:
     for tier, network in networks.items():
-        save_tier(tier_file(_folder(models, round_number), tier), network, tier)
+        save_tier(tier_file(_folder(models, round_number), tier), network, tier, run)
 
 
 def remove_other_best_models(models: Path, round_number: int) -> None:
@@ -134,7 +155,9 @@ def best_round_on_disk(models: Path, rounds: int) -> int:
     return max((number for number in _best_rounds(models) if number <= rounds), default=0)
 
 
-def load_best_models(models: Path, round_number: int, networks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def load_best_models(
+    models: Path, round_number: int, networks: Mapping[str, nn.Module], run: str = ""
+) -> dict[str, nn.Module]:
     """Load the best models of a round into networks of their tiers; empty if the files are not there."""
     if round_number not in _best_rounds(models):
         return {}
@@ -142,11 +165,10 @@ def load_best_models(models: Path, round_number: int, networks: Mapping[str, nn.
     for tier, network in networks.items():
         file = tier_file(_folder(models, round_number), tier)
         try:
-            loaded[tier] = load(network, read_tensors(file)[0])
-        except (OSError, ValueError, FedhmError) as error:
+            loaded[tier] = load(network, read_tier(file, tier, run)[0])
+        except (ValueError, FedhmError) as error:
             raise FedhmError(
-                f"cannot read {file}: {error}; put it back, or remove {file.parent} to do without the models of the "
-                "best round"
+                f"{error}; put it back, or remove {file.parent} to do without the models of the best round"
             ) from None
     return loaded
 

@@ -9,12 +9,14 @@ round may be repeated, or from a removed checkpoint. The number of rounds is wri
 these two apart.
 """
 
+import hashlib
 import os
 import secrets
 from pathlib import Path
 
 from fedhm.errors import FedhmError
-from fedhm.machine.files import write_atomically
+from fedhm.machine.files import create_beside, os_error_reason, read_regular, write_atomically
+from fedhm.machine.seal import UNSEALED, read_sealed, seal
 
 SECRET_FILE = "privacy.secret"
 ROUNDS_FILE = "privacy.rounds"
@@ -32,38 +34,48 @@ def read_secret(folder: Path, resumed: bool) -> bytes:
     try:
         if not resumed and not path.exists():
             _write(path, new_secret())
-        found = path.read_bytes()
+        found = read_regular(path)
     except OSError as error:
         raise FedhmError(
-            f"cannot read {path}: {error.strerror}; put it back, since without it a private run cannot be resumed"
+            f"cannot read {path}: {os_error_reason(error)}; put it back: without it, a private run cannot be resumed"
         ) from None
-    if len(found) != LENGTH:
-        raise FedhmError(f"{path} is damaged: it must hold {LENGTH} bytes; without it a private run cannot be resumed")
-    return found
+    secret = found[:LENGTH]
+    if found != secret + _checksum(secret):
+        raise FedhmError(f"{path} is damaged; without it a private run cannot be resumed")
+    return secret
 
 
 def _write(path: Path, secret: bytes) -> None:
     """Write the file whole or not at all. From the first byte, only its owner can read it."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret)
+    with create_beside(path, 0o600) as file:
+        file.write(secret + _checksum(secret))
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    Path(file.name).replace(path)
+
+
+def _checksum(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
 
 
 def write_round_count(folder: Path, rounds: int) -> None:
-    write_atomically(folder / ROUNDS_FILE, f"{rounds}\n")
+    write_atomically(folder / ROUNDS_FILE, seal(f"{rounds} {UNSEALED}\n".encode()))
+
+
+def read_round_count(folder: Path) -> int:
+    """Return how many rounds of a private run count."""
+    path = folder / ROUNDS_FILE
+    try:
+        return int(read_sealed(path).split()[0])
+    except FileNotFoundError:  # it is written with the first round
+        return 0
+    except (OSError, ValueError):
+        raise FedhmError(f"{path} is damaged: it must hold the number of rounds that a private run has done") from None
 
 
 def check_no_round_repeats(folder: Path, done: int) -> None:
     """Refuse to resume a private run after round `done` if later rounds have counted."""
-    path = folder / ROUNDS_FILE
-    try:
-        released = int(path.read_text()) if path.exists() else 0  # written with the first round
-    except (OSError, ValueError):
-        raise FedhmError(f"{path} is damaged: it must hold the number of rounds that a private run has done") from None
+    released = read_round_count(folder)
     if released > done:
         raise FedhmError(
             f"{folder} holds a private run, which cannot be rewound: its ε counts each round once. It has done "

@@ -1,27 +1,33 @@
 """What a round leaves on disk: its record, one line of JSON in records.jsonl, and its checkpoint.
 
-A checkpoint is the server's state after the round, in one safetensors file that is written whole or not at all.
+The lines of records.jsonl form a chain. Each ends with two digests. `chain` is that of the record without its seconds and
+of the chain of the line before, from the run's fingerprint on: two runs of the same settings have the same. `digest` is
+that of the whole line. So a reader notices a changed, missing or foreign line.
+
+A checkpoint is the server's state after the round, in one sealed safetensors file that is written whole or not at all.
+It names the chain of its round's line.
 """
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from pydantic import ValidationError
 
 from fedhm.errors import FedhmError
-from fedhm.machine.files import write_atomically
-from fedhm.machine.tensors import read_tensors, update_digest, write_tensors
+from fedhm.machine.files import os_error_reason, read_regular, write_atomically
+from fedhm.machine.tensors import read_tensors, write_tensors
 from fedhm.networks.exchange import Tensors
 from fedhm.server.filters.optimizer import Moments
 from fedhm.server.record import Record
 from fedhm.server.state import flatten, unflatten
 
-FORMAT = "fedhm-checkpoint-2"
+FORMAT = "fedhm-checkpoint-3"
 
 
 class ForeignCheckpointError(FedhmError):
@@ -33,13 +39,20 @@ class Checkpoint:
     round: int
     state: Any  # the method's
     moments: Moments = field(default_factory=Moments)  # of the server's optimizer
+    record: str = field(default="", compare=False)  # the chain of the round's line in records.jsonl
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, run: str, keep: int | Literal["all"] = 2) -> None:
-    """Write a checkpoint and remove all but the newest `keep`; `run` is the fingerprint of the run."""
+def save_checkpoint(
+    folder: Path, checkpoint: Checkpoint, run: str, keep: int | Literal["all"] = 2, record: str = ""
+) -> None:
+    """Write a checkpoint and remove all but the newest `keep`.
+
+    run     the fingerprint of the run
+    record  the chain of the round's line in records.jsonl
+    """
     tensors, outline = flatten(checkpoint)
-    header = {"format": FORMAT, "round": checkpoint.round, "run": run, "outline": outline}
-    write_tensors(_path(folder, checkpoint.round), tensors, {**header, "sha256": _digest(tensors, header)})
+    header = {"format": FORMAT, "round": checkpoint.round, "run": run, "record": record, "outline": outline}
+    write_tensors(_path(folder, checkpoint.round), tensors, header)
     for old in [] if keep == "all" else existing_checkpoints(folder)[:-keep]:
         old.unlink()
 
@@ -55,7 +68,8 @@ def _read(path: Path, run: str, state_type: type[Any]) -> Checkpoint:
     try:
         outline = header["outline"]
         state = unflatten(state_type, tensors, outline["state"])
-        return Checkpoint(int(header["round"]), state, unflatten(Moments, tensors, outline["moments"]))
+        moments = unflatten(Moments, tensors, outline["moments"])
+        return Checkpoint(int(header["round"]), state, moments, str(header["record"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ForeignCheckpointError(
             f"the checkpoint {path} holds the state of another version of the method: {error}"
@@ -74,8 +88,6 @@ def check_checkpoint(path: Path, run: str | None) -> tuple[Tensors, dict[str, An
         raise FedhmError(f"the checkpoint {path} is damaged ({error}); {_way_out(path)}") from None
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a checkpoint of this library")
-    if header.pop("sha256", None) != _digest(tensors, header):
-        raise FedhmError(f"the checkpoint {path} is damaged (its checksum differs); {_way_out(path)}")
     if run is not None and header.get("run") != run:
         raise ForeignCheckpointError(
             f"the checkpoint {path} belongs to another run, with other settings, data or initial model"
@@ -104,35 +116,108 @@ def round_of(path: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _digest(tensors: Tensors, header: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-    for name in sorted(tensors):
-        update_digest(digest, tensors[name], name)
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class RecordLine:
+    """A line of records.jsonl, whose digest was found to be right."""
+
+    record: Record
+    content: bytes  # as it stands on disk, without the line break
+    chain: str
 
 
-def append_record(path: Path, record: Record) -> None:
-    with path.open("a") as file:
-        file.write(record.to_json() + "\n")
+_DIGITS = 32  # of a digest, as of a fingerprint
+_LINE = re.compile(rb'(\{.*), "chain": "([0-9a-f]{32})", "digest": "([0-9a-f]{32})"\}', re.DOTALL)
+_END = len(', "digest": "", "chain": ""}\n') + 2 * _DIGITS  # bytes of a line's end, from the chain on
+
+
+def append_record(path: Path, record: Record, run: str = "") -> str:
+    """Append a record to the chain of a run, and return the chain of its line."""
+    text = record.to_json()
+    with open(path, "a+b", opener=_open_regular_to_append) as file:
+        chain = _next_chain(_last_chain(file) or run, text)
+        content = f'{text[:-1]}, "chain": "{chain}"'.encode()
+        file.write(content + f', "digest": "{_digest(content)}"}}\n'.encode())
         file.flush()
         os.fsync(file.fileno())
+    return chain
 
 
-def read_records(path: Path) -> list[Record]:
-    """Read the records of a run; an unfinished last line does not count."""
-    records: list[Record] = []
-    if not path.exists():
-        return records
-    *finished, _ = path.read_bytes().split(b"\n")  # a run may be killed while it writes the last line
-    for number, line in enumerate(finished, start=1):
+def _open_regular_to_append(name: str, flags: int) -> int:
+    """Open a file, but no link: what a run writes must not end up elsewhere."""
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+
+def _last_chain(file: BinaryIO) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _END))
+    found = _LINE.fullmatch(b"{" + file.read().rstrip(b"\n"))
+    return found[2].decode() if found else ""
+
+
+def _next_chain(before: str, text: str | bytes) -> str:
+    table = json.loads(text)
+    table.pop("seconds", None)  # they differ between runs that are otherwise the same
+    return _digest(f"{before}{json.dumps(table)}".encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_DIGITS]
+
+
+def read_records(path: Path, run: str | None = None) -> list[Record]:
+    """Read the records of a run as they were written, or refuse them. With `run`, refuse those of another run."""
+    return [line.record for line in read_lines(path, run)]
+
+
+def read_lines(path: Path, run: str | None = None) -> list[RecordLine]:
+    """Read the lines of a run's records; an unfinished last line does not count."""
+    lines: list[RecordLine] = []
+    try:
+        *finished, rest = read_regular(path).split(b"\n")
+    except FileNotFoundError:
+        return lines
+    except OSError as error:
+        raise FedhmError(f"cannot read {path}: {os_error_reason(error)}") from None
+    for number, content in enumerate(finished, start=1):
         try:
-            records.append(Record.from_json(line))
+            lines.append(_read_line(content, lines[-1].chain if lines else None))
         except ValueError as error:
             raise FedhmError(f"line {number} of {path} is not a round's record: {error_summary(error)}") from None
-        expected = records[0].round + number - 1  # records that were moved aside do not begin with round 1
-        if records[-1].round != expected:
-            raise FedhmError(f"line {number} of {path} is the record of round {records[-1].round}, not of {expected}")
-    return records
+        last, expected = lines[-1].record, lines[0].record.round + number - 1
+        if last.round != expected:  # records that were moved aside do not begin with round 1
+            raise FedhmError(f"line {number} of {path} is the record of round {last.round}, not of {expected}")
+    if run is not None and lines and lines[0].chain != _next_chain(run, _body(lines[0].content)):
+        raise FedhmError(f"{path} holds the records of another run, with other settings, data or initial model")
+    # A run may be killed while it writes the last line. But a whole line never ends in anything but a line break.
+    if (whole := _LINE.match(rest)) and whole.end() < len(rest):
+        raise FedhmError(f"line {len(finished) + 1} of {path} is damaged: it does not end with its digest")
+    return lines
+
+
+def _read_line(content: bytes, before: str | None) -> RecordLine:
+    """Read a line that follows the chain `before`; None: that is not known."""
+    found = _LINE.fullmatch(content)
+    if found is None:
+        raise ValueError("it does not end with its digest")
+    _, chain, digest = found.groups()
+    if _digest(content[: found.end(2) + 1]) != digest.decode():
+        raise ValueError("it was changed: its digest differs")
+    body = _body(content)
+    if before is not None and _next_chain(before, body) != chain.decode():
+        raise ValueError("it does not follow the line before, which is of another run or was changed")
+    return RecordLine(Record.from_json(body), content, chain.decode())
+
+
+def _body(content: bytes) -> bytes:
+    """Return the record of a whole line, without its digests."""
+    found = _LINE.fullmatch(content)
+    assert found is not None
+    return bytes(found[1]) + b"}"
+
+
+def write_lines(path: Path, lines: Sequence[RecordLine]) -> None:
+    """Write lines as they stood on disk."""
+    write_atomically(path, b"".join(line.content + b"\n" for line in lines))
 
 
 def check_records(file: Path, records: Sequence[Record], headline: str, tiers: Collection[str]) -> None:
@@ -153,7 +238,3 @@ def error_summary(error: Exception) -> str:
         problem = error.errors()[0]
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
     return str(error)
-
-
-def write_records(path: Path, records: Sequence[Record]) -> None:
-    write_atomically(path, "".join(record.to_json() + "\n" for record in records))

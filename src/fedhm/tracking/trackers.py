@@ -4,7 +4,6 @@ A resumed run continues in the same tracked run, and no failure of a tracker cos
 the run's folder names the tracked run and the number of rounds that it has.
 """
 
-import json
 import os
 import re
 import time
@@ -23,8 +22,9 @@ from torch import nn
 
 from fedhm.config.schema import Config, TrackingConfig
 from fedhm.errors import FedhmError, FedhmWarning
-from fedhm.machine.files import file_name, os_error_sentence, write_atomically
+from fedhm.machine.files import file_name, os_error_sentence
 from fedhm.machine.printable import printable
+from fedhm.machine.seal import read_sealed_json, write_sealed_json
 from fedhm.runs.folder import TRACKING
 from fedhm.runs.models import save_tier, tier_file
 from fedhm.server.callbacks import About
@@ -85,14 +85,14 @@ def _load(folder: Path | None, key: str) -> TrackedRun:
 def _save(folder: Path | None, key: str, tracked: TrackedRun) -> None:
     if folder:
         known = _read(folder / TRACKING) | {key: tracked}
-        write_atomically(folder / TRACKING, json.dumps({k: asdict(each) for k, each in known.items()}, indent=2))
+        write_sealed_json(folder / TRACKING, {"trackers": {k: asdict(each) for k, each in known.items()}})
 
 
 def _read(path: Path) -> dict[str, TrackedRun]:
     if not path.exists():
         return {}
     try:
-        return TypeAdapter(dict[str, TrackedRun]).validate_json(path.read_bytes())
+        return TypeAdapter(dict[str, TrackedRun]).validate_python(read_sealed_json(path).get("trackers"))
     except (OSError, ValueError) as error:
         raise FedhmError(f"cannot read {path}: {error}; without it, trackers begin new tracked runs") from None
 

@@ -155,7 +155,7 @@ def test_an_interrupted_run_repeats_its_noise(
         real(path, content)
 
     with monkeypatch.context() as patch:
-        for place in ("fedhm.machine.tensors", "fedhm.runs.folder", "fedhm.runs.rounds"):
+        for place in ("fedhm.machine.tensors", "fedhm.machine.seal", "fedhm.runs.folder", "fedhm.runs.rounds"):
             patch.setattr(f"{place}.write_atomically", dying)
         with pytest.raises(KilledError):
             run(tmp_path / "cut", **sections)
@@ -170,7 +170,7 @@ def test_without_its_secret_a_run_is_not_resumed(tmp_path: Path) -> None:
     file = tmp_path / "run" / SECRET_FILE
     kept = file.read_bytes()
     file.write_bytes(kept[:7])
-    with pytest.raises(FedhmError, match="is damaged: it must hold 32 bytes"):
+    with pytest.raises(FedhmError, match="is damaged; without it a private run cannot be resumed"):
         run(tmp_path / "run")
     file.unlink()
     with pytest.raises(FedhmError, match="put it back"):
@@ -193,7 +193,7 @@ def test_a_private_run_is_not_rewound(tmp_path: Path) -> None:
         fedhm.resume(tmp_path / "run")
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
     file = tmp_path / "run" / "records.jsonl"
-    file.write_text(file.read_text() + file.read_text().splitlines()[-1].replace('"round": 3', '"round": 4') + "\n")
+    append_record(file, replace(read_records(file)[-1], round=4))
     with pytest.raises(FedhmError, match="a private run, which cannot be rewound"):
         fedhm.resume(tmp_path / "run")
 
