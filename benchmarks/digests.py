@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedhm import run
 from fedhm.cli import main as fedhm
 from fedhm.config.presets import presets
+from fedhm.machine.tensors import update_digest
 
 METHODS = (
     *("fedhm", "fedavg", "slimmed", "heterofl", "fedrolex", "fjord"),

@@ -14,7 +14,7 @@ from fedhm.errors import FedhmError
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Result
 from fedhm.runs.rounds import read_records
-from run_outcome import outcome
+from run_outcome import edit_sealed, outcome
 
 DIGITS = ["train.rounds=3", "data.train_samples=40", "model.width=0.05", "method.name=fedavg", "engine.workers=1"]
 DIGITS += ["federation.clients=2", "train.epochs=1", "evaluation.every=3", "checkpoints.keep=all"]
@@ -187,20 +187,12 @@ def test_from_the_shell_and_from_python(tmp_path: Path, capsys: pytest.CaptureFi
     assert "has no checkpoint of round 7, only of 1 and 2 and 3" in capsys.readouterr().err
 
 
-def reword(out: Path, *changes: tuple[str, str]) -> None:
-    text = (out / "config.toml").read_text()
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new, 1)
-    (out / "config.toml").write_text(text)
-
-
 def test_on_flower_nothing_is_moved_for_a_run_that_cannot_be_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     assert main(["run", "digits", "--set", *DIGITS, "--out", str(out)]) == 0
-    reword(out, ('name = "local"', 'name = "flower"'), ("train_samples = 40", "train_samples = 1"))
+    edit_sealed(out / "config.toml", ('name = "local"', 'name = "flower"'), ("train_samples = 40", "train_samples = 1"))
     before = outcome(out)
     assert main(["resume", str(out), "--from", "1"]) == 1
     assert "samples" in capsys.readouterr().err
@@ -210,7 +202,7 @@ def test_on_flower_nothing_is_moved_for_a_run_that_cannot_be_resumed(
 
 def test_a_run_of_a_flower_app_goes_back_for_its_app(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, train={"rounds": 3, "batch": 8})
-    reword(tmp_path, ('name = "local"', 'name = "flower"'))
+    edit_sealed(tmp_path / "config.toml", ('name = "local"', 'name = "flower"'))
     assert main(["resume", str(tmp_path), "--from", "2"]) == 0
     assert "the same 'flwr run' resumes" in capsys.readouterr().out
     assert kept(tmp_path / "taken-back-1") == [3]

@@ -14,6 +14,7 @@ from fedhm.errors import FedhmError
 from fedhm.runs import folder as folder_module
 from fedhm.runs.fingerprint import fingerprint
 from fedhm.runs.folder import RunFolder, read_settings
+from run_outcome import edit_sealed
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "federation": {"participation": 0.5},
@@ -28,7 +29,7 @@ def test_a_folder_names_its_version(federation: Federation, tmp_path: Path) -> N
     assert (
         (tmp_path / "config.toml")
         .read_text()
-        .startswith(f"# fedhm {fedhm.__version__} began this run (folder format 2)\n")
+        .startswith(f"# fedhm {fedhm.__version__} began this run (folder format 3)\n")
     )
     assert read_settings(tmp_path).versions == (fedhm.__version__,)
     assert read_settings(tmp_path).version_remark == ""
@@ -38,8 +39,9 @@ def test_a_folder_names_its_version(federation: Federation, tmp_path: Path) -> N
     ("first", "sentence"),
     [
         ("", "was written by a version of fedhm before 0.2, and"),
+        ("# fedhm 0.2.0.dev0 began this run (folder format 2)\n", "was written in folder format 2, and"),
         ("# fedhm 0.2.0.dev0 began this run\n", "was written by a version of fedhm before 0.2, and"),
-        ("# fedhm 99.1 began this run (folder format 3)\n", "was written in folder format 3, and"),
+        ("# fedhm 99.1 began this run (folder format 4)\n", "was written in folder format 4, and"),
     ],
 )
 def test_a_folder_in_another_format_is_refused_in_one_sentence(
@@ -53,7 +55,7 @@ def test_a_folder_in_another_format_is_refused_in_one_sentence(
         assert main([verb, str(tmp_path / "run")]) == 1
         said = capsys.readouterr().err
         assert said == (
-            f"fedhm: {tmp_path / 'run'} {sentence} fedhm {fedhm.__version__} reads format 2 only: use the version that "
+            f"fedhm: {tmp_path / 'run'} {sentence} fedhm {fedhm.__version__} reads format 3 only: use the version that "
             "wrote it, or start the run again in another folder\n"
         )
 
@@ -61,7 +63,7 @@ def test_a_folder_in_another_format_is_refused_in_one_sentence(
 def test_what_is_set_otherwise_is_another_run_and_the_version_is_named(federation: Federation, tmp_path: Path) -> None:
     fedhm.run(small_model(), federation.clients, federation.test, SETTINGS, tmp_path)
     file = tmp_path / "config.toml"
-    file.write_text(file.read_text().replace(f"# fedhm {fedhm.__version__} ", "# fedhm 0.2.7 "))
+    edit_sealed(file, (f"# fedhm {fedhm.__version__} ", "# fedhm 0.2.7 "))
     for section, key, value, old in (("train", "nested", 0.25, 0.5), ("train", "lr", 0.07, 0.05)):
         changed = {**SETTINGS, section: {**SETTINGS[section], key: value}}
         sentence = rf"holds a run with other settings, {section}.{key} = {old}, not {value}: choose another folder"
@@ -82,8 +84,7 @@ def test_a_folder_of_a_later_version_is_refused_by_its_name(tmp_path: Path, caps
     with RunFolder.create(tmp_path, small_config().resolved()):
         pass
     file = tmp_path / "config.toml"
-    text = file.read_text().replace(f"# fedhm {fedhm.__version__} ", "# fedhm 99.1 ")
-    file.write_text(text.replace("[train]\n", "[train]\nwarp = 9\n"))
+    edit_sealed(file, (f"# fedhm {fedhm.__version__} ", "# fedhm 99.1 "), ("[train]\n", "[train]\nwarp = 9\n"))
     assert main(["resume", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "unknown key 'train.warp'" in said

@@ -46,6 +46,14 @@ class Tally:
         self.tell(f"{run} after {len(hit)} fault{'s' * (len(hit) != 1)}: {problem or 'the same, bit for bit'}")
         self._pending = []
 
+    def counted(self, fault: str, problem: str) -> None:
+        """Count a fault whose outcome is known, and tell it if something was lost."""
+        found = self.faults.setdefault(fault, Counted())
+        found.times += 1
+        if problem:
+            found.lost += 1
+            self.tell(f"{fault}: {problem}")
+
     def times(self, fault: str) -> int:
         return self.faults.get(fault, Counted()).times
 
@@ -54,7 +62,7 @@ class Tally:
         return sum(counted.lost for counted in self.faults.values())
 
     def table(self) -> str:
-        lines = ["| fault | how often | lost | resumed bit for bit |", "|---|--:|--:|--:|"]
+        lines = ["| fault | how often | lost | withstood |", "|---|--:|--:|--:|"]
         rows = [*sorted(self.faults.items()), ("all", self._sum())]
         lines += [f"| {name} | {c.times} | {c.lost} | {max(0, c.times - c.lost)} |" for name, c in rows]
         return "\n".join(lines)

@@ -22,8 +22,9 @@ def verify(options: argparse.Namespace) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from fedhm.machine.files import is_locked
     from fedhm.machine.printable import printable
-    from fedhm.runs.folder import CONFIG_FILE
+    from fedhm.runs.folder import CONFIG_FILE, LOCK
     from fedhm.runs.verify import verify_run
 
     console, damaged, checked = terminal(), 0, 0
@@ -37,6 +38,8 @@ def verify(options: argparse.Namespace) -> None:
                 colour = "red" if file.bad else "green" if file.state == "intact" else "yellow"
                 table.add_row(Text(printable(file.name)), Text(file.state, colour), Text(printable(file.note)))
             console.print(table)
+            if is_locked(path / LOCK):
+                console.print("a process is writing this run: files of its current round may seem to be missing")
     if damaged:
         raise FedhmError(f"{damaged} of {checked} files are damaged or missing")
     console.print(f"{checked} files checked, none is damaged")

@@ -31,12 +31,16 @@ def seal_again(content: bytes) -> bytes:
     return seal(_SEAL.sub(UNSEALED.encode(), content, count=1))
 
 
+class NoSealError(ValueError):
+    """A file carries no seal: another program wrote it, or the seal itself is damaged."""
+
+
 def check_seal(file: BinaryIO) -> None:
     """Raise ValueError if a file is not as it was sealed."""
     head = file.read(_HEAD)
     found = _SEAL.search(head)
     if found is None:
-        raise ValueError("it has no checksum")
+        raise NoSealError("it has no checksum")
     digest = hashlib.sha256(head[: found.start(1)] + 64 * b"0" + head[found.end(1) :])
     while chunk := file.read(_CHUNK):
         digest.update(chunk)
@@ -65,23 +69,18 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
     return table
 
 
-# Files in formats without room for a seal, such as CSV and PNG, have their checksums in a file beside them.
-
-_CHECKSUM = re.compile(r"([0-9a-f]{64})  ([^/\n]+)\n")
+# Files in formats without room for a seal, such as CSV and PNG, have their checksums in a sealed file beside them.
 
 
 def write_checksums(file: Path, paths: Iterable[Path]) -> None:
-    """Write the checksums of files in the same folder, as `sha256sum --check` reads them."""
-    lines = [f"{hashlib.sha256(read_regular(path)).hexdigest()}  {path.name}\n" for path in dict.fromkeys(paths)]
-    write_atomically(file, "".join(lines))
+    """Write the checksums of files in the same folder."""
+    found = {path.name: hashlib.sha256(read_regular(path)).hexdigest() for path in dict.fromkeys(paths)}
+    write_sealed_json(file, {"sha256": found})
 
 
 def read_checksums(file: Path) -> dict[str, str]:
     """Return the checksums by file name. A damaged file raises ValueError, an unreadable one OSError."""
-    text = read_regular(file).decode()
-    found = {name: digest for digest, name in _CHECKSUM.findall(text)}
-    if "".join(f"{digest}  {name}\n" for name, digest in found.items()) != text:
-        raise ValueError("it is not a list of checksums")
+    found: dict[str, str] = read_sealed_json(file).get("sha256", {})
     return found
 
 

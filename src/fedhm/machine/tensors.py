@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedhm.machine.files import check_utf8_name, open_regular, write_atomically
-from fedhm.machine.seal import UNSEALED, check_seal, seal
+from fedhm.machine.seal import UNSEALED, NoSealError, check_seal, seal
 
 Found = TypeVar("Found")
 
@@ -43,9 +43,9 @@ def _read(path: Path, what: Callable[[Any, str], Found]) -> tuple[dict[str, Foun
     with open_regular(path) as opened:  # an OSError says what is wrong with the place: safetensors calls it damage
         try:
             check_seal(opened)
-            damage = ""
-        except ValueError as error:
-            damage = str(error)
+            sealed = True
+        except NoSealError:
+            sealed = False
     try:
         with safe_open(path, framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("fedhm", "{}"))
@@ -56,8 +56,8 @@ def _read(path: Path, what: Callable[[Any, str], Found]) -> tuple[dict[str, Foun
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
         raise ValueError("its header is no mapping")
-    if header and damage:  # another program's file has neither
-        raise ValueError(damage)
+    if header and not sealed:  # another program's file has neither
+        raise ValueError("it has no checksum")
     header.pop("seal", None)
     return found, header
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedhm.runs.history import Run
 
-CHECKSUMS_FILE = "report.sha256"
+CHECKSUMS_FILE = "report.json"
 
 
 def save_report(runs: "Sequence[Run]", folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from fedhm.machine.files import (
     check_folder,
     check_utf8_name,
     make_folder,
+    os_error_reason,
     read_regular,
     take_lock,
     write_atomically,
@@ -387,6 +388,8 @@ def rounds_done(path: Path) -> int:
         return read_regular(path / RECORDS_FILE).count(b"\n")
     except FileNotFoundError:
         return 0
+    except OSError as error:
+        raise FedhmError(f"cannot read {path / RECORDS_FILE}: {os_error_reason(error)}") from None
 
 
 def is_complete(path: Path, config: Config) -> bool:
@@ -421,7 +424,7 @@ def read_data_facts(path: Path) -> DataFacts:
     return read_run_facts(path).data
 
 
-def read_run_facts(path: Path) -> "RunFacts":
+def read_run_facts(path: Path) -> RunFacts:
     """Read which run a folder holds."""
     return _read_facts(path / DATA_FILE, RunFacts)
 

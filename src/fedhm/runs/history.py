@@ -14,7 +14,15 @@ from fedhm.errors import FedhmError
 from fedhm.machine.files import check_utf8_name
 from fedhm.measure.cost import Cost
 from fedhm.runs.fingerprint import DataFacts
-from fedhm.runs.folder import RECORDS_FILE, read_costs, read_run_facts, read_settings
+from fedhm.runs.folder import (
+    CONFIG_FILE,
+    COSTS_FILE,
+    DATA_FILE,
+    RECORDS_FILE,
+    read_costs,
+    read_run_facts,
+    read_settings,
+)
 from fedhm.runs.models import Layer, best_round_on_disk, read_layers, tier_file
 from fedhm.runs.rounds import check_records, existing_checkpoints, read_records, round_of
 from fedhm.server.record import ClientMetrics, Record, Traffic
@@ -133,20 +141,21 @@ def _read(path: Path) -> Run:
     seen = max(map(round_of, existing_checkpoints(path / "checkpoints")), default=0)  # first: the run may go on
     settings, facts = read_settings(path), read_run_facts(path)
     if settings.digest != facts.settings:
-        raise FedhmError(f"{path}/config.toml belongs to another run than {path}/data.json")
+        raise FedhmError(f"{path}/{CONFIG_FILE} belongs to another run than {path}/{DATA_FILE}")
     config, costs = settings.config, read_costs(path, facts.run)
     records = read_records(path / RECORDS_FILE, facts.run)
     if len(records) < seen:
         raise FedhmError(
-            f"{path}/records.jsonl lacks rounds: it holds {len(records)}, and there is a checkpoint of {seen}"
+            f"{path}/{RECORDS_FILE} lacks rounds: it holds {len(records)}, and there is a checkpoint of {seen}"
         )
     best = best_round_on_disk(path / "models", len(records))
-    layers = {tier: found for tier in costs if (found := read_layers(tier_file(path / "models", tier)))}
+    layers = {tier: read_layers(tier_file(path / "models", tier), tier, facts.run) for tier in costs}
+    layers = {tier: found for tier, found in layers.items() if found}
     run = Run(path.resolve().name, config, records, costs, facts.data, best, layers)
     for record in run.evaluated:
         if odd := record.metrics.keys() ^ run.costs.keys():
             raise FedhmError(
-                f"{path}/tiers.json and round {record.round} of {path}/records.jsonl name other tiers: {min(odd)}"
+                f"{path}/{COSTS_FILE} and round {record.round} of {path}/{RECORDS_FILE} name other tiers: {min(odd)}"
             )
-    check_records(path / "records.jsonl", records, config.objective.headline.name, costs)
+    check_records(path / RECORDS_FILE, records, config.objective.headline.name, costs)
     return run

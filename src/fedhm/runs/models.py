@@ -72,13 +72,17 @@ def read_tier(path: Path, tier: str = "", run: str = "") -> tuple[Tensors, dict[
         tensors, header = read_tensors(path)
     except (OSError, ValueError) as error:
         raise FedhmError(f"cannot read {path}: {error}") from None
+    _check_header(path, header, tier, run)
+    return tensors, header
+
+
+def _check_header(path: Path, header: Mapping[str, Any], tier: str, run: str) -> None:
     if header.get("format") != FORMAT:
         raise FedhmError(f"{path} is not a tier's model saved by this version of the library")
     if tier and header.get("tier") != tier:
         raise FedhmError(f"{path} is the model of tier {header.get('tier')}, not of {tier}")
     if run and header.get("run") != run:
         raise FedhmError(f"{path} is a model of another run")
-    return tensors, header
 
 
 def _description(network: nn.Module) -> dict[str, Any]:
@@ -110,13 +114,14 @@ def _rebuilt(model: nn.Module, header: dict[str, Any], tensors: int) -> nn.Modul
     return Ensemble(copy_network(network) for _ in range(members)) if members else network
 
 
-def read_layers(path: Path) -> dict[str, Layer]:
+def read_layers(path: Path, tier: str = "", run: str = "") -> dict[str, Layer]:
     """Read the layers of a tier's network from its file, without the weights; empty if there is no such file.
 
     Only reports use it. A damaged model does not prevent a report: a warning says what the report lacks.
     """
     try:
         shapes, header = read_shapes(path)
+        _check_header(path, header, tier, run)
         ranks = {**header.get("ranks", {}), **header.get("hadamard", {})}
     except FileNotFoundError:
         return {}

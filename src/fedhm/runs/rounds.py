@@ -1,8 +1,12 @@
 """What a round leaves on disk: its record, one line of JSON in records.jsonl, and its checkpoint.
 
-The lines of records.jsonl form a chain. Each ends with two digests. `chain` is that of the record without its seconds and
-of the chain of the line before, from the run's fingerprint on: two runs of the same settings have the same. `digest` is
-that of the whole line. So a reader notices a changed, missing or foreign line.
+The lines of records.jsonl form a chain. Each ends with two digests:
+
+- `chain`, of the record without its seconds and of the chain of the line before. The first line follows the run's
+  fingerprint. Two runs of the same settings have the same chains.
+- `digest`, of the whole line.
+
+So a reader notices a changed, missing or foreign line.
 
 A checkpoint is the server's state after the round, in one sealed safetensors file that is written whole or not at all.
 It names the chain of its round's line.
@@ -52,7 +56,7 @@ def save_checkpoint(
     """
     tensors, outline = flatten(checkpoint)
     header = {"format": FORMAT, "round": checkpoint.round, "run": run, "record": record, "outline": outline}
-    write_tensors(_path(folder, checkpoint.round), tensors, header)
+    write_tensors(checkpoint_file(folder, checkpoint.round), tensors, header)
     for old in [] if keep == "all" else existing_checkpoints(folder)[:-keep]:
         old.unlink()
 
@@ -101,7 +105,8 @@ def _way_out(path: Path) -> str:
     return "remove it to start the run again"
 
 
-def _path(folder: Path, round_number: int) -> Path:
+def checkpoint_file(folder: Path, round_number: int) -> Path:
+    """Return the path of a round's checkpoint."""
     return folder / f"round-{round_number:06d}.safetensors"
 
 
@@ -132,14 +137,19 @@ _END = len(', "digest": "", "chain": ""}\n') + 2 * _DIGITS  # bytes of a line's 
 
 def append_record(path: Path, record: Record, run: str = "") -> str:
     """Append a record to the chain of a run, and return the chain of its line."""
-    text = record.to_json()
     with open(path, "a+b", opener=_open_regular_to_append) as file:
-        chain = _next_chain(_last_chain(file) or run, text)
-        content = f'{text[:-1]}, "chain": "{chain}"'.encode()
-        file.write(content + f', "digest": "{_digest(content)}"}}\n'.encode())
+        content, chain = chain_line(record.to_json(), _last_chain(file) or run)
+        file.write(content + b"\n")
         file.flush()
         os.fsync(file.fileno())
     return chain
+
+
+def chain_line(text: str, before: str) -> tuple[bytes, str]:
+    """Return the line of a record that follows the chain `before`, and the chain up to it."""
+    chain = _next_chain(before, text)
+    content = f'{text[:-1]}, "chain": "{chain}"'.encode()
+    return content + f', "digest": "{_digest(content)}"}}'.encode(), chain
 
 
 def _open_regular_to_append(name: str, flags: int) -> int:

@@ -30,10 +30,18 @@ from fedhm.runs.folder import (
 from fedhm.runs.identities import IDENTITIES_FILE, Identities
 from fedhm.runs.models import best_round_of, read_tier, tier_file
 from fedhm.runs.privacy import ROUNDS_FILE, SECRET_FILE, read_round_count, read_secret
-from fedhm.runs.rounds import RecordLine, check_checkpoint, check_records, existing_checkpoints, read_lines
+from fedhm.runs.rounds import (
+    RecordLine,
+    check_checkpoint,
+    checkpoint_file,
+    check_records,
+    existing_checkpoints,
+    read_lines,
+    round_of,
+)
 
 State = Literal["intact", "damaged", "missing", "not checked"]
-CHECKSUMS_FILE = "report.sha256"  # `report` writes it
+CHECKSUMS_FILE = "report.json"  # `report` writes it
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,11 @@ class Verification:
         self._check(DATA_FILE, self._check_facts)
         self._check(COSTS_FILE, self._check_costs)
         self._check(PLANS_FILE, self._check_plans, optional=True)
-        self._check(RECORDS_FILE, self._check_records, optional=True)
-        for checkpoint in existing_checkpoints(self.path / "checkpoints"):
-            self._check(f"checkpoints/{checkpoint.name}", self._check_checkpoint)
+        checkpoints = existing_checkpoints(self.path / "checkpoints")
+        self._check(RECORDS_FILE, self._check_records, optional=not checkpoints and not self._complete)
+        for checkpoint in checkpoints:
+            self._check(self._name(checkpoint), self._check_checkpoint)
+        self._find_missing_checkpoint(checkpoints)
         self._check_models()
         self._check(SECRET_FILE, self._check_secret, optional=True)
         self._check(ROUNDS_FILE, self._check_round_count, optional=True)
@@ -124,16 +134,27 @@ class Verification:
             check_records(file, [line.record for line in lines], headline, self._tiers)
         self._lines = lines
         newest = existing_checkpoints(self.path / "checkpoints")[-1:]
-        if newest and check_checkpoint(newest[0], None)[1]["round"] > len(lines):
+        if newest and round_of(newest[0]) > len(lines):
             raise ValueError(f"it lacks the last round: {newest[0].name} has seen more than its {len(lines)}")
+        if not file.exists():
+            raise FileNotFoundError
         return f"{len(lines)} rounds"
 
     def _check_checkpoint(self, file: Path) -> str:
         _, header = check_checkpoint(file, self._run)
         number = header["round"]
+        if number != round_of(file):
+            raise ValueError(f"it is the checkpoint of round {number}")
         if len(self._lines) >= number and self._lines[number - 1].chain != header["record"]:
             raise ValueError(f"it has seen other records than those in {RECORDS_FILE}")
         return f"round {number}"
+
+    def _find_missing_checkpoint(self, existing: list[Path]) -> None:
+        """Note the checkpoint of the last round if it is not there. A killed round leaves its record alone."""
+        newest = round_of(existing[-1]) if existing else 0
+        if newest < len(self._lines) - (0 if self._complete else 1):
+            name = self._name(checkpoint_file(self.path / "checkpoints", len(self._lines)))
+            self.found.append(FileState(name, "missing", f"the newest is that of round {newest}"))
 
     def _check_secret(self, _: Path) -> str:
         read_secret(self.path, resumed=True)

@@ -15,7 +15,9 @@ from fedhm.config.schema import FederationConfig, PrivacyConfig
 from fedhm.errors import FedhmError
 from fedhm.machine import files
 from fedhm.runs.history import Result
-from fedhm.runs.privacy import LENGTH, SECRET_FILE
+from fedhm.runs.privacy import LENGTH, ROUNDS_FILE, SECRET_FILE
+from fedhm.runs.rounds import append_record, read_records
+from fedhm.runs.verify import verify_run
 from fedhm.server.filters.privacy import ORDERS, epsilon, epsilon_after
 from fedhm.server.record import Record
 from fedhm.server.sampling import expected_to_train, poisson_sample
@@ -56,9 +58,10 @@ def test_records_state_what_the_accountant_says(tmp_path: Path) -> None:
     result = run(tmp_path / "run", privacy={**SERVER, "delta": 1e-3})
     expected = [stated("server", 0.5, 1.0, rounds, 1e-3) for rounds in (1, 2, 3)]
     assert [record.epsilon for record in result.records] == pytest.approx(expected, rel=1e-12)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
-    assert [line["epsilon"] for line in lines] == [record.epsilon for record in result.records]
-    assert Record.from_json(json.dumps(lines[0])).epsilon == result.records[0].epsilon
+    file = tmp_path / "run" / "records.jsonl"
+    stated_on_disk = [json.loads(line)["epsilon"] for line in file.read_text().splitlines()]
+    assert stated_on_disk == [record.epsilon for record in result.records]
+    assert read_records(file)[0].epsilon == result.records[0].epsilon
     assert "epsilon" not in json.loads(replace(result.records[0], epsilon=None).to_json())
 
 
@@ -202,3 +205,18 @@ def test_rounds_in_which_nobody_takes_part() -> None:
     result = run(federation={"participation": 1e-9})
     assert [record.participants for record in result.records] == [[], [], []]
     assert all(record.metrics for record in result.records)
+
+
+@no_figures
+def test_verify_covers_the_secret_and_the_number_of_rounds(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    assert not any(state.bad for state in verify_run(tmp_path / "run"))
+    for name in (SECRET_FILE, ROUNDS_FILE):
+        file = tmp_path / "run" / name
+        intact = file.read_bytes()
+        for position in range(len(intact)):
+            damaged = bytearray(intact)
+            damaged[position] ^= 1
+            file.write_bytes(damaged)
+            assert [state.name for state in verify_run(tmp_path / "run") if state.bad] == [name]
+        file.write_bytes(intact)

@@ -215,8 +215,8 @@ def drop_disagreeing(
     - its part against the others is longer than 0.6 × the usual norm. That of honest clients was never longer than half
       the usual norm if clients have a common direction. Without one, as for clients with few labels in a first round,
       it was up to 0.72 ×, and 0.9 × is allowed; or
-    - it was three times as long as its bound or longer, and its cosine with the others is below half of their median. A
-      client with many samples honestly moves that far at times, but in the direction of the others: then it is only cut.
+    - it was three times as long as its bound or longer, and its cosine with the others is below half of their median.
+      A client with many samples honestly moves that far at times, but in the direction of the others. It is only cut.
 
     Among three or four clients only the last two rules apply, among fewer none.
 
