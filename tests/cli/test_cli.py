@@ -22,6 +22,7 @@ from fedhm.config.objective import Metric, Metrics
 from fedhm.data.federation import Federation
 from fedhm.report.progress import LiveBar
 from fedhm.server.record import Record
+from run_outcome import edit_sealed
 
 QUICK = ["train.rounds=3", "train.epochs=1", "model.width=0.25", "federation.clients=8", "evaluation.every=1"]
 QUICK += ["data.train_samples=400"]
@@ -243,7 +244,8 @@ def test_damaged_folders_are_told_apart(finished: Path, tmp_path: Path, capsys: 
     damaged.mkdir()
     (damaged / "config.toml").write_bytes((finished / "config.toml").read_bytes()[:70])
     assert "config.toml" in failure(capsys, "resume", str(damaged))
-    (damaged / "config.toml").write_text((finished / "config.toml").read_text().replace("seed = 0", "seed = 1"))
+    (damaged / "config.toml").write_bytes((finished / "config.toml").read_bytes())
+    edit_sealed(damaged / "config.toml", ("seed = 0", "seed = 1"))
     (damaged / "checkpoints").mkdir()
     checkpoint = max((finished / "checkpoints").iterdir())
     (damaged / "checkpoints" / checkpoint.name).write_bytes(checkpoint.read_bytes())

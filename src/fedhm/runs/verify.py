@@ -33,8 +33,8 @@ from fedhm.runs.privacy import ROUNDS_FILE, SECRET_FILE, read_round_count, read_
 from fedhm.runs.rounds import (
     RecordLine,
     check_checkpoint,
-    checkpoint_file,
     check_records,
+    checkpoint_file,
     existing_checkpoints,
     read_lines,
     round_of,
