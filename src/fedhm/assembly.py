@@ -1,23 +1,24 @@
 """From settings, a model and data to a ready experiment: the only place where parts are put together."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fedhm.config.schema import Config, ResolvedConfig
+from fedhm.config.schema import Config, EngineConfig, ResolvedConfig
 from fedhm.data.federation import Federation, load_federation
 from fedhm.data.images import downscale_shape
-from fedhm.data.samples import Feed, Preprocessing, Samples
+from fedhm.data.samples import Feed, Preprocessing, SampleCache, Samples
 from fedhm.data.sources import SOURCES
 from fedhm.data.text import text_limits
-from fedhm.engines.engine import Engine, FlowerOnlyEngine, LocalEngine, workers_for
+from fedhm.engines.engine import Engine, FlowerOnlyEngine, LocalEngine, find_devices, workers_for
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of
-from fedhm.machine.device import find_device
+from fedhm.machine.device import CPU
 from fedhm.machine.files import check_file_names
 from fedhm.measure.self_written import find_self_written
 from fedhm.methods.means import mean_of
@@ -52,10 +53,6 @@ class Design:
 
 def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, public: Feed | None = None) -> Design:
     """Put a method around a model; `outputs` is how many classes there are, or numbers to predict."""
-    if config.method.adapters and find_device(config.engine.device).type != "cpu":
-        raise FedhmError(
-            "the networks of adapters share one base, for now in the CPU's memory: set engine.device = 'cpu'"
-        )
     classifier = probe_model(model, sample, lambda output: config.objective.check_output(output, outputs))
     setup = Setup(
         classifier,
@@ -119,9 +116,9 @@ def assemble(
     Methods that train adapters read the model where it lies: it must stay as it is until the run has ended.
     """
     settings = config.resolved()
-    device = find_device(settings.engine.device)
+    devices = find_devices(settings.engine)
     if settings.engine.compile:
-        check_compiler(device)
+        check_compiler(devices[0])
     if settings.method.needs_public and not federation.public:
         raise FedhmError(
             f"{settings.method.name} distils on public data, of which this run has none: "
@@ -144,7 +141,8 @@ def assemble(
     initial = exchanged_tensors(model)
     if not settings.method.adapters:  # a frozen base is not trained, and a copy of it may fill the memory
         initial = {name: tensor.clone() for name, tensor in initial.items()}
-    test = None if federation.test is None else Feed(federation.test, preprocessing, device)
+    cache = sample_cache(settings.engine, devices[0])
+    test = None if federation.test is None else Feed(federation.test, preprocessing, devices[0], cache)
     holders = federation.client_tests.holders([federation.samples_of(client) for client in range(federation.size)])
     if test is None and not holders:
         raise FedhmError(
@@ -152,8 +150,8 @@ def assemble(
             "(data.client_test = 0.2 in a config, client_test=0.2 in Python)"
         )
     secret = Secret()
-    networks = NetworkPool(method.network, device, settings.engine.compile)
-    engine = engine or _own_engine(settings, federation, networks, public, secret)
+    networks = NetworkPool(method.network, devices[0], settings.engine.compile)
+    engine = engine or _own_engine(settings, federation, networks, public, secret, cache)
     filters = round_filters(settings, model, method, federation, facts, secret, engine.run, clients_test=bool(holders))
     return Experiment(
         config=settings,
@@ -162,7 +160,17 @@ def assemble(
         federation=given,
         facts=facts,
         filters=filters,
-        evaluation=Evaluation(settings, method, facts, filters.admission, federation.size, test, holders),
+        evaluation=Evaluation(
+            settings,
+            method,
+            facts,
+            filters.admission,
+            federation.size,
+            test,
+            holders,
+            # forked workers can use an accelerator only if this process never does
+            test_client=federation.size if getattr(engine, "evaluates", False) else None,
+        ),
         early_stopping=EarlyStopping(settings.stop, settings.objective.headline, method.tiers, at_clients=test is None),
         engine=engine,
         watchers=[*watchers, *trackers(settings.tracking)],
@@ -170,21 +178,36 @@ def assemble(
 
 
 def _own_engine(
-    config: ResolvedConfig, federation: Federation, networks: NetworkPool, public: Feed | None, secret: Secret
+    config: ResolvedConfig,
+    federation: Federation,
+    networks: NetworkPool,
+    public: Feed | None,
+    secret: Secret,
+    cache: SampleCache | None,
 ) -> Engine:
     if federation.remote:
         raise FedhmError("the clients' samples lie elsewhere: an experiment must be given an engine to reach them")
     if config.engine.name != "local":
         return FlowerOnlyEngine()
-    tests = federation.client_tests.of
+    tests, preprocessing = federation.client_tests.of, federation.preprocessing
     clients = [
-        make_client(
-            samples, federation.preprocessing, networks, config.for_client(number), public, tests(number), secret
-        )
+        make_client(samples, preprocessing, networks, config.for_client(number), public, tests(number), secret, cache)
         for number, samples in enumerate(federation.clients)
     ]
-    workers = workers_for(config.engine, config.federation.per_round(federation.size))
-    return LocalEngine(clients, workers, config.engine.threads)
+    if federation.test is not None:  # the server's test set, for an engine that evaluates
+        held = federation.test
+        clients.append(make_client(held, preprocessing, networks, config, None, held, secret, cache))
+    per_round, server_trains = config.federation.per_round(federation.size), config.method.server_trains
+    workers = workers_for(config.engine, per_round, server_trains=server_trains)
+    return LocalEngine(clients, workers, config.engine.threads, find_devices(config.engine))
+
+
+def sample_cache(engine: EngineConfig, device: torch.device) -> SampleCache | None:
+    """Return where samples stay on an accelerator; None if they do not."""
+    if device == CPU or engine.data_on_device is False:
+        return None
+    most = engine.data_on_device
+    return SampleCache(device, None if most == "auto" else sys.maxsize if most is True else most)
 
 
 def make_client(
@@ -195,10 +218,13 @@ def make_client(
     public: Feed | None,
     tests: Samples | None = None,
     secret: Secret | None = None,
+    cache: SampleCache | None = None,
 ) -> Client:
     """Put a client together, in whichever process it does its tasks; `secret` is where noise of its own comes from."""
     noise = LocalNoise(config.privacy, secret or Secret()) if config.privacy.at_clients else None
-    return Client(samples, preprocessing, networks, config.train, config.seed, public, config.objective, tests, noise)
+    return Client(
+        samples, preprocessing, networks, config.train, config.seed, public, config.objective, tests, noise, cache
+    )
 
 
 def read_federation(config: Config) -> Federation:

@@ -247,6 +247,8 @@ class TrainConfig(Section):
     epochs: Positive = 1
     iterations: Annotated[int, Field(ge=0)] = 0  # local steps of a round, in place of epochs; 0: epochs count
     batch: Positive = 64
+    # of forward and backward passes; weights, steps, losses and evaluation are in float32
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
     # samples that go through the network together, for a step on the whole batch: less memory; 0: the whole batch
     micro_batch: Annotated[int, Field(ge=0)] = 0
     # blocks of the network, found or named, run again in the backward pass: less memory, a third more computation, the
@@ -491,7 +493,12 @@ class EngineConfig(Section):
     workers: Processes | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
     threads: Threads = 0  # of a task; 0: the cores, divided by the tasks of a round
     server_threads: Threads = 0  # of factorizing and evaluating; 0: all cores
-    device: str = "cpu"  # of the clients' networks and of evaluation; auto: cuda if there is one
+    # of the clients' networks and of evaluation; auto: CUDA, ROCm, MPS or XPU if there is one, else the CPU
+    device: str = "auto"
+    devices: tuple[str, ...] = ()  # several of one kind, which share a round's tasks; empty: `device` alone
+    # samples stay on a device while they fit into this memory; auto: half of what is free at the start
+    data_on_device: bool | Literal["auto"] | Size = "auto"
+    deterministic: bool = False  # torch's deterministic algorithms: a resumed run is bit-exact on a device, too
     compile: bool = False  # the clients' networks, by torch.compile
     superlink: str = ""  # of Flower: a connection's name, or the folder of `fedhm flower up`; empty: a simulation here
     patience: Annotated[float, Field(ge=0)] = 120.0  # of Flower: seconds to wait for one more client to connect
@@ -623,7 +630,8 @@ class Config(Section):
     def without_location(self) -> Self:
         """Return the settings that identify a run, without those of the place where it runs."""
         place = {
-            key: EngineConfig.model_fields[key].default for key in ("workers", "superlink", "patience", "deadline")
+            key: EngineConfig.model_fields[key].default
+            for key in ("workers", "devices", "data_on_device", "superlink", "patience", "deadline")
         }
         engine = self.engine.model_copy(update=place)
         return self.model_copy(update={"engine": engine, "checkpoints": CheckpointsConfig(), "tracking": None})

@@ -67,6 +67,15 @@ class Tokens:
         return 2
 
     @property
+    def nbytes(self) -> int:
+        return self.starts.nbytes + sum(flat.nbytes for flat in self.fields.values())
+
+    def to(self, device: torch.device) -> "Tokens":
+        return Tokens(
+            {name: flat.to(device) for name, flat in self.fields.items()}, self.starts.to(device), self.padding
+        )
+
+    @property
     def kind(self) -> str:
         return f"sequences of {', '.join(sorted(self.fields))}"
 
@@ -78,10 +87,14 @@ class Tokens:
         places = torch.arange(int(starts[-1])) + (self.starts[indices] - starts[:-1]).repeat_interleave(lengths)
         return Tokens({name: flat[places] for name, flat in self.fields.items()}, starts, self.padding)
 
-    def padded(self, indices: Tensor) -> dict[str, Tensor]:
-        """Return some of the sequences as tensors (B, T), padded on the right to the longest."""
-        lengths = self.lengths[indices]
-        columns = torch.arange(int(lengths.max()))
+    def longest(self, indices: Tensor) -> int:
+        """Return the length of the longest of some sequences."""
+        return int(self.lengths[indices].max())
+
+    def padded(self, indices: Tensor, longest: int) -> dict[str, Tensor]:
+        """Return some of the sequences as tensors (B, T), padded on the right to the longest, of length T."""
+        lengths = self.starts[indices + 1] - self.starts[indices]
+        columns = torch.arange(longest, device=self.starts.device)
         there = columns < lengths[:, None]
         places = torch.where(there, self.starts[indices][:, None] + columns, 0)
         return {n: flat[places].masked_fill(~there, PADDING.get(n, self.padding)) for n, flat in self.fields.items()}

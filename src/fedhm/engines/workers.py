@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fedhm.errors import FedhmError
-from fedhm.machine.device import set_threads
+from fedhm.machine.device import CPU, set_threads
 from fedhm.machine.printable import quoted_command
 from fedhm.machine.process import keep_freed_memory
 from fedhm.work.client import Client
@@ -260,6 +260,7 @@ class WorkerContext:
     answers: int  # a pipe of references to this worker's answers
     busy_with: mmap.mmap  # for each worker, the position of its task plus 1, in case the worker dies
     number: int  # of this worker
+    device: torch.device  # on which it runs networks
 
 
 def serve(clients: Sequence[Client], threads: int, context: WorkerContext, parent: int) -> NoReturn:
@@ -292,6 +293,8 @@ def _stream(descriptor: int) -> TextIO:
 def _work(clients: Sequence[Client], threads: int, context: WorkerContext) -> None:
     keep_freed_memory()
     set_threads(threads)
+    for client in clients if context.device != CPU else ():
+        client.use_device(context.device)
     with suppress(BrokenPipeError):  # the parent does not wait for answers any more
         while reference := MessageRef.receive(context.queue):
             slot = context.slots[reference.slot]
@@ -325,7 +328,9 @@ class WorkerPool:
     worker's task.
     """
 
-    def __init__(self, clients: Sequence[Client], workers: int, threads: int) -> None:
+    def __init__(
+        self, clients: Sequence[Client], workers: int, threads: int, devices: Sequence[torch.device] = (CPU,)
+    ) -> None:
         self.idle = True  # False from the beginning of a run until all its tasks are answered
         self.size = workers
         self._owner = os.getpid()
@@ -339,7 +344,7 @@ class WorkerPool:
             for _ in range(1 + TASKS_PER_WORKER * workers):
                 self._memory.append(SharedMemory())
             for number in range(workers):
-                self._start(number, clients, threads)
+                self._start(number, clients, threads, devices[number % len(devices)])
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
@@ -347,9 +352,10 @@ class WorkerPool:
             reason = f"cannot start {workers} workers: {error.strerror}"
             raise FedhmError(f"{reason}; set engine.workers lower") from None
 
-    def _start(self, number: int, clients: Sequence[Client], threads: int) -> None:
+    def _start(self, number: int, clients: Sequence[Client], threads: int, device: torch.device) -> None:
         replies, answers = self._pipe()
-        context = WorkerContext(self._memory[0], self._memory[1:], self._queue_out, answers, self._busy_with, number)
+        shared, *slots = self._memory
+        context = WorkerContext(shared, slots, self._queue_out, answers, self._busy_with, number, device)
         # Ctrl-C is deferred until the worker ignores it and the parent has its process id.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED_SIGNALS)
         try:

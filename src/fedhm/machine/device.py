@@ -1,28 +1,84 @@
-"""The device on which networks run, torch's generators, and work on several threads."""
+"""The devices on which networks run, copies to and from them, torch's generators, and work on several threads."""
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fedhm.errors import FedhmError
 
 CPU = torch.device("cpu")
+AUTO_KINDS = ("cuda", "mps", "xpu")  # that `auto` chooses; ROCm's devices are called cuda, too
+UNKNOWN_MEMORY = 2 << 30  # bytes that a device is taken to have free if it does not tell
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of this name, or raise if it cannot be used. `auto` is a CUDA device if there is one."""
+    """Return the device of this name, or raise if it cannot be used. `auto` is an accelerator if there is one."""
+    # asks the driver's library, so that this process may still be forked; torch looks at it at the first use of CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found if found is not None and found.type in AUTO_KINDS else CPU
     try:
         device = torch.device(name)
-        torch.zeros((), device=device).item()
+        if device.type == "cuda":  # anything more would begin CUDA in this process, which could not be forked then
+            if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+                raise ValueError("there is no such CUDA device")
+        else:
+            torch.zeros((), device=device).item()
     except Exception as error:  # torch has no error of its own for this
         reason = str(error).partition("\n")[0] or repr(error)
         raise FedhmError(f"engine.device = '{name}' cannot be used with this PyTorch: {reason}") from None
     return device
+
+
+def describe_device(device: torch.device) -> str:
+    """Return a device's name, with that of its hardware if torch knows it without touching the device."""
+    if device.type == "cuda" and torch.version.hip:
+        return f"{device} (ROCm)"
+    return str(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the free bytes of an accelerator; a guess if it does not tell. The process begins to use the device."""
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "mem_get_info"):
+        free, _ = module.mem_get_info(device)
+        return int(free)
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    return UNKNOWN_MEMORY
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host does not wait for the copy."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cuda" and tensor.device == CPU:
+        tensor = tensor.pin_memory()  # only from there is a copy asynchronous
+    return tensor.to(device, non_blocking=True)
+
+
+def move_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors on another device, contiguous. All of them travel in one copy: each copy takes a fixed time.
+
+    A copy to the CPU waits for everything that the other device has to do before.
+    """
+    if not tensors:
+        return {}
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # then all are aligned to their type
+    parts = [tensors[name].detach().contiguous().view(-1).view(torch.uint8) for name in names]
+    flat = copy_to_device(torch.cat(parts), device) if device != CPU else torch.cat(parts).cpu()
+    moved = {
+        name: part.view(tensors[name].dtype).view(tensors[name].shape)
+        for name, part in zip(names, flat.split([len(part) for part in parts]), strict=True)
+    }
+    # on the host, each tensor gets memory of its own: some are kept for long, and others are not
+    return {name: moved[name].clone() if device == CPU else moved[name] for name in tensors}
 
 
 @contextmanager
@@ -31,15 +87,36 @@ def seeded(seed: int, device: torch.device = CPU) -> Iterator[None]:
 
     `torch.manual_seed` seeds every kind of device, which takes longer than a training step of a small network.
     """
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if cuda else []):
+    several = device.type in ("cuda", "xpu")  # of which each has a generator
+    with torch.random.fork_rng([device] if several else [], device_type=device.type if several else "cuda"):
         torch.default_generator.manual_seed(seed)
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        elif device.type == "mps":
-            torch.mps.manual_seed(seed)
+        module: Any = None if device == CPU else torch.get_device_module(device)
+        if several:
+            with module.device(device):
+                module.manual_seed(seed)
+        elif hasattr(module, "manual_seed"):
+            module.manual_seed(seed)
         yield
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Use torch's deterministic algorithms, if wanted: results on a device do not depend on the order of its threads.
+
+    An operation that has none raises, and says so.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA begins
+    before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.backends.cudnn.benchmark = benchmark
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from fedhm.work.messages import Participant, Task, Update
 class FedDFConfig(MethodConfig):
     name: Literal["feddf"] = "feddf"
     needs_public: ClassVar[bool] = True
+    server_trains: ClassVar[bool] = True
     weighting: Literal["uniform", "samples"] = "uniform"
     tiers: Ratios = PAPER_WIDTHS  # widths; every tier has its own model
     steps: Positive = 50  # of distillation after each round

@@ -23,7 +23,12 @@ def shared_parameters(network: nn.Module) -> Tensors:
 
 
 def exchanged_tensors(network: nn.Module) -> Tensors:
-    """Return the tensors of `network` that travel, each once, packed if the network has a packing.
+    """Return the tensors of `network` that travel, each once, packed if the network has a packing."""
+    return pack_tensors(network, held_tensors(network))
+
+
+def held_tensors(network: nn.Module) -> Tensors:
+    """Return the tensors of `network` that travel, each once, as it holds them.
 
     Only real and complex numbers travel: integers are counters and position tables, which have no mean. A tensor with
     several names, because weights are tied or a submodule is shared, travels under its first name.
@@ -35,7 +40,13 @@ def exchanged_tensors(network: nn.Module) -> Tensors:
         if isinstance(tensor, Tensor) and is_averageable(tensor) and id(tensor) not in seen and name not in info.shared:
             seen.add(id(tensor))
             tensors[name] = tensor.detach()
-    return info.packing.pack(tensors) if info.packing else tensors
+    return tensors
+
+
+def pack_tensors(network: nn.Module, tensors: Tensors) -> Tensors:
+    """Return tensors that `network` holds in the form in which they travel."""
+    packing = info_of(network).packing
+    return packing.pack(tensors) if packing else tensors
 
 
 def untrained_names(network: nn.Module) -> frozenset[str]:

@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.machine.device import CPU
-from fedhm.networks.exchange import Tensors, exchanged_tensors, load_unpacked, unpack_tensors
+from fedhm.machine.device import CPU, move_tensors
+from fedhm.networks.exchange import (
+    Tensors,
+    held_tensors,
+    load_unpacked,
+    pack_tensors,
+    shared_parameters,
+    unpack_tensors,
+)
 from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import channels_last, copy_network
 
@@ -31,15 +38,52 @@ class PreparedNetwork:
 
     def hand_over(self, names: Iterable[str]) -> Tensors:
         """Return the exchanged tensors of these names, to keep. The network must not be used afterwards."""
-        trained = exchanged_tensors(self.network)
-        return {name: self._kept(trained[name]) for name in names}
+        held = held_tensors(self.network)
+        on_host = all(tensor.device == CPU for tensor in held.values())
+        trained = pack_tensors(self.network, held if on_host else move_tensors(held, CPU))
+        return {name: self._kept(trained[name]) if on_host else trained[name] for name in names}
 
     def _kept(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself if a copy would have the same layout."""
         # a tensor of four dimensions may be channels-last, or have odd strides of axes of length 1
-        if self.discarded and tensor.device == CPU and tensor.ndim != 4 and tensor.is_contiguous():
+        if self.discarded and tensor.ndim != 4 and tensor.is_contiguous():
             return tensor
-        return tensor.to(CPU, copy=True, memory_format=torch.contiguous_format)
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def load_from_host(network: nn.Module, tensors: Tensors, device: torch.device) -> None:
+    """Load tensors that travelled into a network on a device. They are unpacked here, where a packing has its base."""
+    held = unpack_tensors(network, tensors)
+    load_unpacked(network, held if device == CPU else move_tensors(held, device))
+
+
+def on_device(network: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a network on a device; on the CPU, the network itself."""
+    return network if device == CPU else _place(copy_network(network), device, {})
+
+
+def _place(network: nn.Module, device: torch.device, base: dict[int, nn.Parameter]) -> nn.Module:
+    """Move a network to a device, all its tensors in one copy, and return it.
+
+    `Module.to` would move the parameters of a shared base under the other networks that have them.
+
+    base  parameters of shared bases that are on the device already, by the id of the original
+    """
+    shared = {id(parameter): parameter for parameter in shared_parameters(network).values()}
+    wanted = {id(tensor): tensor for tensor in _tensors(network) if id(tensor) not in base}
+    moved = move_tensors({str(key): tensor for key, tensor in wanted.items()}, device)
+    new: dict[int, Tensor] = dict(base)
+    for key, tensor in wanted.items():
+        found = moved[str(key)]
+        new[key] = nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+        if key in shared:
+            base[key] = new[key]  # type: ignore[assignment]  # a parameter
+    for module in network.modules():
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is not None:
+                    held[name] = new[id(value)]  # type: ignore[assignment]  # a parameter for a parameter
+    return network
 
 
 class NetworkPool:
@@ -56,19 +100,21 @@ class NetworkPool:
         self._build, self._compiled, self._most = build, compiled, most
         self._prepared: dict[NetworkSpec, nn.Module] = {}  # in the order of their last use
         self._used: dict[NetworkSpec, PreparedNetwork] = {}  # compiled networks
+        self._base: dict[int, nn.Parameter] = {}  # a frozen base on the device, once for all networks
 
     @contextmanager
     def loaded(self, spec: NetworkSpec, tensors: Tensors) -> Iterator[PreparedNetwork]:
         """Yield the network of a spec with `tensors` in it. All other values are those of a new network."""
         prepared = self._network(spec)
         ready = self._compiled_once(spec, prepared) if self._compiled else _ready(copy_network(prepared))
-        load_unpacked(ready.network, unpack_tensors(ready.network, tensors))
+        load_from_host(ready.network, tensors, self.device)
         yield ready
 
     def _network(self, spec: NetworkSpec) -> nn.Module:
         network = self._prepared.pop(spec, None)
         if network is None:
-            network = channels_last(self._build(spec).to(self.device))
+            network = self._build(spec)
+            network = channels_last(network if self.device == CPU else _place(network, self.device, self._base))
         self._prepared[spec] = network
         while len(self._prepared) > self._most:
             oldest = next(iter(self._prepared))

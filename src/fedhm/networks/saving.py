@@ -20,18 +20,24 @@ Loss = Callable[[Inputs, Tensor], Tensor]  # the mean over the inputs and target
 
 
 def backward_in_parts(
-    loss_of: Loss, inputs: Inputs, targets: Tensor, most: int, trained: Sequence[nn.Parameter]
+    loss_of: Loss,
+    inputs: Inputs,
+    targets: Tensor,
+    most: int,
+    trained: Sequence[nn.Parameter],
+    backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> Tensor:
     """Leave the gradient of a batch's mean loss in the parameters, and return that loss.
 
     The gradients of the parts add up to the gradient of the batch, and only the activations of one part are in memory
     at a time.
 
-    most  samples in a part; 0: the whole batch is one part
+    most      samples in a part; 0: the whole batch is one part
+    backward  adds the gradients of a loss
     """
     if not most or len(targets) <= most:
         loss = loss_of(inputs, targets)
-        loss.backward()
+        backward(loss)
         return loss.detach()
     total = torch.zeros((), device=targets.device)
     before = 0
@@ -39,7 +45,7 @@ def backward_in_parts(
         # The gradients are weighted instead of the losses: a loss may itself add to gradients, which is weighted too.
         _scale(trained, before / len(rows))
         loss = loss_of(select_rows(inputs, rows), targets[rows])
-        loss.backward()
+        backward(loss)
         total = total + loss.detach() * (len(rows) / len(targets))
         before = len(rows)
     _scale(trained, before / len(targets))

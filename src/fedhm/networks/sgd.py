@@ -21,6 +21,16 @@ class Optimizer(Protocol):
     def step(self) -> object: ...
 
 
+def step_unless(optimizer: Optimizer, overflow: Tensor | None) -> None:
+    """Make a step, unless gradients overflowed (1 on the device). The host does not wait to know."""
+    if isinstance(optimizer, SGD):
+        optimizer.overflow = overflow
+    elif overflow is not None:
+        optimizer.found_inf = overflow  # type: ignore[attr-defined]  # as torch's GradScaler tells fused optimizers
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.step()
+
+
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters that are trained alike."""
@@ -44,6 +54,7 @@ class SGD:
     ) -> None:
         self._groups, self._lr, self._momentum, self._dampening = groups, lr, momentum, dampening
         self._nesterov, self._fused = nesterov, fused
+        self.overflow: Tensor | None = None  # 1: the next step is left out; only fused steps can be
         self._averages: dict[nn.Parameter, Tensor | None] = {}  # momentum buffers, from the first step on
 
     def zero_grad(self) -> None:
@@ -69,6 +80,7 @@ class SGD:
                 dampening=self._dampening,
                 nesterov=self._nesterov,
                 maximize=False,
+                found_inf=self.overflow,
             )
             if self._momentum:
                 self._averages.update(zip(moved, averages, strict=True))

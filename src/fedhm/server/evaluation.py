@@ -46,6 +46,7 @@ class Evaluation:
     clients   how many there are
     test      None: metrics are those of the clients' test samples together
     holders   the clients that have test samples
+    test_client  the number by which the engine knows `test`, if its workers evaluate; None: this process does
     """
 
     config: ResolvedConfig
@@ -55,6 +56,7 @@ class Evaluation:
     clients: int
     test: Feed | None
     holders: Sequence[int] = ()
+    test_client: int | None = None
 
     def evaluate(
         self, state: Any, record: Record, run: Run, sampler: Sampler, callbacks: Sequence[Callback] = ()
@@ -63,7 +65,7 @@ class Evaluation:
         weights = self.weights(state, record, run, sampler, callbacks)
         networks = self.networks(state, weights)
         record.clients = self._at_clients(state, weights, record, run, callbacks)
-        record.metrics = self._metrics(networks, record)
+        record.metrics = self._metrics(state, weights, networks, record, run)
         return networks
 
     def weights(
@@ -188,8 +190,38 @@ class Evaluation:
     def _answers(self, tasks: list[Task], record: Record, run: Run, callbacks: Sequence[Callback]) -> Iterator[Update]:
         return collect(run, self.admission.tasks(tasks, record), [self.admission], record, callbacks)
 
-    def _metrics(self, networks: dict[str, nn.Module], record: Record) -> dict[str, Metrics]:
+    def _metrics(
+        self, state: Any, weights: Mapping[str, Tensors], networks: dict[str, nn.Module], record: Record, run: Run
+    ) -> dict[str, Metrics]:
         if self.test is None:
             return {tier: found.overall.pooled for tier, found in record.clients.items()}
         with record.phase("evaluate"):
-            return evaluate_tiers(networks, self.test, self.config, record.round)
+            if self.test_client is None:
+                found = evaluate_tiers(networks, self.test, self.config)
+            else:
+                found = self._by_workers(state, weights, record.round, run)
+        if lost := [tier for tier, metrics in found.items() if no_numbers(metrics)]:
+            warn_of(record.round, lost[0], f"{self.config.evaluated_on} samples")
+        return found
+
+    def _by_workers(
+        self, state: Any, weights: Mapping[str, Tensors], round_number: int, run: Run
+    ) -> dict[str, Metrics]:
+        """Return the metrics on the server's test set, computed by the engine's workers."""
+        assert self.test is not None
+        assert self.test_client is not None
+        options = TaskOptions(
+            batch=self.config.evaluation.batch,
+            test_batch_statistics=self.config.evaluation.statistics == "test-batch",
+        )
+        specs = [self.method.spec(tier, state) for tier in weights]
+        tasks = [
+            Task(EVALUATE, round_number, self.test_client, tier, spec, weights[tier], options=options)
+            for tier, spec in zip(weights, specs, strict=True)
+        ]
+        found: dict[int, Metrics] = {}
+        for reply in run(tasks):
+            if not isinstance(reply, Update):
+                raise FedhmError(f"a model could not be evaluated: {reply.reason}")
+            found[reply.position] = self.config.objective.results(reply.tensors, reply.samples)
+        return {tier: found[position] for position, tier in enumerate(weights)}

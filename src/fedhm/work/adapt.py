@@ -5,8 +5,8 @@ tensors that its client kept from its last task.
 """
 
 from fedhm.adapters.packing import FOLDED
-from fedhm.networks.exchange import Tensors, load
-from fedhm.networks.reuse import PreparedNetwork
+from fedhm.networks.exchange import Tensors
+from fedhm.networks.reuse import PreparedNetwork, load_from_host
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
@@ -19,7 +19,8 @@ class Adapt(TrainingWork):
 
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         own = self.loaded(task)
-        load(ready.network, {name: t for name, t in task.tensors.items() if name not in own} | task.kept)
+        more = {name: t for name, t in task.tensors.items() if name not in own} | task.kept
+        load_from_host(ready.network, more, client.networks.device)
         with task_seed(client, task):
             labels = client.loss_labels
             loss = fit(client, task, ready, labels)

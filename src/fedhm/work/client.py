@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedhm.config.objective import Objective
 from fedhm.config.registry import find, make
 from fedhm.config.schema import PrivacyConfig, TrainConfig
-from fedhm.data.samples import Feed, Preprocessing, Samples
+from fedhm.data.samples import Feed, Preprocessing, SampleCache, Samples
 from fedhm.lowrank.delta import clip_delta
 from fedhm.machine.tensors import update_digest
 from fedhm.networks.batchnorm import running_statistic_names
@@ -80,10 +80,22 @@ class Client:
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
     tests: Samples | None = None  # held out of its training; None or empty: it has none
     noise: LocalNoise | None = None  # None: it trusts its server
+    cache: SampleCache | None = None  # samples of all clients that stay on the device; None: none do
 
     @property
     def feed(self) -> Feed:
-        return Feed(self.samples, self.preprocessing, self.networks.device)
+        return Feed(self.samples, self.preprocessing, self.networks.device, self.cache)
+
+    @property
+    def test_feed(self) -> Feed:
+        assert self.tests is not None
+        return Feed(self.tests, self.preprocessing, self.networks.device, self.cache)
+
+    def use_device(self, device: torch.device) -> None:
+        """Do tasks on another device from now on, before the first one."""
+        self.networks.device = device
+        if self.cache is not None:
+            self.cache.device = device
 
     @property
     def loss_labels(self) -> tuple[int, ...] | None:

@@ -43,7 +43,7 @@ class Distil:
 
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
         assert client.public is not None
-        public, labels = client.public.on(client.networks.device), client.loss_labels
+        public, labels = client.public.on(client.networks.device, client.cache), client.loss_labels
         with task_seed(client, task):
             self._digest(client, task, ready.network, public)
             loss = fit(client, task, ready, labels)

@@ -17,11 +17,11 @@ from fedhm.config.objective import Metrics, Objective
 from fedhm.config.schema import Config, TrainConfig
 from fedhm.data.samples import Feed
 from fedhm.errors import FedhmWarning
-from fedhm.machine.device import CPU
+from fedhm.machine.device import CPU, move_tensors
 from fedhm.networks.batchnorm import normalise_by_batch
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import forward_batch
-from fedhm.networks.reuse import PreparedNetwork
+from fedhm.networks.reuse import PreparedNetwork, on_device
 from fedhm.work.client import Client
 from fedhm.work.messages import Task, Update
 from fedhm.work.train import inference_batch
@@ -40,11 +40,11 @@ class Evaluate:
         return task.tensors
 
     def run(self, client: Client, task: Task, ready: PreparedNetwork) -> WorkResult:
-        assert client.tests is not None
-        feed = Feed(client.tests, client.preprocessing, client.networks.device)
         batch = inference_batch(task.options.batch, client.train, task)
         by_batch = task.options.test_batch_statistics
-        return WorkResult(sums_over(ready.network, feed, batch, client.objective, test_batch_statistics=by_batch))
+        return WorkResult(
+            sums_over(ready.network, client.test_feed, batch, client.objective, test_batch_statistics=by_batch)
+        )
 
     @torch.no_grad()
     def expected(self, network: nn.Module, example: Example) -> Tensors:
@@ -74,23 +74,19 @@ def evaluate(
     network: nn.Module, feed: Feed, batch: int, objective: Objective, *, test_batch_statistics: bool = False
 ) -> Metrics:
     """Return the objective's metrics over all samples of the feed."""
-    network.to(feed.device)
-    sums = sums_over(network, feed, batch, objective, test_batch_statistics=test_batch_statistics)
-    network.to(CPU)
+    placed = on_device(network, feed.device)
+    sums = sums_over(placed, feed, batch, objective, test_batch_statistics=test_batch_statistics)
     return objective.results(sums, len(feed.samples))
 
 
-def evaluate_tiers(networks: Mapping[str, nn.Module], feed: Feed, config: Config, after: int) -> dict[str, Metrics]:
-    """Return the metrics of every tier's network after a round, with a warning if some are NaN or infinite."""
+def evaluate_tiers(networks: Mapping[str, nn.Module], feed: Feed, config: Config) -> dict[str, Metrics]:
+    """Return the metrics of every tier's network."""
     batch, objective = config.evaluation.batch, config.objective
     by_batch = config.evaluation.statistics == "test-batch"
-    found = {
+    return {
         tier: evaluate(network, feed, batch, objective, test_batch_statistics=by_batch)
         for tier, network in networks.items()
     }
-    if lost := [tier for tier, metrics in found.items() if no_numbers(metrics)]:
-        warn_of(after, lost[0], f"{config.evaluated_on} samples")
-    return found
 
 
 def no_numbers(metrics: Metrics) -> bool:
@@ -122,7 +118,10 @@ def sums_over(
         for inputs, targets in feed.ordered(batch):
             for name, value in objective.sums(forward_batch(network, inputs), targets).items():
                 found.setdefault(name, []).append(value)
-    return {name: reduce(add, torch.stack(values).cpu().double()) for name, values in found.items()}
+    by_batch = {name: torch.stack(values) for name, values in found.items()}
+    if feed.device != CPU:
+        by_batch = move_tensors(by_batch, CPU)
+    return {name: reduce(add, values.double()) for name, values in by_batch.items()}
 
 
 ENTRY_POINT = Evaluate()

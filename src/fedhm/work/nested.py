@@ -16,8 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from fedhm.lowrank.hybrid import nested_tiers
+from fedhm.machine.device import CPU, move_tensors
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, forward_batch
+from fedhm.networks.precision import MixedPrecision
 from fedhm.networks.reuse import PreparedNetwork
 from fedhm.networks.saving import Loss
 from fedhm.networks.structure import has_normalisation
@@ -39,25 +41,26 @@ class Nested(TrainingWork):
         train, labels, network = client.train, client.loss_labels, ready.network
         inside, device = nested_tiers(network), client.networks.device
         form = ("sum" if has_normalisation(network) else "beside") if train.nested_form == "auto" else train.nested_form
-        bases = {n.removeprefix(BASIS): t.to(device) for n, t in task.tensors.items() if n.startswith(BASIS)}
+        bases = {n.removeprefix(BASIS): t for n, t in task.tensors.items() if n.startswith(BASIS)}
+        bases = bases if device == CPU else move_tensors(bases, device)
         draw = numpy_generator(client.seed, "nested", task.round, task.client, str(task.network))
 
         def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
             return client.objective.loss(logits, targets, labels)
 
-        def beside() -> Loss:
-            smaller = draw_tier()  # one for all parts of a batch
+        def beside(precision: MixedPrecision) -> Loss:
+            own_forward, smaller = precision.forward(ready.forward), precision.forward(draw_tier())  # for all parts
             parts = 1 if form == "sum" else 1 + train.nested
 
             def loss(inputs: Inputs, targets: Tensor) -> Tensor:
-                own = loss_of(forward_batch(ready.forward, inputs), targets) / parts
-                own.backward()  # now, so that the activations of only one network are in memory
+                own = loss_of(forward_batch(own_forward, inputs), targets) / parts
+                precision.backward(own)  # now, so that the activations of only one network are in memory
                 return own.detach() + loss_of(forward_batch(smaller, inputs), targets) * train.nested / parts
 
             return loss
 
-        def instead() -> Loss:
-            forward = draw_tier() if draw.random() < train.nested else ready.forward
+        def instead(precision: MixedPrecision) -> Loss:
+            forward = precision.forward(draw_tier() if draw.random() < train.nested else ready.forward)
             return lambda inputs, targets: loss_of(forward_batch(forward, inputs), targets)
 
         def draw_tier() -> Callable[..., Any]:

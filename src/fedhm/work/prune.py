@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from fedhm.adapters.packing import adapter_factors
 from fedhm.networks.inputs import Inputs, forward_batch
+from fedhm.networks.precision import MixedPrecision
 from fedhm.networks.reuse import PreparedNetwork
+from fedhm.networks.saving import Loss
 from fedhm.work.client import Client
 from fedhm.work.messages import Task
 from fedhm.work.train import fit, task_seed
@@ -26,12 +28,17 @@ class Prune(TrainingWork):
         kept, labels = task.options.kept_rank, client.loss_labels
         before = _tail_norms(ready.network, kept).detach()
 
-        def loss(inputs: Inputs, targets: Tensor) -> Tensor:
-            own = client.objective.loss(forward_batch(ready.forward, inputs), targets, labels)
-            return own + task.options.penalty * _tail_norms(ready.network, kept)
+        def next_loss(precision: MixedPrecision) -> Loss:
+            forward = precision.forward(ready.forward)
+
+            def loss(inputs: Inputs, targets: Tensor) -> Tensor:
+                own = client.objective.loss(forward_batch(forward, inputs), targets, labels)
+                return own + task.options.penalty * _tail_norms(ready.network, kept)
+
+            return loss
 
         with task_seed(client, task):
-            found = fit(client, task, ready, labels, lambda: loss)
+            found = fit(client, task, ready, labels, next_loss)
         with torch.no_grad():
             if bool(_tail_norms(ready.network, kept) < before):
                 for a, b in _last_directions(ready.network, kept):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedhm.config.schema import TrainConfig
+from fedhm.machine.device import CPU, move_tensors
 from fedhm.networks.batchnorm import tracked_layers
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import Inputs, forward_batch, repeat_batch
@@ -108,16 +109,25 @@ def gather(network: nn.Module, inputs: Iterable[Inputs]) -> Tensors:
             layer.momentum = momenta[name]
         for handle in handles:
             handle.remove()
-    joined = {name: _joined(batches) for name, batches in found.items()}
+    stacked = {f"{name}/{part}": torch.stack(t) for name, b in found.items() for part, t in _by_part(b).items()}
+    if any(tensor.device != CPU for tensor in stacked.values()):
+        stacked = move_tensors(stacked, CPU)  # those of all layers together
+    joined = {
+        name: _joined([count for count, _, _ in batches], stacked[f"{name}/mean"], stacked[f"{name}/variance"])
+        for name, batches in found.items()
+    }
     return {f"{name}/{part}": t for name, m in joined.items() for part, t in m._asdict().items()}
 
 
-def _joined(batches: Sequence[tuple[float, Tensor, Tensor]]) -> ChannelMoments:
+def _by_part(batches: Sequence[tuple[float, Tensor, Tensor]]) -> dict[str, list[Tensor]]:
+    return {"mean": [mean for _, mean, _ in batches], "variance": [variance for _, _, variance in batches]}
+
+
+def _joined(counts: Sequence[float], means: Tensor, variances: Tensor) -> ChannelMoments:
     """Join the batches of one layer: of each, the number of values, their means and unbiased variances."""
-    counts, means, variances = zip(*batches, strict=True)
     values = torch.tensor(counts, dtype=torch.float64)[:, None]
-    mean = torch.stack(means).cpu().double()
-    variance = torch.stack(variances).cpu().double() * (values - 1) / values  # a layer stores the unbiased estimate
+    mean = means.double()
+    variance = variances.double() * (values - 1) / values  # a layer stores the unbiased estimate
     total = values.sum()
     middle = (values * mean).sum(0) / total
     return ChannelMoments(total, middle, (values * (variance + (mean - middle) ** 2)).sum(0) / total)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import chain, islice, repeat
 from warnings import warn
 
 import torch
@@ -18,6 +17,7 @@ from fedhm.machine.process import return_freed_memory
 from fedhm.networks.batchnorm import freeze_statistics, running_statistic_names
 from fedhm.networks.exchange import upcast_half
 from fedhm.networks.inputs import Inputs, forward_batch
+from fedhm.networks.precision import MixedPrecision
 from fedhm.networks.reuse import PreparedNetwork
 from fedhm.networks.saving import (
     Loss,
@@ -27,7 +27,7 @@ from fedhm.networks.saving import (
     checkpoint_blocks,
     count_batches,
 )
-from fedhm.networks.sgd import SGD, Optimizer, ParameterGroup
+from fedhm.networks.sgd import SGD, Optimizer, ParameterGroup, step_unless
 from fedhm.networks.structure import networks_in_training
 from fedhm.seeds import derive, torch_generator
 from fedhm.work.client import Client
@@ -56,18 +56,19 @@ def fit(
     task: Task,
     ready: PreparedNetwork,
     labels: tuple[int, ...] | None,
-    next_loss: Callable[[], Loss] | None = None,
+    next_loss: Callable[[MixedPrecision], Loss] | None = None,
     measures: StepMeasures | None = None,
 ) -> float:
     """Make the local steps of one round, and return the mean loss of the last epoch, or of all steps if they are fewer.
 
     labels     the labels to which the loss is masked; None: it is not masked
-    next_loss  returns the loss for the next batch; None: the objective's loss
+    next_loss  returns the loss for the next batch, in the given precision; None: the objective's loss
     measures   what is measured at every step; None: nothing
     """
     train, feed = task_train_config(client.train, task), client.feed
     generator = torch_generator(client.seed, "batches", task.round, task.client, str(task.network))
-    network, forward = ready.network, ready.forward
+    precision = MixedPrecision(train.precision, feed.device)
+    network, forward = ready.network, precision.forward(ready.forward)
     layers = low_rank_layers(network) if train.frobenius_decay else []
     optimizer = local_optimizer(network, train, train.learning_rate(task.round))
     trained = [p for p in network.parameters() if p.requires_grad]
@@ -80,16 +81,17 @@ def fit(
     steps = steps_in_round(train, samples)
     last_epoch = steps - count_batches(samples, train.batch)
     total, seen = torch.zeros((), device=feed.device), 0  # a tensor, so that no step waits for its loss
-    epochs = (feed.shuffled(train.batch, generator) for _ in repeat(None))
-    for step, (inputs, targets) in enumerate(islice(chain.from_iterable(epochs), steps)):
+    for step, (inputs, targets) in enumerate(feed.shuffled(train.batch, generator, steps)):
         optimizer.zero_grad()
-        loss = backward_in_parts(next_loss() if next_loss else own_loss, inputs, targets, train.micro_batch, trained)
+        loss_of = next_loss(precision) if next_loss else own_loss
+        loss = backward_in_parts(loss_of, inputs, targets, train.micro_batch, trained, precision.backward)
+        overflow = precision.unscale(trained)
         if measures:
             measures.add_step()
         add_frobenius_decay(layers, train.frobenius_decay)
         if train.gradient_limit:
             nn.utils.clip_grad_norm_(network.parameters(), train.gradient_limit)
-        optimizer.step()
+        step_unless(optimizer, overflow)
         if step >= last_epoch:
             total += upcast_half(loss) * len(targets)
             seen += len(targets)
@@ -145,7 +147,8 @@ def local_optimizer(network: nn.Module, train: TrainConfig, lr: float) -> Optimi
         return torch.optim.AdamW(listed, lr, train.betas, train.eps, amsgrad=train.amsgrad, fused=dense or None)
     # On CPUs, torch's fused SGD does not change most 16-bit numbers. Without momentum and decay there is one operation
     # for each tensor: there is nothing to fuse, and plain SGD is faster.
-    fused = dense and wide and (train.momentum > 0 or train.weight_decay > 0)
+    # Only a fused step can be left out on the device, which float16 needs.
+    fused = dense and wide and (train.momentum > 0 or train.weight_decay > 0 or train.precision == "fp16")
     return SGD(groups, lr, train.momentum, train.dampening, train.nesterov, fused or None)
 
 

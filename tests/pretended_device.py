@@ -1,0 +1,183 @@
+"""A device that is pretended in Python, so that device code is tested where there is no accelerator.
+
+A tensor on `pretend:N` is a wrapper around a CPU tensor. Every operation on it is done on the CPU, so numbers are those
+of the CPU. What a real device refuses is refused: an operation on tensors of several devices. What costs time there is
+counted: copies between host and device, and synchronisations, in which the host waits for a result.
+
+It shows placement, copies, synchronisations and equality of numbers. It shows nothing of a real device's kernels,
+streams, memory or number formats.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+DEVICES = 2
+aten = torch.ops.aten
+
+
+@dataclass
+class Counts:
+    """What a real device would spend time on."""
+
+    to_device: int = 0
+    to_host: int = 0
+    synchronisations: int = 0  # a copy to the host is one, too
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    operations: int = 0
+
+
+counts = Counts()
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Yield what happens on all pretended devices meanwhile."""
+    global counts
+    before, counts = counts, Counts()
+    try:
+        yield counts
+    finally:
+        counts = before
+
+
+class DeviceTensor(Tensor):
+    """A tensor on the pretended device."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, device: torch.device) -> "DeviceTensor":
+        wrapper: DeviceTensor = Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device=device,
+            requires_grad=False,
+        )
+        wrapper.held = held
+        return wrapper
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"DeviceTensor({self.held!r}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceTensor":
+        if id(self) not in memo:
+            copied: Any = self.detach().clone().requires_grad_(self.requires_grad)
+            memo[id(self)] = torch.nn.Parameter(copied, self.requires_grad) if self._is_parameter else copied
+        found: DeviceTensor = memo[id(self)]
+        return found
+
+    @property
+    def _is_parameter(self) -> bool:
+        return isinstance(self, torch.nn.Parameter)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, operation: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return dispatch(operation, args, dict(kwargs or {}))
+
+
+def _device(index: int | None) -> torch.device:
+    return torch.device(NAME, index or 0)
+
+
+def dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation on the CPU, and wrap its results."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    wrapped = [each for each in flat if isinstance(each, DeviceTensor)]
+    plain = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, DeviceTensor)]
+    target = kwargs.get("device")
+    target = torch.device(target) if target is not None else None
+    copies = operation in (aten._to_copy.default, aten.copy_.default)
+    if not copies:
+        places = {each.device for each in wrapped} | {each.device for each in plain if each.ndim}
+        if wrapped and len(places) > 1:
+            raise RuntimeError(f"{operation} got tensors on several devices: {sorted(map(str, places))}")
+    counts.operations += 1
+    if operation is aten._local_scalar_dense.default:
+        counts.synchronisations += 1
+    if operation is aten.copy_.default:
+        return _copy(*args, **kwargs)
+    if target is not None and target.type == NAME:
+        place: torch.device | None = _device(target.index)
+    elif target is not None:
+        place = None
+    else:
+        place = wrapped[0].device if wrapped else None
+    if operation is aten._to_copy.default:
+        _count(args[0], place)
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("cpu") if target is None or target.type == NAME else target
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        kwargs["generator"] = kwargs["generator"]
+    args, kwargs = pytree.tree_map_only(DeviceTensor, lambda each: each.held, (args, kwargs))
+    result = operation(*args, **kwargs)
+    return _wrapped(result, place, wrapped)
+
+
+def _wrapped(result: Any, place: torch.device | None, given: Sequence[DeviceTensor]) -> Any:
+    """Wrap results; an operation in place returns the wrapper that was passed in."""
+    known = {id(each.held): each for each in given}
+
+    def wrap(tensor: Tensor) -> Tensor:
+        if id(tensor) in known:
+            return known[id(tensor)]
+        return tensor if place is None else DeviceTensor(tensor, place)
+
+    return pytree.tree_map_only(Tensor, wrap, result)
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    on_target = isinstance(target, DeviceTensor)
+    _count(source, target.device if on_target else None)
+    (target.held if on_target else target).copy_(source.held if isinstance(source, DeviceTensor) else source)
+    return target
+
+
+def _count(source: Tensor, place: torch.device | None) -> None:
+    """Count a copy if it crosses between host and device. One number is copied with the launch of its operation."""
+    size = source.numel() * source.element_size()
+    if place is not None and not isinstance(source, DeviceTensor):
+        counts.to_device += 1
+        counts.bytes_to_device += size
+    elif place is None and isinstance(source, DeviceTensor):
+        counts.to_host += 1
+        counts.synchronisations += 1
+        counts.bytes_to_host += size
+
+
+def _fallback(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(operation, args, kwargs)
+
+
+_libraries: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Make the device known to torch, once in a process."""
+    if _libraries:
+        return
+    _setup_privateuseone_for_python_backend(rename=NAME)
+    module = torch.get_device_module(NAME)
+    module.device_count = lambda: DEVICES
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # autocast is there, but casts nothing
+    operations = torch.library.Library("_", "IMPL", "PrivateUse1")
+    operations.fallback(_fallback)
+    autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    autocast.fallback(torch.library.fallthrough_kernel)
+    _libraries.extend([operations, autocast])
