@@ -232,8 +232,9 @@ class NodeRegistry:
                 self._say(f"waiting for clients: {most} of {self._clients} are connected")
             time.sleep(POLL_SECONDS)
 
-    def require(self, least: int, patience: float) -> None:
-        """Raise if fewer than `least` clients are connected after the time to wait for them."""
+    def wait_for(self, least: int, patience: float) -> None:
+        """Wait for all clients, and raise if fewer than `least` are connected then."""
+        self.wait(patience)
         if len(self._node_ids) < least:
             raise FedhmError(
                 f"{self._clients - len(self._node_ids)} of {self._clients} clients did not connect within {patience:g} "

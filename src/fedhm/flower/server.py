@@ -264,9 +264,7 @@ def run_on_grid(
 
 def _wait_for_clients(registry: NodeRegistry, config: ResolvedConfig, resumed: bool) -> None:
     """Wait for all clients, and raise if a new run has too few. Missing clients may join later."""
-    registry.wait(config.engine.patience)
-    if not resumed:
-        registry.require(config.federation.needed_clients, config.engine.patience)
+    registry.wait_for(0 if resumed else config.federation.needed_clients, config.engine.patience)
 
 
 def _majority_inputs(registry: NodeRegistry, config: ResolvedConfig, resumed: bool, say: Callable[[str], None]) -> str:
