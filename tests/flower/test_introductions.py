@@ -170,6 +170,22 @@ def test_a_valid_device_file_changes_no_other_client(tmp_path: Path) -> None:
         assert {p.client: p.tier for p in record.participants if p.client != HOSTILE} == HONEST_TIERS
 
 
+@pytest.mark.parametrize(
+    "change", [{"macs": 10**400}, {"seconds": 1e308}, {"seconds": 1e-320}, {"memory": 2**70}], ids=range(4)
+)
+def test_numbers_from_which_times_overflow_are_refused(change: dict[str, float]) -> None:
+    values = profile().model_dump(mode="json")
+    values["steps"] = [step | change for step in values["steps"]]
+    record, _ = run(content_of(device=json.dumps(values)))
+    assert record.dropped[0]["reason"].startswith(JUNK_FILE)
+    assert record.simulated is None
+
+
+def test_more_memory_than_settings_can_hold_is_no_error_beside_a_device_file(tmp_path: Path) -> None:
+    run(content_of(device=profile().model_dump_json(), memory=2**63 - 1), tmp_path / "run")
+    assert read_config(tmp_path / "run").federation.plan == ("full", "1/4", "1/2", "full")
+
+
 def test_nodes_without_a_wish_keep_the_tiers_of_their_numbers_beside_device_files(tmp_path: Path) -> None:
     nodes = {n + 1: node(n) for n in range(3)}
     file = tmp_path / "device.json"
