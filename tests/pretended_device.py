@@ -35,18 +35,17 @@ class Counts:
     operations: int = 0
 
 
-counts = Counts()
+_counting = [Counts()]  # the last one counts
 
 
 @contextmanager
 def counted() -> Iterator[Counts]:
     """Yield what happens on all pretended devices meanwhile."""
-    global counts
-    before, counts = counts, Counts()
+    _counting.append(Counts())
     try:
-        yield counts
+        yield _counting[-1]
     finally:
-        counts = before
+        _counting.pop()
 
 
 class DeviceTensor(Tensor):
@@ -96,7 +95,7 @@ def _device(index: int | None) -> torch.device:
 
 def dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation on the CPU, and wrap its results."""
-    flat, spec = pytree.tree_flatten((args, kwargs))
+    counts, flat = _counting[-1], pytree.tree_leaves((args, kwargs))
     wrapped = [each for each in flat if isinstance(each, DeviceTensor)]
     plain = [each for each in flat if isinstance(each, Tensor) and not isinstance(each, DeviceTensor)]
     target = kwargs.get("device")
@@ -123,8 +122,6 @@ def dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         kwargs["device"] = torch.device("cpu") if target is None or target.type == NAME else target
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
-    if isinstance(kwargs.get("generator"), torch.Generator):
-        kwargs["generator"] = kwargs["generator"]
     args, kwargs = pytree.tree_map_only(DeviceTensor, lambda each: each.held, (args, kwargs))
     result = operation(*args, **kwargs)
     return _wrapped(result, place, wrapped)
@@ -142,7 +139,7 @@ def _wrapped(result: Any, place: torch.device | None, given: Sequence[DeviceTens
     return pytree.tree_map_only(Tensor, wrap, result)
 
 
-def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy(target: Tensor, source: Tensor, _: bool = False) -> Tensor:
     on_target = isinstance(target, DeviceTensor)
     _count(source, target.device if on_target else None)
     (target.held if on_target else target).copy_(source.held if isinstance(source, DeviceTensor) else source)
@@ -151,7 +148,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _count(source: Tensor, place: torch.device | None) -> None:
     """Count a copy if it crosses between host and device. One number is copied with the launch of its operation."""
-    size = source.numel() * source.element_size()
+    counts, size = _counting[-1], source.numel() * source.element_size()
     if place is not None and not isinstance(source, DeviceTensor):
         counts.to_device += 1
         counts.bytes_to_device += size

@@ -133,19 +133,52 @@ class Gone(Meddling):
         return Failure(reply.client, "nobody there", reply.position) if evaluated else reply
 
 
-def test_a_tier_that_nobody_evaluates_ends_the_run(tested: Federation) -> None:
+def test_a_tier_that_nobody_evaluates_ends_a_run_without_a_test_set(tested: Federation) -> None:
     with pytest.raises(FedhmError, match=r"no client could evaluate tier 1/4 in round 1: of client 6, nobody there"):
-        run(tested, Gone, train={"on_bad_update": "drop"})
+        run(replace(tested, test=None), Gone, train={"on_bad_update": "drop"})
+
+
+def test_clients_that_evaluate_nothing_do_not_end_a_run_with_a_test_set(tested: Federation) -> None:
+    result = run(tested, Gone, train={"on_bad_update": "drop"})
+    assert result.clients == {}
+    assert result.metrics == run(tested, train={"on_bad_update": "drop"}).metrics
+    assert {entry["reason"] for entry in result.records[-1].dropped} == {"nobody there"}
+
+
+class FirstGone(Meddling):
+    """The clients that are asked first do not evaluate."""
+
+    def meddle(self, reply: Reply) -> Reply:
+        first = next(evaluators(EVALUATED_BY_ONE, range(7), 8, ("full", "1/2", "1/4", "1/8"), 1))
+        gone = isinstance(reply, Update) and reply.kind == "evaluate" and reply.client in {p.client for p in first}
+        return Failure(reply.client, "nobody there", reply.position) if gone else reply
+
+
+EVALUATED_BY_ONE = small_config(evaluation={"participation": 0.1})
+
+
+def test_other_clients_evaluate_if_the_chosen_ones_do_not(tested: Federation) -> None:
+    """A client that is not connected must not end a run, though only clients have test samples."""
+    sections: dict[str, dict[str, object]] = {"evaluation": {"participation": 0.1}}
+    sections["train"] = {"on_bad_update": "drop", "rounds": 1}
+    (record,) = run(replace(tested, test=None), FirstGone, **sections).records
+    (gone,) = next(evaluators(EVALUATED_BY_ONE, range(7), 8, ("full", "1/2", "1/4", "1/8"), 1))
+    for found in record.clients.values():
+        (one,) = found.each
+        assert one.client != gone.client
+    assert {entry["client"] for entry in record.dropped} == {gone.client}
 
 
 def test_a_share_of_the_clients_evaluates_others_in_each_round() -> None:
     config = small_config(evaluation={"participation": 0.5})
     levels = ("full", "1/2")
-    drawn = [[p.client for p in evaluators(config, [0, 2, 3, 5, 7, 6], 8, levels, number)] for number in (1, 1, 2, 3)]
+    drawn = [
+        [p.client for p in next(evaluators(config, [0, 2, 3, 5, 7, 6], 8, levels, number))] for number in (1, 1, 2, 3)
+    ]
     assert drawn[0] == drawn[1]
     assert len({tuple(clients) for clients in drawn}) > 1
     assert all(len(clients) == 3 and clients == sorted(clients) and 1 not in clients for clients in drawn)
-    everybody = evaluators(small_config(), [0, 1, 2], 8, levels, 1)
+    (everybody,) = evaluators(small_config(), [0, 1, 2], 8, levels, 1)
     assert [(p.client, p.tier) for p in everybody] == [(0, "full"), (1, "1/2"), (2, "full")]
 
 

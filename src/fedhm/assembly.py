@@ -169,7 +169,7 @@ def assemble(
             test,
             holders,
             # forked workers can use an accelerator only if this process never does
-            test_client=federation.size if getattr(engine, "evaluates", False) else None,
+            test_client=federation.size if isinstance(engine, LocalEngine) and engine.evaluates else None,
         ),
         early_stopping=EarlyStopping(settings.stop, settings.objective.headline, method.tiers, at_clients=test is None),
         engine=engine,

@@ -216,7 +216,7 @@ def resumed_settings(settings: Config, path: Path | None) -> Config:
     begun = stored.config
     engine = {**begun.engine.model_dump(), **settings.engine.model_dump(exclude_defaults=True)}
     changes: dict[str, Any] = {"engine": EngineConfig(**engine)}
-    kept = ["plan", "checkpointed", "inputs"]  # found when the run began
+    kept = ["plan", "checkpointed", "inputs", "missing"]  # found when the run began
     if settings.engine.name == "flower" and not settings.federation.assignment:  # clients said more of themselves
         kept += ["assignment", *(() if settings.federation.devices else ("devices", "unfit"))]
     changes["federation"] = settings.federation.model_copy(

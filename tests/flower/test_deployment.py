@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from fedhm.engines.engine import Engine
 from fedhm.flower.clients import UserModel
 from fedhm.flower.deployment import DeploymentFolder, connection_of
 from fedhm.flower.nodes import fingerprint
-from fedhm.flower.processes.superlink import flwr_json, run_status, start_run
+from fedhm.flower.processes.process import Process, free_ports
+from fedhm.flower.processes.secrets import ensure_client_key
+from fedhm.flower.processes.superlink import flwr_json, run_status, start_run, supernode_command
 from fedhm.run import prepare
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.models import load_tier
@@ -32,7 +35,7 @@ from fedhm.runs.rounds import read_records
 from fedhm.server.record import Record
 from fedhm.server.sampling import sample_participants
 from fedhm.work.messages import Failure, Reply, Task
-from flower_up import Up, wait_until
+from flower_up import Up, not_ignoring_ctrl_c, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -117,6 +120,39 @@ def test_clients_that_fail_cost_only_their_updates(up: Up, tmp_path: Path) -> No
     network = load_tier(out / "models" / "full.safetensors", UserModel(task.build_model, 0).build())
     for name, tensor in weights_without_failed_clients().items():
         assert torch.equal(network.state_dict()[name], tensor), name
+
+
+def test_a_run_begins_without_a_supernode_that_joins_later(up: Up, tmp_path: Path) -> None:
+    out, folder = tmp_path / "run", DeploymentFolder(up.folder.absolute())
+    changes = ["data.train_samples=250", "federation.clients=5", "federation.participation=1.0", "train.rounds=60"]
+    changes += ["evaluation.every=60", "engine.threads=1", "engine.patience=20", "engine.name=flower"]
+    command = ["run", "digits", "--set", *changes, f"engine.superlink={up.folder}", "--out", str(out)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with forked.fedhm(command, not_ignoring_ctrl_c, **streams) as process, ExitStack() as stack:
+        stack.callback(process.kill)
+        wait_until(lambda: read_records(out / "records.jsonl") or process.poll() is not None)
+        assert process.poll() is None
+        node = start_supernode(folder, 4, 'partition-id=4 num-partitions=5 tier="1/8"')
+        stack.callback(node.stop)
+        wait_until(lambda: 4 not in reasons(read_records(out / "records.jsonl")[-1]) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    begins = "the run begins without 1 of 5 clients, which may join later: no SuperNode has partition-id 4"
+    assert begins in " ".join(said.split())  # which breaks lines
+    first, *_, last = read_records(out / "records.jsonl")
+    assert reasons(first) == {4: "it is not connected"}
+    assert reasons(last) == {}
+    assert last.participants[4].tier == "1/8"
+
+
+def start_supernode(folder: DeploymentFolder, client: int, config: str) -> Process:
+    """Start one more SuperNode of a federation, with a key of its own."""
+    key, (port,) = folder.key(client), free_ports(1)
+    ensure_client_key(key)
+    flwr_json(folder.connection, "supernode", "register", f"{key}.pub")
+    address = json.loads(folder.announcement.read_text())["address"]
+    command = supernode_command(address, folder.certificates / "ca.crt", key, port, config)
+    return Process(f"SuperNode {client}", command, folder.connection.home, folder.log(f"client-{client}"))
 
 
 def weights_without_failed_clients() -> dict[str, torch.Tensor]:

@@ -152,7 +152,7 @@ def test_a_client_that_cannot_take_part_is_known_and_left_out(
 ) -> None:
     grid.nodes[11] = stranger
     running = registry(grid, said)
-    running.wait_for_all(0)  # it is connected
+    running.wait_for(3, 0)  # it is connected
     assert len(said) == 1
     assert said[0].startswith("client 1 takes no part: ")
     assert reason in said[0]
@@ -165,7 +165,7 @@ def test_a_client_that_cannot_take_part_is_known_and_left_out(
 def test_missing_clients_are_named(grid: Loopback, said: list[str]) -> None:
     grid.nodes = {10: node(0), 14: node(9)}
     with pytest.raises(FedhmError, match=r"2 of 3 clients did not connect .*partition-id 1, 2; node 14 is"):
-        registry(grid, said).wait_for_all(0)
+        registry(grid, said).wait_for(3, 0)
 
 
 def test_a_silent_node_delays_nobody(grid: Loopback, said: list[str]) -> None:

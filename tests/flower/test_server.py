@@ -124,7 +124,12 @@ def test_dynamic_tiers_are_drawn_whatever_the_nodes_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "changes", "sentence"),
     [
-        ([], {}, r"1 of 3 clients did not connect within 0 s \(engine.patience\): no SuperNode has partition-id 0"),
+        (
+            [],
+            {"federation__min_clients": 3},
+            r"1 of 3 clients did not connect within 0 s \(engine.patience\), and a run begins with at least 3 "
+            r"\(federation.min_clients\): no SuperNode has partition-id 0",
+        ),
         ([node(0)], {"method__keep": 9}, "there is nothing to factorize"),
     ],
 )

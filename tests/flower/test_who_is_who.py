@@ -132,7 +132,7 @@ def test_a_second_key_that_claims_a_number_is_refused_once_and_the_run_goes_on(t
 def test_a_key_cannot_have_two_numbers(tmp_path: Path) -> None:
     """Otherwise one client could claim the numbers of all clients that are late."""
     with pytest.raises(FedhmError, match=r"partition-id 2; node 9 is not used: it calls itself client 2, but its key "):
-        run(Loopback({1: node(0), 2: node(1), 9: node(2, key=0)}), tmp_path / "run")
+        run(Loopback({1: node(0), 2: node(1), 9: node(2, key=0)}), tmp_path / "run", federation__min_clients=3)
 
 
 def test_a_restarted_node_keeps_its_number(tmp_path: Path) -> None:

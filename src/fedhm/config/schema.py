@@ -23,9 +23,9 @@ from fedhm.machine.device import find_device
 from fedhm.machine.files import read_regular
 from fedhm.machine.process import MOST_PROCESSES, usable_cores
 
-Seconds = Annotated[float, Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_size)]  # written as plain bytes
 Rate = Annotated[float, BeforeValidator(parse_rate)]  # written as plain bytes a second
+Link = Annotated[Rate, Field(ge=1e-3, le=1e15)]  # of a device that was measured
 
 
 OptimizerName = Literal["sgd", "adamw"]  # of the clients: torch's own optimizers
@@ -36,14 +36,17 @@ class Measurement(Section):
 
     network: str  # its name in the method's tasks, usually that of a tier
     checkpointing: bool = False
-    micro_batch: Annotated[int, Field(ge=0)] = 0
-    macs: Annotated[int, Field(gt=0)]  # of one sample's forward pass
-    seconds: Seconds  # of a step
-    memory: Annotated[int, Field(ge=0)] = 0  # peak bytes above an idle process; 0: unknown on this system
+    micro_batch: Annotated[int, Field(ge=0, le=10**9)] = 0
+    macs: Annotated[int, Field(gt=0, le=10**18)]  # of one sample's forward pass
+    seconds: Annotated[float, Field(ge=1e-9, le=1e6)]  # of a step
+    memory: Annotated[int, Field(ge=0, le=2**60)] = 0  # peak bytes above an idle process; 0: unknown on this system
 
 
 class DeviceProfile(Section):
-    """A device as `fedhm profile` measured it: the content of a device file."""
+    """A device as `fedhm profile` measured it: the content of a device file.
+
+    Its numbers are bounded, because files come from other machines: no time that is computed from them overflows.
+    """
 
     version: Literal[1] = 1
     name: str
@@ -53,9 +56,9 @@ class DeviceProfile(Section):
     optimizer: OptimizerName
     threads: Positive
     machine: str
-    memory: Size | None = None  # to spare for training
-    up: Rate | None = None
-    down: Rate | None = None
+    memory: Annotated[Size, Field(le=2**60)] | None = None  # to spare for training
+    up: Link | None = None
+    down: Link | None = None
     steps: Annotated[tuple[Measurement, ...], Field(min_length=1)]
 
     def step(self, network: str, checkpointing: bool, micro_batch: int) -> Measurement | None:
@@ -185,6 +188,7 @@ class FederationConfig(Section):
     participation: Annotated[float, Field(gt=0, le=1)] = 0.5  # share of the clients sampled each round
     heterogeneity: Literal["fixed", "dynamic"] = "fixed"  # client p has tier p mod Γ, or draws one each round
     assignment: tuple[str, ...] = ()  # each client's tier by name, in place of p mod Γ
+    min_clients: Annotated[int, Field(ge=0)] = 0  # of Flower: a run begins with so many; 0: more than half of them
     min_updates: Positive = 1  # a round with fewer is repeated with other clients
     attempts: Positive = 3  # at a round, before the run ends with an error
     devices: tuple[DeviceConfig, ...] = ()  # in place of p mod Γ: each client gets a tier that fits its device
@@ -197,6 +201,13 @@ class FederationConfig(Section):
     plan: tuple[str, ...] = ()  # each client's tier by its device
     checkpointed: tuple[int, ...] = ()  # the clients that train with checkpointing
     inputs: str = ""  # an `InputSpec`: what most clients report to a server without samples
+    missing: tuple[int, ...] = ()  # the clients that were not connected: what they say when they come gives their tiers
+
+    @model_validator(mode="after")
+    def _check_min_clients(self) -> "FederationConfig":
+        if self.min_clients > self.clients:
+            raise ValueError(f"min_clients = {self.min_clients}, but there are {self.clients} clients")
+        return self
 
     @model_validator(mode="after")
     def _check_devices(self) -> "FederationConfig":
@@ -211,6 +222,11 @@ class FederationConfig(Section):
         if self.plan and (not self.devices or len(self.plan) != self.clients):
             raise ValueError("plan is found by runs with devices, and has a tier for each client: leave it empty")
         return self
+
+    @property
+    def needed_clients(self) -> int:
+        """Return how many clients must be connected for a run on Flower to begin."""
+        return self.min_clients or self.clients // 2 + 1
 
     def per_round(self, clients: int) -> int:
         """Return how many of `clients` take part in a round."""
@@ -634,7 +650,9 @@ class Config(Section):
             for key in ("workers", "devices", "data_on_device", "superlink", "patience", "deadline")
         }
         engine = self.engine.model_copy(update=place)
-        return self.model_copy(update={"engine": engine, "checkpoints": CheckpointsConfig(), "tracking": None})
+        federation = self.federation.model_copy(update={"min_clients": 0})
+        changes = {"engine": engine, "federation": federation, "checkpoints": CheckpointsConfig(), "tracking": None}
+        return self.model_copy(update=changes)
 
     def dotted(self) -> dict[str, Any]:
         """Return every setting by its dotted key, as --set would change it."""

@@ -9,7 +9,7 @@ from flwr.app import Message
 from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 
-from fedhm.flower.nodes import NodeRegistry, UnreadableReplyError, describe_error, pull, push
+from fedhm.flower.nodes import LateClients, NodeRegistry, UnreadableReplyError, describe_error, pull, push
 from fedhm.flower.wire import RunInfo, TaskEncoder, bytes_by_task, decode_replies, unreadable_reason
 from fedhm.work.messages import Failure, Reply, Task, Update
 from fedhm.work.work import work_of
@@ -40,14 +40,23 @@ class ClientTasks:
 class FlowerEngine:
     """An engine on Flower's nodes. A client that fails, dies or is late costs only its own replies."""
 
-    def __init__(self, grid: Grid, registry: NodeRegistry, info: RunInfo, deadline: float, fp16: bool) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        registry: NodeRegistry,
+        info: RunInfo,
+        deadline: float,
+        fp16: bool,
+        late: LateClients | None = None,
+    ) -> None:
         self._grid, self._registry, self._info = grid, registry, info
-        self._deadline, self._fp16 = deadline, fp16
+        self._deadline, self._fp16, self._late = deadline, fp16, late
 
     def run(self, tasks: Iterable[Task]) -> Iterator[Reply]:
         until = time.monotonic() + (self._deadline or float("inf"))
         self._registry.refresh()
-        encoder = TaskEncoder(self._info, self._fp16)
+        info = self._late.with_checkpointing(self._info) if self._late else self._info
+        encoder = TaskEncoder(info, self._fp16)
         waiting: dict[str, ClientTasks] = {}  # by message id
         outgoing: list[tuple[Message, ClientTasks]] = []
         for client, numbered in _by_client(tasks).items():
@@ -86,6 +95,7 @@ class FlowerEngine:
             before = len(waiting)
             for message_id in list(waiting)[:FETCH_AHEAD]:
                 yield from self._fetch(message_id, waiting)
+            self._registry.read_answers()
             pause = min(1.3 * pause, LONGEST_POLL) if len(waiting) == before else SHORTEST_POLL
             if waiting:
                 time.sleep(min(pause, max(0.0, until - time.monotonic())))

@@ -7,7 +7,7 @@ Messages are sent and fetched one at a time, so that one client's broken reply c
 import hashlib
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,14 +18,25 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.app.message_type import MessageType
 from flwr.serverapp import Grid
 
-from fedhm.config.schema import Config, DeviceConfig, FederationConfig, fixed_level, parse_profile
+from fedhm.config.schema import (
+    NO_TIER,
+    Config,
+    DeviceConfig,
+    DeviceProfile,
+    FederationConfig,
+    ResolvedConfig,
+    fixed_level,
+    parse_profile,
+)
 from fedhm.data.input_spec import InputSpec
 from fedhm.errors import FedhmError
-from fedhm.flower.wire import JSON_RECORD
+from fedhm.flower.wire import JSON_RECORD, RunInfo
 from fedhm.machine.printable import printable
 from fedhm.methods.method import AnyMethod
 from fedhm.runs.identities import Identities
+from fedhm.server.filters.filter import RoundFilter
 from fedhm.server.filters.fleet import TierWork, checkpointing_modes, largest_tier_within, profile_mismatch
+from fedhm.work.messages import Participant
 
 # ---- messages ----
 
@@ -77,6 +88,8 @@ def describe_error(reply: Message) -> str:
 
 ANSWER_TIMEOUT = 120.0  # seconds that a node has to introduce itself before it is asked again
 POLL_SECONDS = 0.5  # between two looks while the server waits for nodes
+LONGEST_TEXT = 1 << 16  # characters of a tier or a device file; a device file of ten tiers has about 10,000
+MOST_MEMORY = 1 << 60  # bytes that a device can have in the settings: more than any device has
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,10 @@ class Node:
             )
         if node.inputs:
             InputSpec.read(node.inputs)
-        return node
+        if max(len(node.tier), len(node.device)) > LONGEST_TEXT:  # the server keeps both for the whole run
+            problem = f"its tier or device file has more than {LONGEST_TEXT} characters"
+            node = replace(node, tier="", device="", problem=node.problem or problem)
+        return replace(node, problem=printable(node.problem))
 
 
 def fingerprint(public_key: bytes) -> str:
@@ -127,7 +143,7 @@ def fingerprint(public_key: bytes) -> str:
 
 
 class NodeRegistry:
-    """Clients and their nodes. Only the start of a run waits for nodes that do not answer.
+    """Clients and their nodes. Only the start of a run waits for nodes that do not answer; later ones join a round.
 
     With `identities`, a client's number belongs to the key of the first node that claimed it. The SuperLink knows the
     key of each node and has verified its signature.
@@ -187,34 +203,56 @@ class NodeRegistry:
         now = time.monotonic()
         self._questions = {n: q for n, q in self._questions.items() if n in present and now < q[1]}
         self._ask(sorted(present - set(self._answers) - set(self._questions)))
-        for node_id in list(self._questions):
-            self._read_answer(node_id)
+        self.read_answers()
         self._node_ids = {}
         for node_id, node in self._answers.items():
             if node is not None:
                 self._node_ids.setdefault(node.client, node_id)
 
+    def read_answers(self) -> None:
+        """Read the introductions that have arrived. They count from the next `refresh` on.
+
+        The engine calls this while it waits for a round: Flower keeps an answer no longer than `ANSWER_TIMEOUT`.
+        """
+        for node_id in list(self._questions):
+            self._read_answer(node_id)
+
     def wait(self, patience: float) -> None:
-        """Wait until all clients are connected, or no other client has connected for `patience` seconds."""
-        shown, until = -1, time.monotonic() + patience
+        """Wait until all clients are connected, or no other client has connected for `patience` seconds.
+
+        A client that comes and goes does not count again: it could hold up the start for ever.
+        """
+        most, until = -1, time.monotonic() + patience
         while True:
             self.refresh()
             if len(self._node_ids) >= self._clients or time.monotonic() >= until:
                 return
-            if len(self._node_ids) != shown:
-                shown, until = len(self._node_ids), time.monotonic() + patience
-                self._say(f"waiting for clients: {shown} of {self._clients} are connected")
+            if len(self._node_ids) > most:
+                most, until = len(self._node_ids), time.monotonic() + patience
+                self._say(f"waiting for clients: {most} of {self._clients} are connected")
             time.sleep(POLL_SECONDS)
 
-    def wait_for_all(self, patience: float) -> None:
-        """Wait for all clients, and raise if some of them do not connect."""
+    def wait_for(self, least: int, patience: float) -> None:
+        """Wait for all clients, and raise if fewer than `least` are connected then."""
         self.wait(patience)
-        if missing := sorted(set(range(self._clients)) - set(self._node_ids)):
-            listed = ", ".join(map(str, missing[:10])) + (" …" if len(missing) > 10 else "")
+        if len(self._node_ids) < least:
             raise FedhmError(
-                f"{len(missing)} of {self._clients} clients did not connect within {patience:g} s (engine.patience): "
-                f"no SuperNode has partition-id {listed}" + (f"; {self._refusals[-1]}" if self._refusals else "")
+                f"{self._clients - len(self._node_ids)} of {self._clients} clients did not connect within {patience:g} "
+                f"s (engine.patience), and a run begins with at least {least} (federation.min_clients): "
+                f"{self._missing_ids()}" + (f"; {self._refusals[-1]}" if self._refusals else "")
             )
+
+    def report_missing(self) -> None:
+        """Say which clients a run begins without."""
+        if missing := self._clients - len(self._node_ids):
+            self._say(
+                f"the run begins without {missing} of {self._clients} clients, which may join later: "
+                f"{self._missing_ids()}"
+            )
+
+    def _missing_ids(self) -> str:
+        missing = sorted(set(range(self._clients)) - set(self._node_ids))
+        return "no SuperNode has partition-id " + ", ".join(map(str, missing[:10])) + " …" * (len(missing) > 10)
 
     def _ask(self, nodes: list[int]) -> None:
         questions = [Message(self._request, node_id, MessageType.QUERY, ttl=ANSWER_TIMEOUT) for node_id in nodes]
@@ -252,7 +290,11 @@ class NodeRegistry:
         if self._identities is not None and key and (objection := self._identities.claim(node.client, key)):
             self._refuse(node_id, objection)
             return None
-        node = replace(node, problem=node.problem or self._tier_objection(node))
+        try:
+            node = replace(node, problem=node.problem or self._tier_objection(node))
+        except Exception as error:  # a node's wish is not worth the run of all others
+            self._refuse(node_id, f"its introduction cannot be used ({type(error).__name__}: {error})")
+            return None
         if node.problem:
             self._say(f"client {node.client} takes no part: {printable(node.problem)}")
         if any(other is not None and other.client == node.client for other in self._answers.values()):
@@ -266,84 +308,138 @@ class NodeRegistry:
             self._say(sentence)
 
 
-# ---- tiers: named by a client's node config, or the largest that fits its memory or device file ----
+# ---- tiers: by the server's settings, or for each client by its own introduction ----
+
+
+@dataclass(frozen=True)
+class TierChoice:
+    """The tier that a client gets by its own introduction."""
+
+    tier: str
+    checkpointing: bool = False  # it trains with checkpointing, which the settings do not ask of all clients
+    problem: str = ""  # why it takes no part
+    profile: DeviceProfile | None = None  # the content of its device file, if that is of use here
 
 
 @dataclass(frozen=True)
 class TierAssignment:
     federation: FederationConfig  # with the tiers of the clients
-    refused: dict[int, str]  # clients without a tier, with the reason
+    refused: dict[int, str]  # clients that take no part, with the reason
 
 
-def devices_from_nodes(config: Config, nodes: Mapping[int, Node], digest: str) -> TierAssignment:
-    """Make the nodes' device files the devices of the run, if there are any; a file of another model is refused."""
-    federation = config.federation
-    if federation.devices or not any(node.device for node in nodes.values()):
-        return TierAssignment(federation, {})
-    refused: dict[int, str] = {}
-    groups: dict[str, tuple[dict[str, Any], list[int]]] = {}  # clients with equal descriptions form one device
-    for client in range(federation.clients):
-        node = nodes.get(client, Node(client, 0))
-        if node.tier or federation.assignment or federation.heterogeneity == "dynamic":
-            raise FedhmError(
-                "a client names a device file, but other clients have given or drawn tiers: use one or the other"
-            )
-        known: dict[str, Any] = {"memory": node.memory} if node.memory else {}
-        try:
-            profile = parse_profile(node.device, "what it sent") if node.device else None
-            reason = profile_mismatch(profile, digest, config.train) if profile else ""
-        except FedhmError as error:
-            profile, reason = None, str(error)
-        if reason:
-            refused[client] = f"its device file is of no use here: {printable(reason)}"
-        elif profile:
-            known["profile"] = profile
-        groups.setdefault(f"{reason and client} {node.memory} {node.device}", (known, []))[1].append(client)
-    devices = [
-        DeviceConfig(name=f"{_device_name(known)} {number}", clients=tuple(clients), **known)
-        for number, (known, clients) in enumerate(groups.values(), start=1)
-    ]
-    unfit = "leave-out" if federation.unfit == "refuse" else federation.unfit  # one node must not stop the others
-    return TierAssignment(federation.model_copy(update={"devices": tuple(devices), "unfit": unfit}), refused)
+class TierChooser:
+    """Chooses the tier of a client by its introduction. Other clients' introductions have no influence on it.
 
-
-def _device_name(known: Mapping[str, Any]) -> str:
-    return printable(known["profile"].name)[:40] if "profile" in known else "device"
-
-
-def assign_tiers(config: Config, work: TierWork, nodes: Mapping[int, Node]) -> TierAssignment:
-    """Give each client the tier that its node names or that fits its memory; refuse it if there is none.
-
-    A client whose node says nothing gets the tier of its number.
+    digest  identifies the model that device files must have been measured with
     """
-    requests = {client: node for client, node in nodes.items() if node.tier or node.memory}
+
+    def __init__(self, config: Config, work: TierWork, digest: str) -> None:
+        self._config, self._work, self._digest = config, work, digest
+
+    def by_number(self, client: int) -> TierChoice:
+        """Return the tier of a client that says nothing."""
+        levels = self._work.levels
+        return TierChoice(levels[fixed_level(client, len(levels))])
+
+    def choose(self, node: Node) -> TierChoice:
+        """Return the tier that a client names, the largest that fits its memory or device, or that of its number."""
+        if node.tier and node.device:
+            return self._refused("it names both a tier and a device file: only one of them can decide")
+        if node.tier:
+            known = node.tier in (*self._work.tiers, *self._work.levels)
+            return TierChoice(node.tier) if known else self._refused(_unknown_tier(node, self._work.tiers))
+        if not node.device:
+            return self._fitting(node, None) if node.memory else self.by_number(node.client)
+        try:
+            profile = parse_profile(node.device, "what it sent")
+            reason = profile_mismatch(profile, self._digest, self._config.train)
+        except FedhmError as error:
+            reason = str(error)
+        if reason:
+            return self._refused(f"its device file is of no use here: {printable(reason)}")
+        return self._fitting(node, profile)
+
+    def _refused(self, problem: str) -> TierChoice:
+        return TierChoice(self._work.tiers[-1], problem=problem)
+
+    def _fitting(self, node: Node, profile: DeviceProfile | None) -> TierChoice:
+        """Return the largest tier that fits a client's memory, as the plan of a fleet has it."""
+        work, for_all = self._work, bool(self._config.train.checkpointing)
+        memory = node.memory or (profile.memory if profile else None)
+        if found := largest_tier_within(memory, work, for_all, profile):
+            tier, checkpointing = found
+            return TierChoice(tier, checkpointing and not for_all, profile=profile)
+        if self._config.federation.unfit == "smallest" and set(work.levels) <= set(work.tiers):
+            return TierChoice(work.tiers[-1], profile=profile)
+        options = [(tier, mode) for tier in work.tiers for mode in checkpointing_modes(work, for_all)]
+        size, smallest = min((work.memory(*option, profile), option[0]) for option in options)
+        problem = (
+            f"it can spare {(memory or 0) >> 20} MiB, but training even tier {smallest} takes {-(-size >> 20)} MiB "
+            f"with train.batch = {self._config.train.batch}"
+        )
+        return TierChoice(NO_TIER if profile else work.tiers[-1], problem=problem, profile=profile)
+
+
+def settings_decide(config: Config) -> bool:
+    """Tell whether the server's settings give each client its tier. Then no node's wish changes a tier."""
     federation = config.federation
-    if not requests or federation.given_tiers or federation.devices or federation.heterogeneity == "dynamic":
+    by_tier = config.data is not None and config.data.partition == "by-tier"  # samples follow the tiers of the numbers
+    return bool(federation.given_tiers or federation.devices or federation.heterogeneity == "dynamic" or by_tier)
+
+
+def assign_tiers(config: Config, chooser: TierChooser, nodes: Mapping[int, Node]) -> TierAssignment:
+    """Give each client the tier of its own introduction, unless the server's settings decide.
+
+    If some clients have a device file, rounds have simulated time. Then all clients are listed as devices, and clients
+    without a file as devices of usual speed.
+    """
+    federation = config.federation
+    if settings_decide(config):
         return TierAssignment(federation, {})
-    assignment: list[str] = []
-    checkpointed: list[int] = []
-    refused: dict[int, str] = {}
-    for client in range(federation.clients):
-        node = requests.get(client)
-        if node is None:
-            assignment.append(work.levels[fixed_level(client, len(work.levels))])
-        elif node.tier and node.tier in (*work.tiers, *work.levels):
-            assignment.append(node.tier)
-        elif not node.tier and (found := largest_tier_within(node.memory, work, bool(config.train.checkpointing))):
-            assignment.append(found[0])
-            checkpointed += [client] if found[1] and not config.train.checkpointing else []
-        else:
-            assignment.append(work.tiers[-1])
-            refused[client] = _unknown_tier(node, work.tiers) if node.tier else _too_little_memory(node, work, config)
-    changes = {"assignment": tuple(assignment), "checkpointed": tuple(checkpointed)}
+    choices = {
+        client: chooser.choose(nodes[client]) if client in nodes else chooser.by_number(client)
+        for client in range(federation.clients)
+    }
+    refused = {client: choice.problem for client, choice in choices.items() if choice.problem}
+    tiers = tuple(choice.tier for choice in choices.values())
+    if set(tiers) == {NO_TIER}:  # clients that are missing have the tiers of their numbers
+        raise FedhmError(f"no client can train: {refused[0]}")
+    changes: dict[str, Any] = {
+        "checkpointed": tuple(client for client, choice in choices.items() if choice.checkpointing),
+        "missing": tuple(client for client in choices if client not in nodes),
+    }
+    if any(choice.profile for choice in choices.values()):
+        unfit = "leave-out" if federation.unfit == "refuse" else federation.unfit  # one node must not stop the others
+        changes |= {"devices": _devices(choices, nodes), "plan": tiers, "unfit": unfit}
+    elif any(node.tier or node.memory for node in nodes.values()):
+        changes["assignment"] = tiers
     return TierAssignment(federation.model_copy(update=changes), refused)
 
 
-def tier_objection(config: Config, method: AnyMethod, node: Node) -> str:
+def _devices(choices: Mapping[int, TierChoice], nodes: Mapping[int, Node]) -> tuple[DeviceConfig, ...]:
+    """Return the devices of all clients. Clients with equal descriptions form one device."""
+    groups: dict[tuple[int, DeviceProfile | None], list[int]] = {}
+    for client, choice in choices.items():
+        memory = min(nodes[client].memory, MOST_MEMORY) if client in nodes else 0
+        groups.setdefault((memory, choice.profile), []).append(client)
+    return tuple(
+        DeviceConfig(
+            name=f"{printable(profile.name, 40) if profile else 'device'} {number}",
+            clients=tuple(clients),
+            memory=memory or None,
+            profile=profile,
+        )
+        for number, ((memory, profile), clients) in enumerate(groups.items(), start=1)
+    )
+
+
+def tier_objection(config: Config, method: AnyMethod, node: Node, given: str = "") -> str:
     """Return why a client may not have the tier that it names, because a smaller one was given; empty if it may.
 
     The given tier is that of the server's settings, of its first introduction, or of its number. Memory names no tier:
     it was measured when the run began.
+
+    given  the tier that a late client was given
     """
     if not node.tier or config.federation.heterogeneity == "dynamic":
         return ""
@@ -351,22 +447,71 @@ def tier_objection(config: Config, method: AnyMethod, node: Node) -> str:
     if node.tier not in order:
         return _unknown_tier(node, method.tiers)
     by_number = method.levels[fixed_level(node.client, len(method.levels))]
-    given = config.federation.given_tiers[node.client] if config.federation.given_tiers else by_number
+    at_start = config.federation.given_tiers[node.client] if config.federation.given_tiers else by_number
+    given = given or at_start
+    if given == NO_TIER:
+        return f"it asks for tier {node.tier}, but no tier fits its device"
     if order.index(node.tier) >= order.index(given):
         return ""
     return f"it asks for tier {node.tier}, but was given {given}, which is smaller"
 
 
+class LateClients(RoundFilter):
+    """Clients that were missing when the run began. Their first introduction gives them a tier, as at the start.
+
+    Until then they are sampled at the tiers of their numbers, and their tasks fail because they are not connected.
+    """
+
+    def __init__(self, config: ResolvedConfig, method: AnyMethod, chooser: TierChooser, registry: NodeRegistry) -> None:
+        self._config, self._method, self._chooser, self._registry = config, method, chooser, registry
+        self._choices: dict[int, TierChoice] = {}  # of late clients that have come
+
+    def objection(self, node: Node) -> str:
+        """Return why a node takes no part; choose its tier if it is a late client that comes for the first time."""
+        if node.client not in self._config.federation.missing or node.client in self._choices:
+            given = self._choices.get(node.client)
+            return tier_objection(self._config, self._method, node, given.tier if given else "")
+        choice = self._chooser.choose(node)
+        if not choice.problem:
+            self._choices[node.client] = choice
+        return choice.problem
+
+    def sampling(self, attempts: Iterator[list[Participant]], round_number: int) -> Iterator[list[Participant]]:  # noqa: ARG002
+        return self.reachable(attempts)
+
+    def reachable(self, attempts: Iterator[list[Participant]]) -> Iterator[list[Participant]]:
+        """Yield the attempts that reach a connected client, at the tiers that late clients were given.
+
+        An attempt that reaches nobody would be lost. If no attempt reaches anybody, the run needs one for its reasons.
+        """
+        self._registry.refresh()
+        absent: set[int] = set()
+        unreached: list[Participant] | None = None
+        for chosen in attempts:
+            reached = any(self._registry.node_id(participant.client) is not None for participant in chosen)
+            absent.update(participant.client for participant in chosen)
+            if reached or len(absent) == self._config.federation.clients:
+                unreached = None
+                yield self._at_own_tiers(chosen)
+            else:
+                unreached = chosen
+        if unreached is not None:  # of a private round, which has one attempt, or of the last clients that may evaluate
+            yield self._at_own_tiers(unreached)
+
+    def _at_own_tiers(self, chosen: Sequence[Participant]) -> list[Participant]:
+        late = {client: choice.tier for client, choice in self._choices.items()}
+        return [Participant(each.client, late.get(each.client, each.tier)) for each in chosen]
+
+    def with_checkpointing(self, info: RunInfo) -> RunInfo:
+        """Return the description of the run with the late clients that train with checkpointing."""
+        late = [client for client, choice in self._choices.items() if choice.checkpointing]
+        if not late:
+            return info
+        federation = info.config.federation
+        changes = {"checkpointed": tuple(sorted({*federation.checkpointed, *late}))}
+        config = info.config.model_copy(update={"federation": federation.model_copy(update=changes)})
+        return replace(info, config=config)
+
+
 def _unknown_tier(node: Node, tiers: Sequence[str]) -> str:
     return f"it asks for tier '{printable(node.tier)}', known are {', '.join(tiers)}"
-
-
-def _too_little_memory(node: Node, work: TierWork, config: Config) -> str:
-    ways = [
-        (tier, again) for tier in work.tiers for again in checkpointing_modes(work, bool(config.train.checkpointing))
-    ]
-    size, tier = min((work.memory(tier, again), tier) for tier, again in ways)
-    return (
-        f"it can spare {node.memory >> 20} MiB, but training even tier {tier} takes {-(-size >> 20)} MiB "
-        f"with train.batch = {config.train.batch}"
-    )

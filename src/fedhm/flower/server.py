@@ -1,4 +1,4 @@
-"""The ServerApp: waits for the clients, gives each a tier, and runs the rounds on them.
+"""The ServerApp: waits for clients, gives each a tier, and runs the rounds on them. Late clients join a later round.
 
 `server_app` is for a user's own model, `config_server_app` for runs whose config names model and data.
 """
@@ -30,7 +30,15 @@ from fedhm.data.samples import Feed, Preprocessing
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.flower.clients import ConfigModel, Model, UserModel, dtype_and_limits
 from fedhm.flower.engine import FlowerEngine
-from fedhm.flower.nodes import Node, NodeRegistry, assign_tiers, devices_from_nodes, tier_objection
+from fedhm.flower.nodes import (
+    LateClients,
+    Node,
+    NodeRegistry,
+    TierChooser,
+    assign_tiers,
+    settings_decide,
+    tier_objection,
+)
 from fedhm.flower.submit import StatusFile
 from fedhm.flower.wire import RunInfo, introduction_request
 from fedhm.machine.printable import printable
@@ -215,15 +223,21 @@ def run_on_grid(
         check_assignment(settings.federation, clients, method.tiers, method.levels)
 
         registry = registry_for(_run_info(settings, empty_federation, method))
-        if resumed or settings.federation.given_tiers:
+        chooser = _tier_chooser(settings, model.build(), method, batch)
+        late = LateClients(settings, method, chooser, registry)
+        if resumed:
+            registry.check_tiers(late.objection)
+        elif settings_decide(settings) and not settings.federation.devices:
             registry.check_tiers(partial(tier_objection, settings, method))
         _wait_for_clients(registry, settings, resumed)
+        registry.report_missing()
         if not resumed:
             settings, refused = _with_tiers(
-                settings, model.build(), method, batch, make_federation, registry.connected()
+                settings, model.build(), method, batch, make_federation, registry.connected(), chooser
             )
             registry.exclude(refused)
-            registry.check_tiers(partial(tier_objection, settings, method))
+            late = LateClients(settings, method, chooser, registry)
+            registry.check_tiers(late.objection)
             if out:
                 folder = stack.enter_context(RunFolder.create(out, settings))
                 identities.keep_in(out)
@@ -234,9 +248,12 @@ def run_on_grid(
             tests = tuple(nodes[client].tests if client in nodes else 0 for client in range(clients))
             federation = replace(federation, client_tests=replace(federation.client_tests, remote=tests))
         info = _run_info(settings, federation, method)
-        engine = FlowerEngine(grid, registry, info, settings.engine.deadline, settings.engine.fp16)
+        engine = FlowerEngine(grid, registry, info, settings.engine.deadline, settings.engine.fp16, late)
         try:
-            assemble(model.build(), federation, settings, engine, watchers).run(folder)
+            experiment = assemble(model.build(), federation, settings, engine, watchers)
+            experiment.filters = replace(experiment.filters, late=late)
+            experiment.evaluation = replace(experiment.evaluation, reachable=late.reachable)
+            experiment.run(folder)
         except FedhmError:
             if folder:
                 folder.remove_if_no_round_done()
@@ -246,11 +263,8 @@ def run_on_grid(
 
 
 def _wait_for_clients(registry: NodeRegistry, config: ResolvedConfig, resumed: bool) -> None:
-    """Wait for all clients. A resumed run goes on without missing clients, which may come back later."""
-    if resumed:
-        registry.wait(config.engine.patience)
-    else:
-        registry.wait_for_all(config.engine.patience)
+    """Wait for all clients, and raise if a new run has too few. Missing clients may join later."""
+    registry.wait_for(0 if resumed else config.federation.needed_clients, config.engine.patience)
 
 
 def _majority_inputs(registry: NodeRegistry, config: ResolvedConfig, resumed: bool, say: Callable[[str], None]) -> str:
@@ -270,6 +284,11 @@ def _majority_inputs(registry: NodeRegistry, config: ResolvedConfig, resumed: bo
     return str(majority)
 
 
+def _tier_chooser(config: ResolvedConfig, model: nn.Module, method: AnyMethod, batch: Inputs) -> TierChooser:
+    work = TierWork(method, model, config, *sample_spec(batch))
+    return TierChooser(config, work, structure_digest(model, sample_shape(batch)))
+
+
 def _with_tiers(
     config: ResolvedConfig,
     model: nn.Module,
@@ -277,14 +296,13 @@ def _with_tiers(
     batch: Inputs,
     make_federation: MakeFederation,
     nodes: Mapping[int, Node],
+    chooser: TierChooser,
 ) -> tuple[ResolvedConfig, dict[int, str]]:
     """Return the settings with the clients' tiers, and the clients that get none, with the reason.
 
-    A tier follows from a node's introduction, or from a plan where there are devices.
+    The server's settings decide, or the plan for the devices that they list. Otherwise each node's introduction does.
     """
-    by_file = devices_from_nodes(config, nodes, structure_digest(model, sample_shape(batch)))
-    config = config.model_copy(update={"federation": by_file.federation})
-    by_node = assign_tiers(config, TierWork(method, model, config, *sample_spec(batch)), nodes)
+    by_node = assign_tiers(config, chooser, nodes)
     config = config.model_copy(update={"federation": by_node.federation})
     planned: list[ClientPlan] = []
 
@@ -297,7 +315,7 @@ def _with_tiers(
 
     config = with_fleet_plan(config, plan)
     unfit = {each.client: each.problem for each in planned if each.tier == NO_TIER}
-    return config, {**by_node.refused, **unfit, **by_file.refused}
+    return config, {**by_node.refused, **unfit}
 
 
 def _sample_counts(nodes: Mapping[int, Node], clients: int) -> tuple[int, ...]:

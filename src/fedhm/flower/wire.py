@@ -41,13 +41,16 @@ from fedhm.work.work import work_of
 JSON_RECORD = "fedhm"  # the name of the record with everything that is not a tensor
 TENSOR_FIELDS = ("tensors", "kept")
 
-# Settings that clients do not need. Trackers have paths of the server; the others would only make every message longer.
-SERVER_ONLY = {
+# Settings that clients do not need. Trackers have paths of the server, and devices are the files of other clients. The
+# others would only make every message longer.
+SERVER_ONLY: dict[str, Any] = {
     "tracking": True,
     "stop": True,
     "checkpoints": True,
     "server": {"optimizer", "lr", "momentum", "betas", "tau", "attackers", "trim"},
 }
+START_SETTINGS = {"min_clients", "missing"}  # of [federation], as are the next
+DEVICE_SETTINGS = {"devices", "plan", "deadline"}  # the last two are refused without devices
 
 Records = dict[str, ArrayRecord | ConfigRecord]
 Values = dict[str, Any]
@@ -64,8 +67,9 @@ class RunInfo:
     base_digest: str = ""  # identifies the frozen base of adapters, which does not travel; "" without adapters
 
     def encode(self) -> dict[str, str]:
+        unneeded = START_SETTINGS | (DEVICE_SETTINGS if self.config.federation.devices else set())
         values = {
-            "config": self.config.to_toml(SERVER_ONLY),
+            "config": self.config.to_toml({**SERVER_ONLY, "federation": unneeded}),
             "classes": self.classes,
             "preprocessing": asdict(self.preprocessing),
         }

@@ -43,10 +43,11 @@ class Deploying(Protocol):
 class Evaluation:
     """Evaluates every tier's model after a round.
 
-    clients   how many there are
-    test      None: metrics are those of the clients' test samples together
-    holders   the clients that have test samples
-    test_client  the number by which the engine knows `test`, if its workers evaluate; None: this process does
+    clients      how many there are
+    test         None: metrics are those of the clients' test samples together
+    holders      the clients that have test samples
+    test_client  the number by which the engine knows `test`, if it evaluates; None: this process does
+    reachable    gets lists of clients that may evaluate, and passes on those that are worth asking
     """
 
     config: ResolvedConfig
@@ -57,6 +58,7 @@ class Evaluation:
     test: Feed | None
     holders: Sequence[int] = ()
     test_client: int | None = None
+    reachable: Callable[[Iterator[list[Participant]]], Iterator[list[Participant]]] = iter
 
     def evaluate(
         self, state: Any, record: Record, run: Run, sampler: Sampler, callbacks: Sequence[Callback] = ()
@@ -148,43 +150,66 @@ class Evaluation:
     def _at_clients(
         self, state: Any, weights: Mapping[str, Tensors], record: Record, run: Run, callbacks: Sequence[Callback]
     ) -> dict[str, ClientMetrics]:
-        """Return every tier's metrics at the chosen clients. One exchange serves all tiers."""
+        """Return every tier's metrics at the chosen clients. One exchange serves all tiers.
+
+        If nobody answers for a tier, other clients are asked. If that is in vain, the server's test set must do.
+        """
         if not self.holders:
             return {}
-        chosen = evaluators(self.config, self.holders, self.clients, self.method.levels, record.round)
+        drawn = evaluators(self.config, self.holders, self.clients, self.method.levels, record.round)
+        found: dict[str, ClientMetrics] = {}
         with record.phase("evaluate"):
-            specs = {self.method.spec(tier, state): tier for tier in weights}
-            tasks = [
-                Task(
-                    EVALUATE,
-                    record.round,
-                    p.client,
-                    p.tier,
-                    spec,
-                    weights[tier],
-                    options=replace(
-                        self.method.training_options(state, p.tier),
-                        batch=self.config.evaluation.batch,
-                        test_batch_statistics=self.config.evaluation.statistics == "test-batch",
-                    ),
-                )
-                for spec, tier in specs.items()
-                for p in chosen
-            ]
-            devices = [device.name for device in self.config.federation.device_of]
-            groups = list(dict.fromkeys([*weights, *(p.tier for p in chosen)]))
-            found: dict[str, ClientMetrics] = {}
-            answers = self._answers(tasks, record, run, callbacks)
-            for spec, updates in groupby(answers, key=lambda update: update.network):
-                tally = Tally(self.config.objective, devices)
-                for update in updates:
-                    tally.add(update.client, update.tier, update.samples, update.tensors)
-                found[specs[spec]] = tally.result(groups)
+            for chosen in islice(self.reachable(drawn), self.config.federation.attempts):
+                missing = [tier for tier in weights if tier not in found]
+                found |= self._asked(state, {tier: weights[tier] for tier in missing}, chosen, record, run, callbacks)
+                if len(found) == len(weights):
+                    break
         if missing := [tier for tier in weights if tier not in found]:
+            if self.test is not None:  # a client that claims test samples and evaluates nothing must not end the run
+                return {}
             reason = last_reason([entry for entry in record.dropped if entry["kind"] == EVALUATE])
             raise FedhmError(f"no client could evaluate tier {missing[0]} in round {record.round}: {reason}")
         if lost := [tier for tier in weights if any(no_numbers(one.metrics) for one in found[tier].each)]:
             warn_of(record.round, lost[0], "test samples of clients")
+        return {tier: found[tier] for tier in weights}
+
+    def _asked(
+        self,
+        state: Any,
+        weights: Mapping[str, Tensors],
+        chosen: Sequence[Participant],
+        record: Record,
+        run: Run,
+        callbacks: Sequence[Callback],
+    ) -> dict[str, ClientMetrics]:
+        """Return the metrics of the tiers for which some of the chosen clients answer."""
+        specs = {self.method.spec(tier, state): tier for tier in weights}
+        tasks = [
+            Task(
+                EVALUATE,
+                record.round,
+                p.client,
+                p.tier,
+                spec,
+                weights[tier],
+                options=replace(
+                    self.method.training_options(state, p.tier),
+                    batch=self.config.evaluation.batch,
+                    test_batch_statistics=self.config.evaluation.statistics == "test-batch",
+                ),
+            )
+            for spec, tier in specs.items()
+            for p in chosen
+        ]
+        devices = [device.name for device in self.config.federation.device_of]
+        groups = list(dict.fromkeys([*self.method.tiers, *(p.tier for p in chosen)]))
+        found: dict[str, ClientMetrics] = {}
+        answers = self._answers(tasks, record, run, callbacks)
+        for spec, updates in groupby(answers, key=lambda update: update.network):
+            tally = Tally(self.config.objective, devices)
+            for update in updates:
+                tally.add(update.client, update.tier, update.samples, update.tensors)
+            found[specs[spec]] = tally.result(groups)
         return found
 
     def _answers(self, tasks: list[Task], record: Record, run: Run, callbacks: Sequence[Callback]) -> Iterator[Update]:

@@ -48,11 +48,13 @@ class RoundFilters:
     optimizer: ServerOptimizer
     fleet: Fleet | None = None  # None: the clients' devices are not known
     privacy: Privacy | None = None  # None: nothing is hidden
+    late: RoundFilter | None = None  # of a deployment: clients that were missing at the start; it changes sampling only
     own: Sequence[RoundFilter] = ()  # a user's, after all others that change anything
     theory: Theory | None = None  # None: the terms of the convergence bound are not measured
 
     def __iter__(self) -> Iterator[RoundFilter]:
-        ordered = (self.fleet, self.admission, self.defence, self.privacy, self.optimizer, *self.own, self.theory)
+        known = (self.fleet, self.admission, self.defence, self.privacy, self.late, self.optimizer)
+        ordered = (*known, *self.own, self.theory)
         return (each for each in ordered if each is not None)
 
 

@@ -68,14 +68,18 @@ def clients_with_network(
 
 def evaluators(
     config: Config, holders: Sequence[int], clients: int, levels: Sequence[str], round_number: int
-) -> list[Participant]:
-    """Return the clients that evaluate, out of those with test samples, in the order of their numbers.
+) -> Iterator[list[Participant]]:
+    """Yield the clients that evaluate, out of those with test samples; if none of them answers, others, until all were.
 
-    Clients whose tier has no network evaluate too: a model that leaves clients out must be judged by them.
+    Each list is in the order of the clients' numbers. Clients whose tier has no network evaluate too: a model that
+    leaves clients out must be judged by them.
     """
     number = max(1, round(config.evaluation.participation * len(holders)))
     chosen = numpy_generator(config.seed, "evaluators", round_number).choice(holders, number, replace=False).tolist()
-    return _at_their_tiers(sorted(chosen), config.federation, clients, levels, config.seed, round_number)
+    order = numpy_generator(config.seed, "evaluators", round_number, "others").permutation(holders).tolist()
+    others = [client for client in order if client not in chosen]
+    for some in (chosen, *(others[start : start + number] for start in range(0, len(others), number))):
+        yield _at_their_tiers(sorted(some), config.federation, clients, levels, config.seed, round_number)
 
 
 def _at_their_tiers(

@@ -12,6 +12,7 @@
                 updates    cut every change to the bound
                 merged     add noise
                 finish     count ε
+    late        sampling   on Flower: give clients that come late their tiers, and skip attempts that reach nobody
     optimizer   merged     make a step towards the mean instead of taking it
     theory      tasks      ask clients to measure their steps
                 updates    measure how far clients drift apart

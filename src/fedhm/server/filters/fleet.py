@@ -71,10 +71,16 @@ class TierWork:
         found: list[Task] = self._tasks(tier)
         return found
 
-    def memory(self, tier: str, checkpointing: bool = False) -> int:
-        """Return the bytes of the client's largest task."""
+    def memory(self, tier: str, checkpointing: bool = False, profile: DeviceProfile | None = None) -> int:
+        """Return the bytes of the client's largest task.
+
+        They are as measured on the device, if its profile has all networks of the client. Otherwise they are predicted.
+        """
         train = self._train.checkpointed if checkpointing else self._train
-        return max(self._memory(task.network, task_train_config(train, task)) for task in self.tasks(tier))
+        trained = [(task.network, task_train_config(train, task)) for task in self.tasks(tier)]
+        steps = [profile and profile.step(str(net), bool(own.checkpointing), own.parts) for net, own in trained]
+        measured = [step.memory for step in steps if step and step.memory]
+        return max(measured if len(measured) == len(trained) else (self._memory(*each) for each in trained))
 
 
 @dataclass(frozen=True)
@@ -191,26 +197,17 @@ class Fleet(RoundFilter):
         sizes = [self._facts.sizes(task) for task in tasks]
         macs = sum(self._macs(task) * self._facts.samples_seen(task) for task in tasks)
         for checkpointing in checkpointing_modes(work, for_all):
-            memory = self._measured_memory(device, tasks, checkpointing)
             yield ClientPlan(
                 client,
                 device,
                 tier,
                 checkpointing,
-                work.memory(tier, checkpointing) if memory is None else memory,
+                work.memory(tier, checkpointing, device.profile),
                 macs,
                 down=sum(down for down, _ in sizes),
                 up=sum(up for _, up in sizes),
                 seconds=self.seconds(client, tasks, checkpointing),
             )
-
-    def _measured_memory(self, device: DeviceConfig, tasks: Sequence[Task], checkpointing: bool) -> int | None:
-        """Return the memory that was measured on the device; None unless all networks of the client were measured."""
-        networks = [(str(task.network), self._train(task, checkpointing)) for task in tasks]
-        profile = device.profile
-        found = [profile and profile.step(name, bool(train.checkpointing), train.parts) for name, train in networks]
-        sizes = [step.memory for step in found if step and step.memory]
-        return max(sizes) if len(sizes) == len(found) else None
 
 
 def _fits(option: ClientPlan) -> bool:
@@ -223,10 +220,16 @@ def checkpointing_modes(work: TierWork, for_all: bool) -> Sequence[bool]:
     return [for_all] if for_all or not work.can_checkpoint() else [False, True]
 
 
-def largest_tier_within(memory: int, work: TierWork, for_all: bool) -> tuple[str, bool] | None:
-    """Return the largest tier that trains in this many bytes, and whether with checkpointing; None if none does."""
+def largest_tier_within(
+    memory: int | None, work: TierWork, for_all: bool, profile: DeviceProfile | None = None
+) -> tuple[str, bool] | None:
+    """Return the largest tier that trains in this many bytes, and whether with checkpointing; None if none does.
+
+    memory   None: there is no limit
+    profile  of the device, if it was measured
+    """
     options = ((tier, mode) for tier in work.tiers for mode in checkpointing_modes(work, for_all))
-    return next((option for option in options if work.memory(*option) <= memory), None)
+    return next((option for option in options if memory is None or work.memory(*option, profile) <= memory), None)
 
 
 def plan_fleet(
