@@ -48,10 +48,15 @@ def counted() -> Iterator[Counts]:
         _counting.pop()
 
 
+def _device(index: int | None) -> torch.device:
+    return torch.device(NAME, index or 0)
+
+
 class DeviceTensor(Tensor):
     """A tensor on the pretended device."""
 
     held: Tensor
+    place: torch.device
 
     @staticmethod
     def __new__(cls, held: Tensor, device: torch.device) -> "DeviceTensor":
@@ -62,11 +67,15 @@ class DeviceTensor(Tensor):
             storage_offset=held.storage_offset(),
             dtype=held.dtype,
             layout=held.layout,
-            device=device,
+            device=_device(0),  # torch's backward pass knows one pretended device only
             requires_grad=False,
         )
-        wrapper.held = held
+        wrapper.held, wrapper.place = held, device
         return wrapper
+
+    @property  # type: ignore[misc]  # torch's own is an attribute
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"DeviceTensor({self.held!r}, device={self.device})"
@@ -87,10 +96,6 @@ class DeviceTensor(Tensor):
         cls, operation: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return dispatch(operation, args, dict(kwargs or {}))
-
-
-def _device(index: int | None) -> torch.device:
-    return torch.device(NAME, index or 0)
 
 
 def dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -196,7 +196,8 @@ def _own_engine(
     ]
     if federation.test is not None:  # the server's test set, for an engine that evaluates
         held = federation.test
-        clients.append(make_client(held, preprocessing, networks, config, None, held, secret, cache))
+        tester = make_client(held, preprocessing, networks, config, None, held, secret, cache)
+        clients.append(replace(tester, noise=None))  # nothing of it leaves the server
     per_round, server_trains = config.federation.per_round(federation.size), config.method.server_trains
     workers = workers_for(config.engine, per_round, server_trains=server_trains)
     return LocalEngine(clients, workers, config.engine.threads, find_devices(config.engine))

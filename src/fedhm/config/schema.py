@@ -297,6 +297,12 @@ class TrainConfig(Section):
     on_bad_update: Literal["auto", "stop", "drop"] = "auto"  # stop with the local engine, drop with Flower
 
     @model_validator(mode="after")
+    def _check_precision(self) -> "TrainConfig":
+        if self.precision == "fp16" and self.dampening:
+            raise ValueError("precision = 'fp16' may leave out steps, which torch cannot do with dampening: use bf16")
+        return self
+
+    @model_validator(mode="after")
     def _check_optimizer(self) -> "TrainConfig":
         if self.nesterov and self.optimizer == "sgd" and (self.momentum == 0 or self.dampening):
             raise ValueError("nesterov needs a momentum, and no dampening")

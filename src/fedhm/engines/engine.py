@@ -11,7 +11,7 @@ import torch
 from fedhm.config.schema import EngineConfig
 from fedhm.engines.workers import WorkerPool
 from fedhm.errors import FedhmError
-from fedhm.machine.device import CPU, find_device, free_memory, threads
+from fedhm.machine.device import CPU, find_device, free_memory, is_in_use, threads
 from fedhm.machine.process import in_child, raise_mmap_threshold, usable_cores
 from fedhm.networks.exchange import Tensors
 from fedhm.work.client import Client
@@ -107,11 +107,15 @@ def workers_for(engine: EngineConfig, tasks: int, *, server_trains: bool = False
         reason = f"share {devices[0]}"
     elif engine.compile:
         reason = "use compiled networks"
+    elif accelerated and is_in_use(devices[0]):
+        reason = f"share {devices[0]}, which this process has used already"
     elif accelerated and server_trains:
         reason = f"share {devices[0]} with a server that trains on it, too"
     if not reason:
         if engine.workers != "auto":
             return max(engine.workers, len(devices))
+        if not accelerated and torch.cuda.is_available():
+            return 1  # if this process has trained before, torch has begun to use CUDA, which breaks a fork
         most = len(devices) * _workers_per_device(devices[0]) if accelerated else usable_cores() // engine.threads
         return max(len(devices), min(most, tasks), 1)
     if len(devices) > 1 or (engine.workers != "auto" and engine.workers > 1 and hasattr(os, "fork")):

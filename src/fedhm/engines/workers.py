@@ -142,10 +142,19 @@ def decode_task(values: Values, shared: SharedMemory, own: SharedMemory) -> tupl
     return task_from(values, tensors, kept), position
 
 
+FORKED_TOO_LATE = "in combination with fork-based multiprocessing"  # torch's words
+CANNOT_FORK = (
+    "this process has trained a network itself, after which torch cannot train on an accelerator in forked processes: "
+    "set engine.workers = 1, or use a new process"
+)
+
+
 def encode_reply(reply: Reply, put: Put) -> Values:
     if isinstance(reply, Update):
         carried = {name: getattr(reply, name) for name in ("position", "down", "up")}
         return {"update": {**update_values(reply), **carried, **_put_tensors(reply, put, put)}}
+    if FORKED_TOO_LATE in reply.reason:
+        raise FedhmError(CANNOT_FORK)
     failure = {"client": reply.client, "reason": reply.reason, "position": reply.position}
     return {"failure": failure, "trace": _trace(reply.cause) if reply.cause else ""}
 

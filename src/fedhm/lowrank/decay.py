@@ -38,8 +38,10 @@ def _by_rank(factor: Tensor, axis: int) -> Tensor:
 
 
 def _add_product(gradient: Tensor, axis: int, first: Tensor, second: Tensor, strength: float) -> None:
-    matrix = _by_rank(gradient, axis)
-    matrix.addmm_(first, second, alpha=strength)
-    if matrix.data_ptr() != gradient.data_ptr():  # a gradient in another memory format was copied
-        by_channel = gradient.movedim(1, -1)
-        by_channel.copy_(matrix.view(by_channel.shape))
+    by_channel = gradient.movedim(1, -1)
+    shape = (len(by_channel), -1) if axis == 0 else (-1, by_channel.shape[-1])
+    try:
+        by_channel.view(shape).addmm_(first, second, alpha=strength)
+    except RuntimeError:  # a gradient in another memory format has no such view
+        changed = by_channel.reshape(shape).addmm_(first, second, alpha=strength)
+        by_channel.copy_(changed.view(by_channel.shape))

@@ -43,6 +43,11 @@ def describe_device(device: torch.device) -> str:
     return str(device)
 
 
+def is_in_use(device: torch.device) -> bool:
+    """Tell whether this process has begun to use CUDA or XPU: after that, forked processes cannot."""
+    return device.type in ("cuda", "xpu") and bool(torch.get_device_module(device).is_initialized())
+
+
 def free_memory(device: torch.device) -> int:
     """Return the free bytes of an accelerator; a guess if it does not tell. The process begins to use the device."""
     module: Any = torch.get_device_module(device)

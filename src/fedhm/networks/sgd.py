@@ -68,6 +68,11 @@ class SGD:
             moved = [parameter for parameter in group.parameters if parameter.grad is not None]
             gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
             averages = [self._averages.get(parameter) for parameter in moved] if self._momentum else []
+            if self.overflow is not None:  # a first step that is left out would leave averages without values
+                averages = [
+                    torch.zeros_like(p) if average is None else average
+                    for p, average in zip(moved, averages, strict=False)
+                ]
             sgd(
                 list(moved),
                 gradients,

@@ -224,15 +224,13 @@ class Evaluation:
             if self.test_client is None:
                 found = evaluate_tiers(networks, self.test, self.config)
             else:
-                found = self._by_workers(state, weights, record.round, run)
+                found = self._by_engine(state, weights, record.round, run)
         if lost := [tier for tier, metrics in found.items() if no_numbers(metrics)]:
             warn_of(record.round, lost[0], f"{self.config.evaluated_on} samples")
         return found
 
-    def _by_workers(
-        self, state: Any, weights: Mapping[str, Tensors], round_number: int, run: Run
-    ) -> dict[str, Metrics]:
-        """Return the metrics on the server's test set, computed by the engine's workers."""
+    def _by_engine(self, state: Any, weights: Mapping[str, Tensors], round_number: int, run: Run) -> dict[str, Metrics]:
+        """Return the metrics on the server's test set, computed by the engine."""
         assert self.test is not None
         assert self.test_client is not None
         options = TaskOptions(
