@@ -94,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     texts = SENTENCES
     if options.texts:
-        with options.texts.open(newline="") as file:
+        with options.texts.open(encoding="utf-8", newline="") as file:
             texts = [row["text"] for row in csv.DictReader(file)]
         texts = texts[:: max(1, len(texts) // options.count)][: options.count]
     model, tokenizer = read_minilm()

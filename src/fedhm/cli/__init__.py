@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from fedhm.cli import compare, export, fit, flower, paper, profile, report, run, verify
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.machine.files import os_error_sentence
-from fedhm.machine.printable import printable_lines
+from fedhm.machine.printable import accept_any_text, printable_lines
 from fedhm.machine.process import run_and_exit
 
 __all__ = ["command", "exit_on_interrupt", "main", "make_parser"]
@@ -29,6 +29,7 @@ INTERRUPTED = 130  # the exit code after Ctrl-C
 
 def command() -> NoReturn:
     """Be the command `fedhm`."""
+    accept_any_text(sys.stdout, sys.stderr)
     run_and_exit(main)
 
 

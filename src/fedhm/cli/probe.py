@@ -27,7 +27,7 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.machine.device import find_device, set_threads
-from fedhm.machine.process import return_freed_memory
+from fedhm.machine.process import return_freed_memory, utf8_output
 from fedhm.measure.fit import TrainingMode
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.inputs import require_tensor
@@ -62,7 +62,9 @@ def measure_step(config: ResolvedConfig, what: str, **network: Any) -> dict[str,
     """
     request = json.dumps({"config": config.to_toml(), **network})
     command = [sys.executable, "-m", "fedhm.cli.probe"]
-    done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=request, capture_output=True, env=utf8_output(), encoding="utf-8", errors="replace", check=False
+    )
     if ran_out_of_memory(done.returncode, done.stderr):
         return None
     if done.returncode:
@@ -130,7 +132,7 @@ def _reset_peak() -> int:
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return 0
     return _status("VmRSS")
@@ -138,7 +140,7 @@ def _reset_peak() -> int:
 
 def _status(key: str) -> int:
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)

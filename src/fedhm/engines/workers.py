@@ -271,7 +271,7 @@ def serve(clients: Sequence[Client], threads: int, context: WorkerContext, paren
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    sys.stdout, sys.stderr = _stream(1, sys.stdout), _stream(2, sys.stderr)
     # OpenMP keeps a team of threads for each thread that computes. This thread inherited a team whose members were not
     # forked, and would wait for them for ever. A new thread gets a team of its own.
     work = threading.Thread(target=_work, args=(clients, threads, context), daemon=True)
@@ -281,10 +281,11 @@ def serve(clients: Sequence[Client], threads: int, context: WorkerContext, paren
     os._exit(0)
 
 
-def _stream(descriptor: int) -> TextIO:
+def _stream(descriptor: int, inherited: TextIO | None) -> TextIO:
     """Open a stream for the output of a user's network. The inherited stream may hold foreign text, or a lock."""
+    encoding = getattr(inherited, "encoding", None) or "utf-8"
     try:
-        return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
+        return open(descriptor, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
     except OSError:  # the process has no such stream
         return io.StringIO()
 

@@ -21,6 +21,7 @@ from fedhm.export.formats import find_format
 from fedhm.export.source import ExportSource
 from fedhm.export.write import Exported
 from fedhm.machine.files import file_name, write_atomically
+from fedhm.machine.process import utf8_output
 from fedhm.measure.cost import Cost, measure
 from fedhm.report.format import format_bytes, format_macs
 from fedhm.report.plot import COLOURS, Line, Plot, Symbol, save_png
@@ -63,7 +64,9 @@ def peak_memory(file: Exported, sample: Tensor) -> int | None:
         inputs = Path(folder) / "sample.safetensors"
         save_file({"sample": sample.contiguous()}, inputs)
         command = [sys.executable, "-m", "fedhm.export.peak", file.format, str(file.path.absolute()), str(inputs)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, env=utf8_output(), encoding="utf-8", errors="replace", check=False
+        )
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:]
         raise FedhmError(f"the process that measures {file.path} failed: {' '.join(said)}")
@@ -179,6 +182,6 @@ def _cost(source: ExportSource) -> Cost:
 
 def _machine() -> str:
     names = Path("/proc/cpuinfo")
-    lines = names.read_text().splitlines() if names.exists() else []
+    lines = names.read_text(encoding="utf-8").splitlines() if names.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()

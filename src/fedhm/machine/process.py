@@ -25,8 +25,13 @@ def memory_limit() -> float:
     except (AttributeError, ValueError, OSError):  # not on Windows
         return math.inf
     limit = Path("/sys/fs/cgroup/memory.max")
-    content = limit.read_text().strip() if limit.exists() else ""
+    content = limit.read_text(encoding="utf-8").strip() if limit.exists() else ""
     return min(whole, int(content)) if content.isdecimal() else whole
+
+
+def utf8_output() -> dict[str, str]:
+    """Return the environment for a Python process whose output is read here: it prints UTF-8, whatever the terminal."""
+    return {**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
 def usable_cores() -> int:
