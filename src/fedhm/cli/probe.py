@@ -27,6 +27,7 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.machine.device import find_device, set_threads
+from fedhm.machine.memory import mentions_lack_of_memory
 from fedhm.machine.process import return_freed_memory, utf8_output
 from fedhm.measure.fit import TrainingMode
 from fedhm.networks.exchange import exchanged_tensors
@@ -76,8 +77,7 @@ def measure_step(config: ResolvedConfig, what: str, **network: Any) -> dict[str,
 
 def ran_out_of_memory(code: int, stderr: str) -> bool:
     """Tell whether a process ended for lack of memory: the system killed it, or refused an allocation of torch."""
-    refused = any(words in stderr for words in ("MemoryError", "can't allocate memory"))
-    return code == -signal.SIGKILL or (code != 0 and refused)
+    return code == -signal.SIGKILL or (code != 0 and mentions_lack_of_memory(stderr))
 
 
 def measure_here(config: ResolvedConfig, network: dict[str, Any]) -> dict[str, float]:

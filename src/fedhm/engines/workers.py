@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fedhm.errors import FedhmError
 from fedhm.machine.device import set_threads
+from fedhm.machine.memory import NotEnoughMemoryError, lacks_memory
 from fedhm.machine.printable import quoted_command
 from fedhm.machine.process import keep_freed_memory
 from fedhm.work.client import Client
@@ -165,15 +166,19 @@ def decode_reply(values: Values, memory: SharedMemory) -> Reply:
 
 
 def encode_error(error: BaseException, position: int) -> Values:
+    if lacks_memory(error) and not isinstance(error, NotEnoughMemoryError):
+        error = NotEnoughMemoryError("there is not enough memory for the worker processes: set engine.workers lower")
     sentence = str(error) if isinstance(error, FedhmError) else ""
     what = "".join(traceback.format_exception_only(error)).strip()
-    return {"error": {"sentence": sentence, "what": what, "trace": _trace(error), "position": position}}
+    memory = isinstance(error, NotEnoughMemoryError)
+    found = {"sentence": sentence, "memory": memory, "what": what, "trace": _trace(error), "position": position}
+    return {"error": found}
 
 
 def decode_error(values: Values, task: Task) -> Exception:
     """Return the exception to raise here for one that was raised in a worker."""
     if values["sentence"]:
-        return FedhmError(values["sentence"])
+        return (NotEnoughMemoryError if values["memory"] else FedhmError)(values["sentence"])
     error = RuntimeError(f"client {task.client} (tier {task.tier}) in round {task.round} raised {values['what']}")
     error.add_note(f"In a worker process:\n{values['trace']}")
     return error
@@ -293,7 +298,7 @@ def _stream(descriptor: int, inherited: TextIO | None) -> TextIO:
 def _work(clients: Sequence[Client], threads: int, context: WorkerContext) -> None:
     keep_freed_memory()
     set_threads(threads)
-    with suppress(BrokenPipeError):  # the parent does not wait for answers any more
+    try:
         while reference := MessageRef.receive(context.queue):
             slot = context.slots[reference.slot]
             task, position = decode_task(read_message(reference, slot), context.shared, slot)
@@ -303,6 +308,11 @@ def _work(clients: Sequence[Client], threads: int, context: WorkerContext) -> No
             except BaseException as error:  # it ends the run, not this process
                 values = encode_error(error, position)
             write_message(values, reference.slot, slot).send(context.answers)
+    except BrokenPipeError:
+        return  # the parent does not wait for answers any more
+    except Exception as error:
+        if not lacks_memory(error):  # without memory for an answer, the end of this process tells the parent
+            raise
 
 
 # The pool of workers

@@ -82,7 +82,8 @@ def raise_mmap_threshold() -> None:
     """
     import torch  # here, since the command line imports this module before it needs torch
 
-    torch.empty(LARGEST_THRESHOLD - (1 << 20), dtype=torch.uint8)  # glibc learns nothing from blocks beyond 32 MB
+    with suppress(RuntimeError, MemoryError):  # there may be less memory than that, and it may be enough
+        torch.empty(LARGEST_THRESHOLD - (1 << 20), dtype=torch.uint8)  # glibc learns nothing from blocks beyond 32 MB
 
 
 def run_and_exit(run: Callable[[], object]) -> NoReturn:
