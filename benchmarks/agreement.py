@@ -138,7 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.presets, options.settings, options.seeds = ["digits"], ["one class each"], 1
-    found: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    found: dict[str, Any] = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
     changes = [*(QUICK if options.quick else SHORT), *options.changes]
     made_with = " ".join(changes)
     if found.setdefault(MADE_WITH, made_with) != made_with:

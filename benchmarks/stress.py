@@ -157,7 +157,7 @@ def main() -> None:
         options.rates, options.epochs, options.alphas = [0.1], [10], ["iid"]
     rows = list(sweep(options.presets, options.rates, options.epochs, options.alphas))
     rows += [] if options.no_unusual else list(unusual(options.presets))
-    found: Found = json.loads(options.json.read_text()) if options.json.exists() else {}
+    found: Found = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
     for row, method in product(rows, options.methods):
         of_row = found.setdefault(row.key, {})
         if method not in of_row:

@@ -30,7 +30,7 @@ class Peer:
         self._mark = uuid.uuid4().hex
         paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"TMPDIR": str(folder), "FLWR_HOME": str(folder), "PYTHONPATH": os.pathsep.join(paths), MARK: self._mark}
-        with self._log.open("w") as log:
+        with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -54,7 +54,7 @@ class Peer:
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"{self._name} ended:\n{self._log.read_text()[-3000:]}")
+            raise RuntimeError(f"{self._name} ended:\n{self._log.read_text(encoding='utf-8')[-3000:]}")
         self._idle = True
         return float(json.loads(answer)["seconds"])
 

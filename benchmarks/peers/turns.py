@@ -10,7 +10,7 @@ class Turns:
     """A peer's turns. Libraries may print what they like: their stdout becomes stderr."""
 
     def __init__(self) -> None:
-        self._answers = os.fdopen(os.dup(1), "w")
+        self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
         self._start: float | None = None
 

@@ -20,6 +20,7 @@ from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of
 from fedhm.machine.device import CPU
 from fedhm.machine.files import check_file_names
+from fedhm.machine.memory import DATA_ADVICE, MODEL_ADVICE, lacks_memory, memory_errors
 from fedhm.measure.self_written import find_self_written
 from fedhm.methods.means import mean_of
 from fedhm.methods.method import AnyMethod, Setup
@@ -78,7 +79,9 @@ def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs, frozen:
         written = find_self_written(model, sample) & {name for name, _ in model.named_parameters()}
     except FedhmError:
         raise
-    except Exception:  # whatever a foreign model raises: it may train on other batches, and clients will say if not
+    except Exception as error:  # whatever a foreign model raises: it may train on other batches, and clients say if not
+        if lacks_memory(error):
+            raise
         return
     if frozen and written:
         raise FedhmError(
@@ -104,6 +107,7 @@ def named_design(config: Config) -> Design:
     return design(config, build_model(config, shape, outputs), torch.zeros(1, *shape), outputs)
 
 
+@memory_errors("to prepare the networks of the tiers", MODEL_ADVICE)
 def assemble(
     model: nn.Module,
     federation: Federation,
@@ -228,6 +232,7 @@ def make_client(
     )
 
 
+@memory_errors("to read the data", DATA_ADVICE)
 def read_federation(config: Config) -> Federation:
     """Read the data that a config names and deal it out to the clients."""
     if config.data is None and config.engine.name == "flower":

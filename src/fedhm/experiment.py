@@ -12,6 +12,7 @@ from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
 from fedhm.machine.device import threads
+from fedhm.machine.memory import ROUND_ADVICE, memory_errors
 from fedhm.measure.cost import Cost
 from fedhm.methods.adapting import check_travelling
 from fedhm.methods.method import AnyMethod
@@ -60,6 +61,7 @@ class Experiment:
         """Return what tells this run from all others: a checkpoint of another run is not resumed."""
         return fingerprint(self.config, self.initial, self.federation)
 
+    @memory_errors("for the server's part of a round", ROUND_ADVICE)
     def run(self, folder: RunFolder | None = None) -> Result:
         """Run the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
         with threads(self.config.engine.server_threads), ExitStack() as at_the_end:

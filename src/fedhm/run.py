@@ -19,6 +19,7 @@ from fedhm.data.text import TextReader, TokenizingBar, check_tokenizer, count_sa
 from fedhm.engines.engine import FlowerOnlyEngine
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
+from fedhm.machine.memory import ROUND_ADVICE, memory_errors
 from fedhm.models.build import build_model
 from fedhm.report import save_report
 from fedhm.report.progress import show_rounds
@@ -27,6 +28,7 @@ from fedhm.runs.history import Result, read_runs
 from fedhm.server.callbacks import Watcher
 
 
+@memory_errors("for the run", ROUND_ADVICE)
 def run(
     model: nn.Module,
     clients: Sequence[DataLike],
@@ -88,18 +90,19 @@ def run(
         if reader:
             check_tokenizer(tokenizer, model)
             model = with_padding_token(model, reader.padding)
-        federation = from_arrays(
-            clients,
-            test,
-            crop=crop,
-            flip=flip,
-            dtype=dtype_of(model),
-            public=public,
-            objective=settings.objective,
-            client_test=client_test,
-            seed=settings.seed,
-            reader=reader,
-        )
+        with memory_errors("to read the data", "give fewer samples"):
+            federation = from_arrays(
+                clients,
+                test,
+                crop=crop,
+                flip=flip,
+                dtype=dtype_of(model),
+                public=public,
+                objective=settings.objective,
+                client_test=client_test,
+                seed=settings.seed,
+                reader=reader,
+            )
     with show_rounds(shown, resolved.objective.headline) as bars:
         experiment = assemble(model, federation, resolved, watchers=[*bars, *watchers])
         if path is None:
@@ -121,6 +124,7 @@ def is_shown(progress: bool | None) -> bool:
     return sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
 
 
+@memory_errors("for the run", ROUND_ADVICE)
 def resume(
     out: str | Path,
     *,

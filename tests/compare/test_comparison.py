@@ -273,7 +273,7 @@ def test_everything_is_written_and_the_figures_show_something(tmp_path: Path) ->
     text = (tmp_path / "comparison.md").read_text()
     for part in ("`fedhm compare digits`", "**95.00 ± 0.00**", "### What each tier spent", "### Cost of 70 % accuracy"):
         assert part in text
-    assert "| lowrank:1/4 | name = fedhm, tiers = [0.25]" in text
+    assert r"| lowrank:1/4 | name = fedhm, tiers = \[0.25]" in text
     page = (tmp_path / "report.html").read_text()
     for part in ("The paper's table", "<strong>95.00 ± 0.00</strong>", "What each tier spent", "Cost of 70 % accuracy"):
         assert str(escape(part)) in page or part in page

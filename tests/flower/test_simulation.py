@@ -90,14 +90,13 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
     assert f"fedhm: stopped; 'fedhm resume {tmp_path}/run' resumes from the last complete round" in said
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
     watched = LivePages([tmp_path / "run"])  # what a browser would be shown between its records
-    begun = watched.page(whole=False)
-    assert "of its 4 rounds" in begun[1]
-    assert "run has done all" not in begun[1]
+    begun = watched.latest()
+    assert "of its 4 rounds" in begun.part
+    assert "run has done all" not in begun.part
 
     assert main(["resume", str(tmp_path / "run")]) == 0
-    ended = watched.page(whole=False)
-    assert begun[0] != ended[0]
-    assert "run has done all of its 4 rounds" in ended[1]
+    wait_until(lambda: watched.latest().version != begun.version)
+    assert "run has done all of its 4 rounds" in watched.latest().part
     run_locally(settings("train.rounds=4", "evaluation.every=4"), tmp_path / "local")
     assert_same_models(tmp_path / "run", tmp_path / "local")
     assert read_config(tmp_path / "run").server.robust == "none"  # nobody is hostile in a simulation

@@ -1,5 +1,7 @@
-"""Pretrained transformers that classify by the mean of their tokens, and without dropout."""
+"""Pretrained transformers: by the mean of their tokens, without dropout, and only from safetensors."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import nn
 
 from fedhm.data.text import text_limits
+from fedhm.errors import FedhmError
 from fedhm.models.pretrained import MeanPooled, read_pretrained
 from tiny_transformers import tiny_bert, tiny_gpt2_classifier
 
@@ -52,3 +55,51 @@ def test_a_model_without_a_token_of_padding_gets_its_tokenizers(padding: str | N
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token=padding, eos_token="[END]").save_pretrained(tmp_path)
     assert read_pretrained(str(tmp_path), 3, False, 0).config.pad_token_id == (1 if padding else 2)
     assert read_pretrained(str(tmp_path), 3, True, 0).config.pad_token_id is None
+
+
+class Hostile:
+    """A pickle that leaves a file behind when it is read."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._trace,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
+def test_a_model_in_a_pickle_is_refused_with_the_way_to_convert_it(name: str, folder: str, tmp_path: Path) -> None:
+    shutil.copy(Path(folder) / "config.json", tmp_path)
+    torch.save({"weight": Hostile(tmp_path / "trace")}, tmp_path / name)
+    with pytest.raises(FedhmError, match=rf"only in {name}, a pickle.* write model\.safetensors .* save_pretrained"):
+        read_pretrained(str(tmp_path), 3, False, 0)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_pickle_beside_other_safetensors_is_not_read(folder: str, tmp_path: Path) -> None:
+    shutil.copy(Path(folder) / "config.json", tmp_path)
+    shutil.copy(Path(folder) / "model.safetensors", tmp_path / "other.safetensors")
+    torch.save(read_pretrained(folder, 3, False, 0).state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(FedhmError, match=r"cannot be read from .*model\.safetensors"):
+        read_pretrained(str(tmp_path), 3, False, 0)
+
+
+def test_a_converted_pickle_is_read(folder: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    shutil.copy(Path(folder) / "config.json", tmp_path)
+    torch.save(read_pretrained(folder, 3, False, 0).state_dict(), tmp_path / "pytorch_model.bin")
+    AutoModelForSequenceClassification.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert isinstance(read_pretrained(str(tmp_path), 3, False, 0), nn.Module)
+
+
+def test_code_in_a_models_folder_is_neither_run_nor_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    names = {"AutoConfig": "own.Own", "AutoModelForSequenceClassification": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
+    with pytest.raises(FedhmError, match="cannot be read from"):
+        read_pretrained(str(tmp_path), 3, False, 0)
+    assert not asked
+    assert not (tmp_path / "trace").exists()

@@ -7,15 +7,19 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Event, Thread
 
 import pytest
 
 from fedhm.cli import main
-from fedhm.report.page import LivePages, PageServer
+from fedhm.report.page import LivePage, LivePages, PageServer
+from fedhm.report.sections import Section, run_sections
 from fedhm.runs.folder import RunFolder
+from fedhm.runs.history import Run
 from fedhm.runs.rounds import append_record
 from made_runs import eventful_run
 
@@ -103,6 +107,102 @@ def test_a_run_that_is_about_to_begin_is_waited_for(folder: Path, server: PageSe
         (folder / "tiers.json").write_bytes(costs)
     assert (status, headers["Refresh"]) == (503, "2")
     assert "tiers.json" in text
+
+
+class Renders:
+    """Counts renderings, and lets a test hold or break them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.may_go_on = Event()
+        self.may_go_on.set()
+        self.error: Exception | None = None
+
+    def __call__(self, runs: Sequence[Run]) -> list[Section]:
+        self.count += 1
+        assert self.may_go_on.wait(30)
+        if self.error:
+            raise self.error
+        return run_sections(runs)
+
+
+@pytest.fixture
+def renders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Renders]:
+    counted = Renders()
+    monkeypatch.setattr("fedhm.report.page.run_sections", counted)
+    yield counted
+    counted.may_go_on.set()
+
+
+def change(folder: Path) -> None:
+    """Make the folder look changed, as a new record does, without changing what it holds."""
+    stat = (folder / "records.jsonl").stat()
+    os.utime(folder / "records.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000))
+
+
+def read_together(pages: LivePages, readers: int = 8) -> list[LivePage]:
+    ready = Barrier(readers)
+
+    def read(_: int) -> LivePage:
+        ready.wait(30)
+        return pages.latest()
+
+    with ThreadPoolExecutor(readers) as pool:
+        return list(pool.map(read, range(readers)))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_many_readers_cause_one_rendering_and_a_change_one_more(
+    folder: Path, server: PageServer, renders: Renders
+) -> None:
+    pages = server.pages
+    first = read_together(pages)
+    assert renders.count == 1
+    assert len(set(first)) == 1
+
+    change(folder)
+    renders.may_go_on.clear()
+    assert read_together(pages) == first  # nobody waits for the rendering, which goes on meanwhile
+    assert ask(server, "/")[0] == 200
+    renders.may_go_on.set()
+    wait_until(lambda: pages.latest().version != first[0].version)
+    assert len(set(read_together(pages))) == 1
+    assert ask(server, "/main", **{"If-None-Match": pages.latest().version})[0] == 304
+    assert renders.count == 2
+
+
+def test_the_last_good_page_stays_if_rendering_fails(
+    folder: Path, server: PageServer, renders: Renders, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = server.pages.latest()
+    renders.error = ValueError("no\x1b[2J axes")
+    change(folder)
+    wait_until(lambda: server.pages.latest() == good and renders.count == 2)
+    said: list[str] = []
+    wait_until(lambda: said.append(capsys.readouterr().err) or "".join(said).endswith("\n"))
+    assert "".join(said) == "fedhm: the page shows an earlier state: ValueError: no�[2J axes\n"
+    for path in ("/", "/main"):
+        assert ask(server, path)[0] == 200
+    assert renders.count == 2  # the same state is not tried at every question
+
+    renders.error = None
+    change(folder)
+    wait_until(lambda: server.pages.latest().version != good.version)
+    assert renders.count == 3
+
+
+def test_a_first_rendering_that_fails_is_a_sentence_and_is_tried_again(server: PageServer, renders: Renders) -> None:
+    renders.error = ValueError("no axes")
+    status, _, text = ask(server, "/")
+    assert (status, text) == (503, "ValueError: no axes")
+    renders.error = None
+    assert ask(server, "/")[0] == 200
 
 
 def test_a_port_that_is_taken_and_a_folder_that_is_none_are_sentences(

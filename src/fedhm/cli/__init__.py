@@ -19,7 +19,14 @@ from typing import Any, NoReturn
 from fedhm.cli import compare, export, fit, flower, paper, profile, report, run, verify
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.machine.files import os_error_sentence
-from fedhm.machine.printable import printable_lines
+from fedhm.machine.memory import (
+    ROUND_ADVICE,
+    NotEnoughMemoryError,
+    check_room_for_torch,
+    memory_errors,
+    prepare_for_little_memory,
+)
+from fedhm.machine.printable import accept_any_text, printable_lines
 from fedhm.machine.process import run_and_exit
 
 __all__ = ["command", "exit_on_interrupt", "main", "make_parser"]
@@ -29,6 +36,8 @@ INTERRUPTED = 130  # the exit code after Ctrl-C
 
 def command() -> NoReturn:
     """Be the command `fedhm`."""
+    accept_any_text(sys.stdout, sys.stderr)
+    prepare_for_little_memory()
     run_and_exit(main)
 
 
@@ -72,10 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show_warnings(lambda sentence: print(f"fedhm: {sentence}", file=sys.stderr))
             make_parser().parse_args(arguments, options)
             options.command = shlex.join(["fedhm", *(sys.argv[1:] if arguments is None else arguments)])
-            with exit_on_interrupt():
+            with memory_errors("to load PyTorch and other packages", "close other programs"), exit_on_interrupt():
                 if options.imports:
+                    check_room_for_torch()
                     import_module(options.imports)
-            options.action(options)
+            with memory_errors("to go on", ROUND_ADVICE):
+                options.action(options)
+    except NotEnoughMemoryError as error:
+        return _failed(f"{error}{_resume_hint(options)}", 1)
     except FedhmError as error:
         return _failed(str(error), 1)
     except KeyboardInterrupt:

@@ -27,7 +27,8 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import RankPlan
 from fedhm.machine.device import find_device, set_threads
-from fedhm.machine.process import return_freed_memory
+from fedhm.machine.memory import mentions_lack_of_memory
+from fedhm.machine.process import return_freed_memory, utf8_output
 from fedhm.measure.fit import TrainingMode
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.inputs import require_tensor
@@ -62,7 +63,9 @@ def measure_step(config: ResolvedConfig, what: str, **network: Any) -> dict[str,
     """
     request = json.dumps({"config": config.to_toml(), **network})
     command = [sys.executable, "-m", "fedhm.cli.probe"]
-    done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=request, capture_output=True, env=utf8_output(), encoding="utf-8", errors="replace", check=False
+    )
     if ran_out_of_memory(done.returncode, done.stderr):
         return None
     if done.returncode:
@@ -74,8 +77,7 @@ def measure_step(config: ResolvedConfig, what: str, **network: Any) -> dict[str,
 
 def ran_out_of_memory(code: int, stderr: str) -> bool:
     """Tell whether a process ended for lack of memory: the system killed it, or refused an allocation of torch."""
-    refused = any(words in stderr for words in ("MemoryError", "can't allocate memory"))
-    return code == -signal.SIGKILL or (code != 0 and refused)
+    return code == -signal.SIGKILL or (code != 0 and mentions_lack_of_memory(stderr))
 
 
 def measure_here(config: ResolvedConfig, network: dict[str, Any]) -> dict[str, float]:
@@ -130,7 +132,7 @@ def _reset_peak() -> int:
     with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return 0
     return _status("VmRSS")
@@ -138,7 +140,7 @@ def _reset_peak() -> int:
 
 def _status(key: str) -> int:
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), 0)

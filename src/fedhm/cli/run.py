@@ -64,6 +64,8 @@ def run(options: argparse.Namespace) -> None:
                 experiment.run(folder)
             except FedhmError:
                 folder.remove_if_no_round_done()
+                if not path.exists():
+                    options.resume_hint = ""
                 raise
     show_report([path], path, console)
 

@@ -27,7 +27,7 @@ from fedhm.config.schema import Config, EngineConfig, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.files import file_name
 from fedhm.machine.printable import printable, printable_lines
-from fedhm.machine.process import usable_cores
+from fedhm.machine.process import usable_cores, utf8_output
 from fedhm.models.build import build_model
 from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 
@@ -182,6 +182,7 @@ class _Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
+            env=utf8_output(),
             start_new_session=True,
         )
 

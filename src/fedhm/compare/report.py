@@ -33,7 +33,7 @@ from fedhm.report.page import save_sections
 from fedhm.report.plot import Plot, save_png
 from fedhm.report.plots import energy_plot
 from fedhm.report.sections import Section, Switch
-from fedhm.report.sheets import Sheet, markdown_table
+from fedhm.report.sheets import Sheet, markdown_code, markdown_paragraph, markdown_picture, markdown_table
 
 TARGET_PNG, LAYERS_PNG, ENERGY_PNG = "cost-to-target.png", "parameters-and-macs-by-layer.png", "energy-beyond-rank.png"
 NOT_SHOWN = ("engine.", "data.folder", "seed", "tracking.", "federation.plan", "federation.checkpointed")
@@ -108,7 +108,7 @@ class ComparisonReport:
             (folder / name).unlink(missing_ok=True)
         write_atomically(folder / "comparison.csv", comparison_csv(self.entries))
         written = [save_png(plots, folder / name, side_by_side=len(plots) > 1) for name, plots in self.plots.items()]
-        pictures = "\n".join(f"![{path.stem}]({path.name})" for path in written)
+        pictures = "\n".join(markdown_picture(path.stem, path.name) for path in written)
         tables = "\n".join(markdown_table(sheet) for sheet in self.sheets)
         write_atomically(folder / "comparison.md", f"{self._settings()}\n{tables}\n{pictures}\n")
         switches = [Switch("run", "Methods", list(self.comparison.columns))]
@@ -133,7 +133,8 @@ class ComparisonReport:
 
     def _settings(self) -> str:
         """Return the head of `comparison.md`: the command and the settings."""
-        return "\n\n".join(["# Comparison", f"`{self.command}`", self._summary, markdown_table(self._entry_sheet)])
+        summary = markdown_paragraph(self._summary)
+        return "\n\n".join(["# Comparison", markdown_code(self.command), summary, markdown_table(self._entry_sheet)])
 
     @property
     def _summary(self) -> str:

@@ -1,7 +1,5 @@
 """The tables of a comparison. The first is the paper's: rows are capability levels, columns are methods."""
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ from fedhm.compare.results import (
 )
 from fedhm.config.objective import Metric
 from fedhm.report.format import format_bytes, format_macs, format_parameters, format_total_macs
-from fedhm.report.sheets import Sheet
+from fedhm.report.sheets import Sheet, csv_text
 from fedhm.runs.history import Run
 
 
@@ -226,11 +224,9 @@ def target_time_sheet(metric: Metric, target: float, timed: Sequence[TargetTime]
 
 def comparison_csv(entries: Sequence[EntryRuns]) -> str:
     """Return plain numbers: a line for each entry, seed, evaluated round and tier."""
-    out = io.StringIO()
-    writer = csv.writer(out)
     metrics = [metric.name for metric in entries[0].first.config.objective.metrics]
     timed = any(run.seconds_so_far() for entry in entries for run in entry.runs)
-    writer.writerow([*CSV, *metrics, *(["simulated_seconds_so_far"] if timed else [])])
+    rows: list[list[object]] = [[*CSV, *metrics, *(["simulated_seconds_so_far"] if timed else [])]]
     for entry in entries:
         for run in entry.runs:
             bytes_so_far, macs_so_far = cumulative(run, bytes_sent), cumulative(run, macs_computed)
@@ -241,8 +237,8 @@ def comparison_csv(entries: Sequence[EntryRuns]) -> str:
                     cost = run.costs[tier]
                     where = (entry.label, run.config.seed, record.round, tier)
                     values = [of_tier[name] for name in metrics]
-                    writer.writerow([*where, cost.parameters, cost.macs, *spent, *values, *seconds])
-    return out.getvalue()
+                    rows.append([*where, cost.parameters, cost.macs, *spent, *values, *seconds])
+    return csv_text(rows)
 
 
 def _cell_text(comparison: Comparison, cell: TableCell | None, row: int) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fedhm.data.samples import Samples, Source
 from fedhm.data.tokens import IDS, MASK, TARGETS, TYPES, Tokens
 from fedhm.errors import FedhmError, FedhmWarning
-from fedhm.machine.pretrained import find_pretrained
+from fedhm.machine.pretrained import NO_DOWNLOAD_NO_CODE, find_pretrained
 
 TEXT = "text:"  # in data.source
 TEXT_COLUMNS = ("text", "sentence", "utterance")  # names of a data set's column of texts
@@ -380,7 +380,7 @@ def _read_file(file: Path) -> tuple[list[str], list[str]]:
 def _tokenizer(base: str) -> Any:
     folder = find_pretrained(base)
     try:
-        return import_module("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return import_module("transformers").AutoTokenizer.from_pretrained(folder, **NO_DOWNLOAD_NO_CODE)
     except ImportError as error:
         raise FedhmError(f"tokenizing needs the package transformers ({error}): pip install 'fedhm[lora]'") from None
     except (OSError, ValueError) as error:

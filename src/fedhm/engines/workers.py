@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU, set_threads
+from fedhm.machine.memory import NotEnoughMemoryError, lacks_memory
 from fedhm.machine.printable import quoted_command
 from fedhm.machine.process import keep_freed_memory
 from fedhm.work.client import Client
@@ -174,15 +175,19 @@ def decode_reply(values: Values, memory: SharedMemory) -> Reply:
 
 
 def encode_error(error: BaseException, position: int) -> Values:
+    if lacks_memory(error) and not isinstance(error, NotEnoughMemoryError):
+        error = NotEnoughMemoryError("there is not enough memory for the worker processes: set engine.workers lower")
     sentence = str(error) if isinstance(error, FedhmError) else ""
     what = "".join(traceback.format_exception_only(error)).strip()
-    return {"error": {"sentence": sentence, "what": what, "trace": _trace(error), "position": position}}
+    memory = isinstance(error, NotEnoughMemoryError)
+    found = {"sentence": sentence, "memory": memory, "what": what, "trace": _trace(error), "position": position}
+    return {"error": found}
 
 
 def decode_error(values: Values, task: Task) -> Exception:
     """Return the exception to raise here for one that was raised in a worker."""
     if values["sentence"]:
-        return FedhmError(values["sentence"])
+        return (NotEnoughMemoryError if values["memory"] else FedhmError)(values["sentence"])
     error = RuntimeError(f"client {task.client} (tier {task.tier}) in round {task.round} raised {values['what']}")
     error.add_note(f"In a worker process:\n{values['trace']}")
     return error
@@ -281,7 +286,7 @@ def serve(clients: Sequence[Client], threads: int, context: WorkerContext, paren
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-    sys.stdout, sys.stderr = _stream(1), _stream(2)
+    sys.stdout, sys.stderr = _stream(1, sys.stdout), _stream(2, sys.stderr)
     # OpenMP keeps a team of threads for each thread that computes. This thread inherited a team whose members were not
     # forked, and would wait for them for ever. A new thread gets a team of its own.
     work = threading.Thread(target=_work, args=(clients, threads, context), daemon=True)
@@ -291,10 +296,11 @@ def serve(clients: Sequence[Client], threads: int, context: WorkerContext, paren
     os._exit(0)
 
 
-def _stream(descriptor: int) -> TextIO:
+def _stream(descriptor: int, inherited: TextIO | None) -> TextIO:
     """Open a stream for the output of a user's network. The inherited stream may hold foreign text, or a lock."""
+    encoding = getattr(inherited, "encoding", None) or "utf-8"
     try:
-        return open(descriptor, "w", buffering=1, errors="backslashreplace", closefd=False)
+        return open(descriptor, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
     except OSError:  # the process has no such stream
         return io.StringIO()
 
@@ -304,7 +310,7 @@ def _work(clients: Sequence[Client], threads: int, context: WorkerContext) -> No
     set_threads(threads)
     for client in clients if context.device != CPU else ():
         client.use_device(context.device)
-    with suppress(BrokenPipeError):  # the parent does not wait for answers any more
+    try:
         while reference := MessageRef.receive(context.queue):
             slot = context.slots[reference.slot]
             task, position = decode_task(read_message(reference, slot), context.shared, slot)
@@ -314,6 +320,11 @@ def _work(clients: Sequence[Client], threads: int, context: WorkerContext) -> No
             except BaseException as error:  # it ends the run, not this process
                 values = encode_error(error, position)
             write_message(values, reference.slot, slot).send(context.answers)
+    except BrokenPipeError:
+        return  # the parent does not wait for answers any more
+    except Exception as error:
+        if not lacks_memory(error):  # without memory for an answer, the end of this process tells the parent
+            raise
 
 
 # The pool of workers

@@ -21,10 +21,11 @@ from fedhm.export.formats import find_format
 from fedhm.export.source import ExportSource
 from fedhm.export.write import Exported
 from fedhm.machine.files import file_name, write_atomically
+from fedhm.machine.process import utf8_output
 from fedhm.measure.cost import Cost, measure
 from fedhm.report.format import format_bytes, format_macs
 from fedhm.report.plot import COLOURS, Line, Plot, Symbol, save_png
-from fedhm.report.sheets import Sheet, markdown_table
+from fedhm.report.sheets import Sheet, markdown_table, markdown_text
 
 SYMBOLS: tuple[Symbol, ...] = ("circle", "square", "diamond", "x", "circle-open")
 SECONDS = 1.0  # of measuring for each file
@@ -63,7 +64,9 @@ def peak_memory(file: Exported, sample: Tensor) -> int | None:
         inputs = Path(folder) / "sample.safetensors"
         save_file({"sample": sample.contiguous()}, inputs)
         command = [sys.executable, "-m", "fedhm.export.peak", file.format, str(file.path.absolute()), str(inputs)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, env=utf8_output(), encoding="utf-8", errors="replace", check=False
+        )
     if done.returncode:
         said = done.stderr.strip().splitlines()[-1:]
         raise FedhmError(f"the process that measures {file.path} failed: {' '.join(said)}")
@@ -161,13 +164,14 @@ def card_sheet(rows: Sequence[Row], metric: Metric) -> Sheet:
 def _card(source: ExportSource, rows: Sequence[Row], metric: Metric) -> str:
     shape = "×".join(str(size) for size in source.inputs.shape[1:])
     takes = f"raw images, uint8 (N, C, H, W) of {shape}" if source.preprocessing else f"(N, {shape}) numbers"
-    lines = [f"# Tier {source.name}", "", f"- takes: {takes}"]
+    facts = [f"takes: {takes}"]
     if source.classes:
-        lines.append(f"- gives: a score for each of {len(source.classes)} classes: {', '.join(source.classes)}")
-    lines += [f"- {name}: {value}" for name, value in source.origin.items()]
+        facts.append(f"gives: a score for each of {len(source.classes)} classes: {', '.join(source.classes)}")
+    facts += [f"{name}: {value}" for name, value in source.origin.items()]
     for row in rows:
         samples = "random inputs" if row.file.random else f"{len(source.inputs)} samples"
-        lines.append(f"- {row.file.path.name}: within {row.file.difference:.1e} of the network's outputs on {samples}")
+        facts.append(f"{row.file.path.name}: within {row.file.difference:.1e} of the network's outputs on {samples}")
+    lines = [f"# Tier {markdown_text(source.name)}", "", *(f"- {markdown_text(fact)}" for fact in facts)]
     return "\n".join([*lines, "", markdown_table(card_sheet(rows, metric))])
 
 
@@ -178,6 +182,6 @@ def _cost(source: ExportSource) -> Cost:
 
 def _machine() -> str:
     names = Path("/proc/cpuinfo")
-    lines = names.read_text().splitlines() if names.exists() else []
+    lines = names.read_text(encoding="utf-8").splitlines() if names.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()

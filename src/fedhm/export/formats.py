@@ -147,7 +147,7 @@ class ExecutorchFormat(Format):
 
             lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
         path.write_bytes(lowered.buffer)
-        path.with_name(path.name + ".json").write_text(json.dumps(dict(facts), indent=2) + "\n")
+        path.with_name(path.name + ".json").write_text(json.dumps(dict(facts), indent=2) + "\n", encoding="utf-8")
 
     def load(self, path: Path, threads: int = 0) -> Outputs:  # noqa: ARG002
         with warnings.catch_warnings():

@@ -26,7 +26,9 @@ def main() -> None:
     if not STATUS.exists():
         print(json.dumps(None))
         return
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, which was that of the imports
+    Path("/proc/self/clear_refs").write_text(
+        "5", encoding="utf-8"
+    )  # forget the peak so far, which was that of the imports
     before = _bytes("VmRSS")
     outputs = made.load(Path(path), threads=1)
     for _ in range(CALLS):
@@ -35,7 +37,7 @@ def main() -> None:
 
 
 def _bytes(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return 1024 * int(found[1])
 

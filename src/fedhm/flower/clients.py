@@ -5,7 +5,7 @@ starts a process for every message, but a process of a simulation handles many m
 that takes long to make is cached here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.flower.wire import RunInfo, decode_tasks, encode_replies
 from fedhm.machine.device import find_device, set_threads
+from fedhm.machine.memory import MODEL_ADVICE, NotEnoughMemoryError, memory_errors
 from fedhm.machine.process import return_freed_memory
 from fedhm.models.build import build_model
 from fedhm.networks.reuse import NetworkPool
@@ -129,7 +130,8 @@ def _make_app(
         try:
             if info.classes:
                 memory, device = _spare_memory(context), _device_file(context)
-                client = make(context, info)
+                with memory_errors("to prepare the client's model and data", MODEL_ADVICE):
+                    client = make(context, info)
                 node = Node(number, len(client.samples), tier, memory, tests=len(client.tests or ()), device=device)
             else:
                 samples = read_samples(context, info)
@@ -145,15 +147,29 @@ def _make_app(
         set_threads(engine.threads)
         if any(context.node_config.get(name) for name in ("memory", "device-file")):
             return_freed_memory()  # the plan counts live tensors, not memory that was freed
-        client = make(context, info)
-        replies = [_reply(client, number, task) for task in decode_tasks(message.content)]
+        replies = _replies(lambda: make(context, info), number, list(decode_tasks(message.content)))
         return Message(encode_replies(replies, engine.fp16), reply_to=message)
 
     return app
 
 
+def _replies(make: Callable[[], Client], number: int, tasks: Sequence[Task]) -> list[Reply]:
+    """Do tasks with the client that `make` returns. Too little memory on this node costs its own updates only."""
+    try:
+        with memory_errors("to prepare the client's model and data", MODEL_ADVICE):
+            client = make()
+    except NotEnoughMemoryError as error:
+        return [Failure(task.client, str(error)) for task in tasks]
+    return [_reply(client, number, task) for task in tasks]
+
+
 def _reply(client: Client, number: int, task: Task) -> Reply:
-    return client.reply(task) if task.client == number else Failure(task.client, f"its task came to client {number}")
+    if task.client != number:
+        return Failure(task.client, f"its task came to client {number}")
+    try:
+        return client.reply(task)
+    except NotEnoughMemoryError as error:
+        return Failure(task.client, str(error))
 
 
 # ---- the node config, and a node's own settings ----

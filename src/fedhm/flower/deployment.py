@@ -162,7 +162,7 @@ class DeploymentFolder:
     @property
     def is_running(self) -> bool:
         try:
-            with (self.path / "lock").open() as file:
+            with (self.path / "lock").open(encoding="utf-8") as file:
                 return not lock_descriptor(file.fileno(), blocking=False) and _is_alive(file.read())
         except FileNotFoundError:
             return False
@@ -186,7 +186,7 @@ class DeploymentFolder:
             file.write(json.dumps({"pid": os.getpid()}))
             file.flush()
             self.announcement.unlink(missing_ok=True)  # a killed deployment left it
-            (self.path / ".gitignore").write_text("*\n")  # the folder holds private keys
+            (self.path / ".gitignore").write_text("*\n", encoding="utf-8")  # the folder holds private keys
             try:
                 yield file.fileno()
             finally:
@@ -219,7 +219,7 @@ def _open_lock(path: Path) -> IO[str]:
             path.parent.mkdir(parents=True, exist_ok=True)
             if ours:  # earlier versions made a folder that everybody could read
                 path.parent.chmod(0o700)
-            return path.open("a+")
+            return path.open("a+", encoding="utf-8")
     except OSError as error:
         raise FedhmError(f"cannot make the folder {path.parent}: {error.strerror}") from None
 

@@ -41,6 +41,7 @@ from fedhm.flower.nodes import (
 )
 from fedhm.flower.submit import StatusFile
 from fedhm.flower.wire import RunInfo, introduction_request
+from fedhm.machine.memory import ROUND_ADVICE, memory_errors
 from fedhm.machine.printable import printable
 from fedhm.measure.cost import sample_spec
 from fedhm.methods.method import AnyMethod
@@ -182,6 +183,7 @@ def run_config_on_grid(
     run_on_grid(grid, config, model, lambda *_: federation, out, watchers, say, node_keys)
 
 
+@memory_errors("for the server", ROUND_ADVICE)
 def run_on_grid(
     grid: Grid,
     config: Config,

@@ -59,14 +59,14 @@ class StatusFile:
         self._status = {**self._status, **changes}
         with suppress(OSError):  # the reader may be gone, and the file's folder with it
             new = self._path.with_suffix(".new")
-            new.write_text(json.dumps(self._status))
+            new.write_text(json.dumps(self._status), encoding="utf-8")
             new.replace(self._path)
 
 
 def read_status(path: Path) -> Status | None:
     """Return the content of a status file; None until the process has begun."""
     try:
-        status: Status = json.loads(path.read_text())
+        status: Status = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     return status

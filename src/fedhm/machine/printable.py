@@ -1,5 +1,6 @@
 """Text from other sources, such as a client or a log, made safe for a line of a terminal, record or report."""
 
+import io
 import re
 import shlex
 
@@ -28,3 +29,11 @@ def quoted_command(*words: object) -> str:
 def printable_lines(text: str, longest: int = 10 * LONGEST) -> str:
     """Return text of several lines, each made printable."""
     return "\n".join(printable(line, longest) for line in text.split("\n"))
+
+
+def accept_any_text(*streams: object) -> None:
+    """Make streams print a ? for a character that their encoding does not have, instead of raising."""
+    for stream in streams:
+        # a stream that the user's program put in place, or no stream at all, stays as it is
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")

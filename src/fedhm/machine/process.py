@@ -25,8 +25,13 @@ def memory_limit() -> float:
     except (AttributeError, ValueError, OSError):  # not on Windows
         return math.inf
     limit = Path("/sys/fs/cgroup/memory.max")
-    content = limit.read_text().strip() if limit.exists() else ""
+    content = limit.read_text(encoding="utf-8").strip() if limit.exists() else ""
     return min(whole, int(content)) if content.isdecimal() else whole
+
+
+def utf8_output() -> dict[str, str]:
+    """Return the environment for a Python process whose output is read here: it prints UTF-8, whatever the terminal."""
+    return {**os.environ, "PYTHONIOENCODING": "utf-8:backslashreplace"}
 
 
 def usable_cores() -> int:
@@ -77,7 +82,8 @@ def raise_mmap_threshold() -> None:
     """
     import torch  # here, since the command line imports this module before it needs torch
 
-    torch.empty(LARGEST_THRESHOLD - (1 << 20), dtype=torch.uint8)  # glibc learns nothing from blocks beyond 32 MB
+    with suppress(RuntimeError, MemoryError):  # there may be less memory than that, and it may be enough
+        torch.empty(LARGEST_THRESHOLD - (1 << 20), dtype=torch.uint8)  # glibc learns nothing from blocks beyond 32 MB
 
 
 def in_child(compute: Callable[[], int]) -> int:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
+from fedhm.machine.memory import MODEL_ADVICE, memory_errors
 from fedhm.machine.process import memory_limit
 from fedhm.models import MODELS
 from fedhm.models.pretrained import read_pretrained
@@ -16,6 +17,7 @@ from fedhm.networks.exchange import exchanged_tensors, size_in_bytes
 from fedhm.seeds import derive
 
 
+@memory_errors("to build the model", MODEL_ADVICE)
 def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
     """Build the model that a config names, initialised from its seed."""
     if config.model is None:

@@ -1,4 +1,4 @@
-"""Pretrained transformers, read from disk: nothing is downloaded."""
+"""Pretrained transformers, read from safetensors on disk: nothing is downloaded, and nothing is unpickled."""
 
 from importlib import import_module
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
-from fedhm.machine.pretrained import find_pretrained
+from fedhm.machine.pretrained import NO_DOWNLOAD_NO_CODE, ONLY_SAFETENSORS, check_no_pickle, find_pretrained
 
 
 class MeanPooled(nn.Module):
@@ -46,6 +46,7 @@ def read_pretrained(
     dropout  of all layers in training; "own": the model's own
     """
     folder = find_pretrained(base)
+    check_no_pickle(base, folder)
     try:
         transformers = import_module("transformers")
     except ImportError as error:
@@ -60,11 +61,11 @@ def read_pretrained(
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+            settings = transformers.AutoConfig.from_pretrained(folder, **NO_DOWNLOAD_NO_CODE, **options)
             _set_dropout(settings, dropout)
             if not per_token and getattr(settings, "pad_token_id", 0) is None:
                 settings.pad_token_id = _padding(transformers, folder)
-            model: nn.Module = kind.from_pretrained(folder, config=settings, local_files_only=True, dtype=torch.float32)
+            model: nn.Module = kind.from_pretrained(folder, config=settings, **ONLY_SAFETENSORS, dtype=torch.float32)
             if pooling == "mean":
                 model = MeanPooled(model, outputs)
     except (OSError, ValueError, RuntimeError) as error:
@@ -80,7 +81,7 @@ def read_pretrained(
 def _padding(transformers: Any, folder: Path) -> int | None:
     """Return the tokenizer's padding token; without one, as in GPT-2, the token that ends a text."""
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **NO_DOWNLOAD_NO_CODE)
     except (OSError, ValueError):  # the tokenizer is read again with the data, and refused there
         return None
     found: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fedhm.errors import FedhmError
 from fedhm.machine.device import seeded
+from fedhm.machine.memory import lacks_memory
 from fedhm.networks.inputs import Inputs, forward_batch, select_rows
 from fedhm.networks.structure import copy_network
 
@@ -245,7 +246,9 @@ def find_unrepeatable_block(network: nn.Module, asked: bool | Sequence[str], sam
     try:
         with torch.no_grad(), seeded(0):
             forward_batch(network, _noise_like(sample))
-    except Exception:  # of the user's model: it may train on other batches, and clients report if it does not
+    except Exception as error:  # of the user's model: it may train on other batches, and clients report if it does not
+        if lacks_memory(error):
+            raise
         return None
     return other[0] if other else None
 

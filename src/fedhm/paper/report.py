@@ -1,7 +1,5 @@
 """Reports on tables and figures that need runs: our numbers beside the paper's, and the figures in the paper's form."""
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +39,16 @@ from fedhm.report.format import MISSING, format_parameters
 from fedhm.report.page import render_page
 from fedhm.report.plot import COLOURS, DARK_COLOURS, Line, Plot, last_values, save_png
 from fedhm.report.sections import Part, Section
-from fedhm.report.sheets import BOLD, Sheet, markdown_table, rich_table
+from fedhm.report.sheets import (
+    Sheet,
+    csv_text,
+    markdown_code,
+    markdown_picture,
+    markdown_table,
+    markdown_text,
+    rich_table,
+    sheet_csv,
+)
 
 ONLY_ORDER = (
     "This is the small scale: the networks are narrower and the rounds fewer than the paper's. So only the order of "
@@ -70,9 +77,10 @@ class PaperReport:
     def save(self, out: Path) -> list[Path]:
         """Write tables, numbers, the picture and the page, and return their paths."""
         files = {kind: out / f"{self.stem}.{kind}" for kind in ("md", "csv", "html", "png")}
-        picture = f"\n![{self.title}]({files['png'].name})\n" if self.plots else ""
+        picture = f"\n{markdown_picture(self.title, files['png'].name)}\n" if self.plots else ""
         tables = "\n".join(markdown_table(sheet) for sheet in self.sheets)
-        write_atomically(files["md"], f"# {self.title}\n\n`{self.command}`\n\n{tables}{picture}")
+        head = f"# {markdown_text(self.title)}\n\n{markdown_code(self.command)}"
+        write_atomically(files["md"], f"{head}\n\n{tables}{picture}")
         write_atomically(files["csv"], self.numbers or "\n".join(map(sheet_csv, self.sheets)))
         write_atomically(files["html"], render_page(self.title, self._sections, []))
         if not self.plots:
@@ -86,15 +94,6 @@ class PaperReport:
         made_by: list[Part] = [f"Made by: {self.command}"]
         sections = [Section("Table", parts), Section("Figure", [*self.plots]), Section("Command", made_by)]
         return [section for section in sections if section.parts]
-
-
-def sheet_csv(sheet: Sheet) -> str:
-    """Return the cells of a table as CSV."""
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(sheet.columns)
-    writer.writerows([BOLD.sub(r"\1", cell) for cell in row] for row in sheet.rows)
-    return out.getvalue()
 
 
 @dataclass(frozen=True)
@@ -264,17 +263,16 @@ class RunsReport:
         return sum(theirs * ours > 0 for theirs, ours in pairs), len(pairs)
 
     def _accuracy_csv(self) -> str:
-        out = io.StringIO()
-        writer = csv.writer(out)
         values = ("paper", "best", "best_deviation", "difference", "last", "last_deviation")
-        writer.writerow(["column", "entry", "tier", "parameters", "paper_parameters_in_millions", *values, "seeds"])
+        names = ("column", "entry", "tier", "parameters", "paper_parameters_in_millions", *values, "seeds")
+        lines: list[Sequence[object]] = [names]
         for row in self.rows:
             best, last, seeds = row.best, row.cell.final, len(row.cell.entry.runs)
             millions = row.size.millions if row.size else None
             where = (row.column.key, row.cell.entry.label, row.tier, row.cell.parameters, millions)
             found = (row.published, best.mean, best.deviation, row.difference, last.mean, last.deviation)
-            writer.writerow([*where, *found, seeds])
-        return out.getvalue()
+            lines.append([*where, *found, seeds])
+        return csv_text(lines)
 
     # Figure 8, and the plots of the tables: accuracy by size
 

@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedhm.machine.memory import memory_errors
+
 if TYPE_CHECKING:
     from fedhm.runs.history import Run
 
 CHECKSUMS_FILE = "report.json"
 
 
+@memory_errors("to write the report", "close other programs; the rounds are on disk")
 def save_report(runs: "Sequence[Run]", folder: Path) -> list[Path]:
     """Write page, tables and plots of runs, and return their paths. Their checksums are written last."""
     # here, since the progress of a run needs none of this, and it takes a while to import

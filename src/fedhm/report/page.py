@@ -7,21 +7,25 @@ without scripts.
 import hashlib
 import re
 import sys
+import time
 from base64 import b64encode
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
-from threading import Lock
-from typing import Any
+from threading import Lock, Thread
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, Template
 from markupsafe import Markup, escape
 
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
+from fedhm.machine.printable import printable
 from fedhm.report.plot import Plot, render_plotly, render_svg, render_table
 from fedhm.report.sections import Section, Switch, run_sections
 from fedhm.report.sheets import BOLD, Sheet
@@ -42,12 +46,17 @@ def save_sections(title: str, sections: Sequence[Section], switches: Sequence[Sw
     return folder / PAGE_FILE
 
 
-def render_page(title: str, sections: Sequence[Section], switches: Sequence[Switch], *, live: bool = False) -> str:
-    """Return the whole page. A live page asks its server for news."""
+def render_page(title: str, sections: Sequence[Section], switches: Sequence[Switch]) -> str:
+    """Return the whole page."""
+    return _render_frame(title, _render_body(title, sections, switches), live=False)
+
+
+def _render_frame(title: str, body: Markup, *, live: bool) -> str:
+    """Return a page around its body, with styles and scripts. A live page asks its server for news."""
     scripts = [_asset(PLOTLY), _asset("page.js")]
     return _template("page.html.jinja").render(
         title=title,
-        body=_render_body(title, sections, switches),
+        body=body,
         css=Markup(_asset("page.css")),
         scripts=[Markup(script) for script in scripts],
         rules=_content_security_policy(scripts, live),
@@ -115,33 +124,75 @@ LOOPBACK = "127.0.0.1"
 WATCHED_FILES = ("records.jsonl", "tiers.json", "config.toml", "models")  # one of them changes with every news
 
 
+RETRY_SECONDS = 10.0  # after a rendering that failed, until the same state of the runs is tried again
+
+
+class LivePage(NamedTuple):
+    """What is served of one state of the runs."""
+
+    version: str
+    whole: str
+    part: str  # that changes while a run goes on
+
+
 class LivePages:
-    """The page of runs and its changing part, made again when the folders of the runs have changed."""
+    """The page of runs, rendered once for each change of their folders.
+
+    A reader gets the stored page at once. If the runs have changed, the reader also starts the next rendering, which
+    later readers get. Only the first readers wait, since nothing is stored yet. If a rendering fails, the last good
+    page stays.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
-        self._pages: dict[bool, tuple[str, str]] = {}  # whole page or part → its version and its text
-        self._lock = Lock()  # matplotlib is not safe in several threads
+        self._lock = Lock()  # held for moments, never during a rendering
+        self._stored: LivePage | None = None
+        # The latest rendering. The next one waits for its end: matplotlib is not safe in several threads.
+        self._rendering: Future[LivePage] = Future()
+        self._rendering.set_exception(FedhmError("nothing was rendered yet"))
+        self._failed: tuple[str, float] = ("", 0.0)  # the version that could not be rendered, and when
 
-    def page(self, *, whole: bool) -> tuple[str, str]:
-        """Return the version of the runs, and the page or its changing part."""
+    def latest(self) -> LivePage:
+        """Return the stored page; the first readers wait for it, and get the error if it cannot be rendered."""
         with self._lock:
-            version = self._version()
-            if self._pages.get(whole, ("", ""))[0] != version:
-                self._pages[whole] = version, self._render(whole=whole)
-            return self._pages[whole]
+            version, stored = self._version(), self._stored
+            if self._rendering.done() and self._is_due(version):
+                rendering: Future[LivePage] = Future()
+                Thread(target=self._render, args=(version, rendering), daemon=True).start()
+                self._rendering = rendering
+            waited_for = self._rendering
+        return stored or waited_for.result()
 
-    def _render(self, *, whole: bool) -> str:
-        runs = read_runs(self._folders)
-        title, sections, switches = _title(runs), run_sections(runs), run_switches(runs)
-        if whole:
-            return render_page(title, sections, switches, live=True)
-        return _render_body(title, sections, switches)
+    def _is_due(self, version: str) -> bool:
+        if self._stored is None:
+            return True
+        failed, when = self._failed
+        waits = version == failed and time.monotonic() - when < RETRY_SECONDS
+        return version != self._stored.version and not waits
+
+    def _render(self, version: str, rendering: "Future[LivePage]") -> None:
+        try:
+            runs = read_runs(self._folders)
+            title = _title(runs)
+            body = _render_body(title, run_sections(runs), run_switches(runs))
+            page = LivePage(version, _render_frame(title, body, live=True), body)
+        except Exception as error:  # whatever it is, readers get the last good page, or this sentence
+            self._failed = version, time.monotonic()
+            sentence = str(error) if isinstance(error, FedhmError) else f"{type(error).__name__}: {error}"
+            if self._stored:
+                print(f"fedhm: the page shows an earlier state: {printable(sentence)}", file=sys.stderr)
+            rendering.set_exception(FedhmError(sentence))
+        else:
+            self._stored = page
+            rendering.set_result(page)
 
     def _version(self) -> str:
-        files = [folder / name for folder in self._folders for name in WATCHED_FILES]
-        known = [file.stat() for file in files if file.exists()]
-        return '"' + "-".join(f"{stat.st_mtime_ns:x}.{stat.st_size:x}" for stat in known) + '"'
+        known: list[str] = []
+        for file in (folder / name for folder in self._folders for name in WATCHED_FILES):
+            with suppress(OSError):  # it is not there yet
+                stat = file.stat()
+                known.append(f"{stat.st_mtime_ns:x}.{stat.st_size:x}")
+        return '"' + "-".join(known) + '"'
 
 
 class PageServer(ThreadingHTTPServer):
@@ -182,14 +233,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer_page(self, whole: bool) -> None:
         try:
-            version, content = self.server.pages.page(whole=whole)
-        except FedhmError as error:  # the run is about to begin, or its folder went away
+            page = self.server.pages.latest()
+        except FedhmError as error:  # such as for a run that is about to begin
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", str(error))
             return
-        if self.headers.get("If-None-Match") == version:
-            self._answer(HTTPStatus.NOT_MODIFIED, "text/html", "", version)
+        if self.headers.get("If-None-Match") == page.version:
+            self._answer(HTTPStatus.NOT_MODIFIED, "text/html", "", page.version)
         else:
-            self._answer(HTTPStatus.OK, "text/html", content, version)
+            self._answer(HTTPStatus.OK, "text/html", page.whole if whole else page.part, page.version)
 
     def _answer(self, status: HTTPStatus, kind: str, content: str, version: str = "") -> None:
         encoded = content.encode()

@@ -13,6 +13,7 @@ from rich.progress import (
 )
 
 from fedhm.config.objective import Metric
+from fedhm.machine.printable import accept_any_text
 from fedhm.server.record import Record
 from fedhm.work.work import work_of
 
@@ -106,4 +107,5 @@ def show_rounds(shown: bool, headline: Metric) -> Iterator[list[LiveBar | LogLin
 
 def progress(console: Console, headline: Metric) -> LiveBar | LogLines:
     """Return a watcher for the console that shows the metric `headline`."""
+    accept_any_text(console.file)  # of a ServerApp, in a process of Flower's, no other code does it
     return LiveBar(console, headline) if console.is_terminal else LogLines(console, headline)

@@ -1,12 +1,21 @@
-"""A table as data, `Sheet`, printed in a terminal or written as Markdown. The page shows it as HTML."""
+"""A table as data, `Sheet`, printed in a terminal or written as Markdown or CSV. The page shows it as HTML.
 
+Names of folders, devices and tiers, and the reasons of clients are text that others chose. So every text is escaped
+here, where it becomes Markdown or CSV.
+"""
+
+import csv
+import io
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 from rich.markup import escape
 from rich.table import Table
+
+from fedhm.machine.printable import printable
 
 BOLD = re.compile(r"\*\*(.*?)\*\*")
 
@@ -71,12 +80,92 @@ def rich_table(sheet: Sheet, *, spacious: bool = False) -> Table:
     return table
 
 
+# Markdown
+
+
 def markdown_table(sheet: Sheet) -> str:
-    lines = [f"### {sheet.title}", ""] if sheet.title else []
+    lines = [f"### {markdown_text(sheet.title)}", ""] if sheet.title else []
     marks = ["---" if sheet.is_words(number) else "--:" for number in range(len(sheet.columns))]
-    lines += ["| " + " | ".join(sheet.columns) + " |", "|" + "|".join(marks) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in sheet.rows]
-    return "\n".join([*lines, "", sheet.note, ""])
+    lines += ["| " + " | ".join(map(_markdown_cell, sheet.columns)) + " |", "|" + "|".join(marks) + "|"]
+    lines += ["| " + " | ".join(map(_markdown_cell, row)) + " |" for row in sheet.rows]
+    return "\n".join([*lines, "", markdown_paragraph(sheet.note), ""])
+
+
+_MARKUP = re.compile(
+    r"[\\`*\[|~@$]"  # escapes, code, emphasis, links and images, cells, deleted text, mentions, formulas
+    r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; inside a word an underscore is none
+    r"|(?<=:)/(?=/)|(?<=www)\.",  # addresses, which many renderers make links of
+    re.IGNORECASE,
+)
+_BLOCK = re.compile(r"[-+=#]|\d+(?=[.)])")  # at the beginning of a line: lists, headings, lines below headings
+_HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+
+
+def markdown_text(text: str) -> str:
+    """Return any text as one line of Markdown that shows it as it is, without markup, links, images or HTML."""
+    return _escape(_one_line(text))
+
+
+def markdown_paragraph(text: str) -> str:
+    """Return any text as a paragraph of Markdown: it cannot begin a heading, a list or a quotation."""
+    line = markdown_text(text)
+    begins = _BLOCK.match(line)
+    if begins is None:
+        return line
+    number = begins[0] if begins[0].isdecimal() else ""
+    return f"{number}\\{line[len(number) :]}"
+
+
+def markdown_code(text: str) -> str:
+    """Return any text as code within a line of Markdown."""
+    line = _one_line(text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
+    padding = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{fence}{padding}{line}{padding}{fence}"
+
+
+def markdown_picture(text: str, file_name: str) -> str:
+    """Return a picture in the folder of the Markdown file."""
+    return f"![{markdown_text(text)}]({quote(file_name)})"
+
+
+def _markdown_cell(cell: str) -> str:
+    parts = BOLD.split(_one_line(cell))  # every second part is bold
+    return "".join(f"**{_escape(part)}**" if number % 2 else _escape(part) for number, part in enumerate(parts))
+
+
+def _one_line(text: str) -> str:
+    return printable(text, max(1, len(text)))
+
+
+def _escape(line: str) -> str:
+    escaped = _MARKUP.sub(r"\\\g<0>", line)
+    return "".join(_HTML.get(letter, letter) for letter in escaped)
+
+
+# CSV
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows as CSV that a spreadsheet can open: numbers stay numbers, and no text is a formula."""
+    out = io.StringIO()
+    csv.writer(out).writerows([_csv_cell(cell) for cell in row] for row in rows)
+    return out.getvalue()
+
+
+def sheet_csv(sheet: Sheet) -> str:
+    """Return the cells of a table as CSV."""
+    return csv_text([sheet.columns, *([_plain(cell) for cell in row] for row in sheet.rows)])
+
+
+_FORMULA = re.compile(r"\s*[=+\-@＝＋－＠\t\r]")  # spreadsheets take the wide characters of Chinese and Japanese, too
+_NUMBER = re.compile(r"[-+]?(\d[\d,]*)?\.?\d+(e[-+]?\d+)?", re.IGNORECASE)
+
+
+def _csv_cell(cell: object) -> object:
+    if not isinstance(cell, str) or _NUMBER.fullmatch(cell) or not _FORMULA.match(cell):
+        return cell
+    return f"'{cell}"
 
 
 def _plain(cell: str) -> str:

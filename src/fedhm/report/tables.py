@@ -3,8 +3,6 @@
 They are printed in a terminal, written into `report.md` and shown on the page. `report.csv` has the plain numbers.
 """
 
-import csv
-import io
 import statistics
 from collections.abc import Sequence
 from functools import cache
@@ -22,7 +20,7 @@ from fedhm.networks.exchange import Tensors, shared_parameters, size_in_bytes
 from fedhm.networks.inputs import Inputs, sample_shape
 from fedhm.report.comparable import find_difference
 from fedhm.report.format import MISSING, format_bytes, format_macs, format_memory
-from fedhm.report.sheets import Sheet, markdown_table, rich_table
+from fedhm.report.sheets import Sheet, csv_text, markdown_table, markdown_text, rich_table
 from fedhm.runs.history import Run
 from fedhm.server.filters.fleet import LATE, ClientPlan, TierWork
 from fedhm.server.record import GroupMetrics, Record
@@ -337,18 +335,16 @@ def _client_sheets(runs: Sequence[Run]) -> list[Sheet]:
 def report_markdown(runs: Sequence[Run]) -> str:
     found = find_difference(runs)
     tables = [markdown_table(each) for each in (run_sheet(runs), *_client_sheets(runs))]
-    return "\n".join(tables) + (f"\nNot comparable: {found}.\n" if found else "")
+    return "\n".join(tables) + (f"\nNot comparable: {markdown_text(found)}.\n" if found else "")
 
 
 def report_csv(runs: Sequence[Run]) -> str:
     """Return plain numbers: a line for each run, evaluated round and tier."""
     metrics = metric_names(runs)
-    out = io.StringIO()
-    writer = csv.writer(out)
     private = any(record.epsilon is not None for run in runs for record in run.records)
     timed = any(run.seconds_so_far() for run in runs)
     more = [*(["epsilon"] if private else []), *(["simulated_seconds_so_far"] if timed else [])]
-    writer.writerow([*WHICH, "parameters", "macs", "client_bytes_so_far", *metrics, *more])
+    rows: list[list[object]] = [[*WHICH, "parameters", "macs", "client_bytes_so_far", *metrics, *more]]
     for run in runs:
         seconds = run.seconds_so_far()
         for record in run.evaluated:
@@ -360,5 +356,5 @@ def report_csv(runs: Sequence[Run]) -> str:
                 values = (of_tier.get(name, "") for name in metrics)
                 stated: list[float | str] = ["" if record.epsilon is None else record.epsilon] if private else []
                 stated += [seconds[record.round - 1] if seconds else ""] if timed else []
-                writer.writerow([*which, cost.parameters, cost.macs, so_far, *values, *stated])
-    return out.getvalue()
+                rows.append([*which, cost.parameters, cost.macs, so_far, *values, *stated])
+    return csv_text(rows)

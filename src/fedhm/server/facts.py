@@ -9,6 +9,7 @@ from torch import nn
 from fedhm.config.schema import ResolvedConfig
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Batch
+from fedhm.machine.memory import lacks_memory
 from fedhm.measure.cost import Cost, measure, sample_spec
 from fedhm.measure.self_written import find_self_written
 from fedhm.networks.batchnorm import running_statistic_names
@@ -52,7 +53,9 @@ def _fixed_and_moving(network: nn.Module, sample: Inputs) -> tuple[frozenset[str
         return names, names
     try:
         written = find_self_written(network, sample)
-    except Exception:  # a foreign model may raise anything: it may need another batch, which says nothing about it
+    except Exception as error:  # a foreign model may raise anything: it may need another batch, which says nothing
+        if lacks_memory(error):
+            raise
         return frozenset(), names
     return names - written, names & written
 

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,16 @@ from fedhm.config.registry import find, make
 from fedhm.config.schema import PrivacyConfig, TrainConfig
 from fedhm.data.samples import Feed, Preprocessing, SampleCache, Samples
 from fedhm.lowrank.delta import clip_delta
+from fedhm.machine.memory import EVALUATION_ADVICE, TRAINING_ADVICE, memory_errors
 from fedhm.machine.tensors import update_digest
 from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, untrained_names
 from fedhm.networks.reuse import NetworkPool
 from fedhm.seeds import Secret, secret_normals
 from fedhm.work.messages import Failure, Reply, Task, Update
+
+if TYPE_CHECKING:
+    from fedhm.work.work import Work
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,10 @@ class Client:
         return self.objective.held(self.samples.labels) if masked else None
 
     def reply(self, task: Task, position: int = 0) -> Reply:
-        """Do a task, and return its update or the reason why it failed."""
+        """Do a task, and return its update or the reason why it failed.
+
+        Too little memory is no fault of the client where its tasks run in the server's machine. So it is raised.
+        """
         try:
             return self.run(task, position)
         except (RuntimeError, ValueError) as error:  # torch raises these if network and data do not fit
@@ -116,6 +124,11 @@ class Client:
     def run(self, task: Task, position: int = 0) -> Update:
         """Do a task by its kind of work."""
         work = find("work", task.kind)
+        whose = f"for client {task.client} (tier {task.tier}) in round {task.round}"
+        with memory_errors(whose, TRAINING_ADVICE if work.trains else EVALUATION_ADVICE):
+            return self._run(task, work, position)
+
+    def _run(self, task: Task, work: "Work", position: int) -> Update:
         used = (self.tests or ()) if work.tests else self.samples
         if not len(used):
             raise ValueError("it has no test samples")

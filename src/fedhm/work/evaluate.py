@@ -18,6 +18,7 @@ from fedhm.config.schema import Config, TrainConfig
 from fedhm.data.samples import Feed
 from fedhm.errors import FedhmWarning
 from fedhm.machine.device import CPU, move_tensors
+from fedhm.machine.memory import EVALUATION_ADVICE, memory_errors
 from fedhm.networks.batchnorm import normalise_by_batch
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.inputs import forward_batch
@@ -79,6 +80,7 @@ def evaluate(
     return objective.results(sums, len(feed.samples))
 
 
+@memory_errors("to evaluate the tiers", EVALUATION_ADVICE)
 def evaluate_tiers(networks: Mapping[str, nn.Module], feed: Feed, config: Config) -> dict[str, Metrics]:
     """Return the metrics of every tier's network."""
     batch, objective = config.evaluation.batch, config.objective

@@ -46,7 +46,7 @@ class TokenAccount(ControlAuthnPlugin):
 
 if __name__ == "__main__":
     _, token_file, *sys.argv = sys.argv
-    account = TokenAccount(Path(token_file).read_text())
+    account = TokenAccount(Path(token_file).read_text(encoding="utf-8"))
     # by import_module, because the package has a function of the same name that hides the module
     command: Any = import_module("flwr.superlink.cli.flower_superlink")
     command.load_control_authn_plugin = lambda: account

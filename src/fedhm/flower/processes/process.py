@@ -16,6 +16,7 @@ from typing import Self
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.secrets import OWNER_ONLY_UMASK, owner_only_files
 from fedhm.machine.printable import printable
+from fedhm.machine.process import utf8_output
 
 HOST = "127.0.0.1"
 STOP_TIMEOUT = 15.0  # seconds; longer than the supervisor takes
@@ -33,7 +34,7 @@ def environment(home: Path) -> dict[str, str]:
     """
     direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), HOST, "localhost"]))
     return {
-        **os.environ,
+        **utf8_output(),
         "FLWR_HOME": str(home.absolute()),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -124,7 +125,7 @@ class Process:
     @property
     def last_log_line(self) -> str:
         """Return the last line of the log that explains why the process ended."""
-        text = _COLOUR.sub("", self.log.read_text(errors="replace")) if self.log.exists() else ""
+        text = _COLOUR.sub("", self.log.read_text(encoding="utf-8", errors="replace")) if self.log.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         remarkable = [line for line in lines if not _UNREMARKABLE.match(line)]
         # a node's own processes may still try to reach it after it has logged why it ends

@@ -37,7 +37,7 @@ class Connection:
     def encrypted(self) -> bool:
         """Tell whether the connection uses TLS. Without it, SuperNodes have random keys, new at each start."""
         try:
-            table = tomllib.loads((self.home / "config.toml").read_text())
+            table = tomllib.loads((self.home / "config.toml").read_text(encoding="utf-8"))
             return not table["superlink"][self.name].get("insecure")
         except (OSError, ValueError, KeyError, AttributeError):
             return True  # Flower's own command will say what is wrong
@@ -59,7 +59,7 @@ def named_connection(name: str) -> Connection:
     """Return a connection from the user's own Flower configuration."""
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     try:
-        table = tomllib.loads((home / "config.toml").read_text())
+        table = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))
     except FileNotFoundError:
         table = {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -90,7 +90,8 @@ def flwr(connection: Connection, *arguments: str) -> str:
                 [command, *arguments, connection.name],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 env=variables,
                 timeout=COMMAND_TIMEOUT,
                 check=False,
@@ -192,7 +193,7 @@ def install_forking_executor(home: Path) -> None:
     words = shlex.join([sys.executable, "-P", str(FORKING_EXECUTOR), command.name])
     with owner_only_files():
         command.parent.mkdir(parents=True, exist_ok=True)
-        command.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        command.write_bytes(os.fsencode(f'#!/bin/sh\nexec {words} "$@"\n'))
     command.chmod(0o700)
 
 

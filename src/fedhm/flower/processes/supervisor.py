@@ -103,7 +103,9 @@ def descendants(pid: int) -> Iterator[int]:
 def _processes() -> Iterator[tuple[int, int]]:
     """Yield the ids of all processes that have not ended, each with that of its parent."""
     if not LINUX:
-        shown = subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,comm="], stdout=subprocess.PIPE, text=True)
+        shown = subprocess.Popen(
+            ["ps", "-A", "-o", "pid=,ppid=,comm="], stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
+        )
         for line in shown.communicate()[0].splitlines():
             pid, parent = line.split()[:2]
             if int(pid) != shown.pid:
@@ -111,7 +113,7 @@ def _processes() -> Iterator[tuple[int, int]]:
         return
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            after_name = path.read_text(errors="replace").rpartition(")")[2].split()
+            after_name = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:
             continue  # ended meanwhile
         if after_name[0] != "Z":
