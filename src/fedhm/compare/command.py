@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from fedhm.compare import SPEC_FILE
-from fedhm.compare.execute import Cell, Failed, all_cells, check, execute, settings_text
+from fedhm.compare.execute import Cell, Failed, all_cells, check, default_jobs, execute, settings_text
 from fedhm.compare.report import ComparisonReport
 from fedhm.compare.results import EntryRuns, find_run_folders, read_entries
 from fedhm.compare.select import Reference, default_names, drop_duplicates, layer_costs, resolve_entries
@@ -31,7 +31,6 @@ from fedhm.config.objective import Metric
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_folder, make_folder, read_regular, write_atomically
-from fedhm.machine.process import usable_cores
 from fedhm.report.sheets import rich_table
 from fedhm.runs.folder import is_complete, read_config
 from fedhm.runs.history import read_runs
@@ -118,8 +117,9 @@ def compare(options: argparse.Namespace, console: Console) -> None:
         return
     if options.config is None:
         raise FedhmError("name a preset or a config file to compare methods on; 'fedhm presets' lists the presets")
-    seeds, jobs = options.seeds or 3, options.jobs or usable_cores()
+    seeds = options.seeds or 3
     config = _config(options)
+    jobs = options.jobs or default_jobs(config)
     target = read_target(options.target, config.objective.headline)
     reference = Reference(config)
     names = (

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -24,7 +25,9 @@ from fedhm.compare.select import Entry
 from fedhm.config.loading import parse
 from fedhm.config.method import Settings
 from fedhm.config.schema import Config, EngineConfig, ResolvedConfig
+from fedhm.engines.engine import find_devices
 from fedhm.errors import FedhmError
+from fedhm.machine.device import CPU
 from fedhm.machine.files import file_name
 from fedhm.machine.printable import printable, printable_lines
 from fedhm.machine.process import usable_cores, utf8_output
@@ -67,21 +70,46 @@ def all_cells(config: Config, entries: Sequence[Entry], seeds: int, out: Path, j
 
 
 def plan_cells(
-    config: Config, wanted: Sequence[tuple[Entry, int, str]], out: Path, jobs: int, others: int = 0
+    config: Config, wanted: Sequence[tuple[Entry, int, str]], out: Path, jobs: int, others: int = 0, first: int = 0
 ) -> list[Cell]:
     """Return a cell for each entry, seed and name, with its share of this machine.
 
     others  the number of cells with another config that are run together with these
+    first   the number of the first cell among all of them
     """
     table = config.model_dump(mode="json", exclude={"compare"})
     table["engine"] |= _share(config.engine, max(1, min(jobs, len(wanted) + others)))
-    return [Cell(entry, config_of(table, entry, seed).resolved(), out / name, name) for entry, seed, name in wanted]
+    devices, cells = accelerators(config.engine), []
+    for number, (entry, seed, name) in enumerate(wanted, start=first):
+        own = table
+        if devices:  # one for each run, in turn: runs side by side need no device in common
+            place = {"device": devices[number % len(devices)], "devices": []}
+            own = {**table, "engine": {**table["engine"], **place}}
+        cells.append(Cell(entry, config_of(own, entry, seed).resolved(), out / name, name))
+    return cells
 
 
-def _share(engine: EngineConfig, runs: int) -> dict[str, int]:
+def default_jobs(config: Config) -> int:
+    """Return how many runs go on at a time: one for each accelerator, or one for each core."""
+    return len(accelerators(config.engine)) or usable_cores()
+
+
+def accelerators(engine: EngineConfig) -> list[str]:
+    """Return the accelerators that runs are spread over: those that are named, or all of the kind; empty: the CPU."""
+    if engine.name != "local":
+        return []
+    first, *others = find_devices(engine)
+    if first == CPU or others or first.index is not None:
+        return [] if first == CPU else [str(device) for device in (first, *others)]
+    return [f"{first.type}:{index}" for index in range(torch.get_device_module(first).device_count())]
+
+
+def _share(engine: EngineConfig, runs: int) -> dict[str, Any]:
     """Return the threads and workers for one of several runs at a time."""
     cores, threads = max(1, usable_cores() // runs), engine.threads or 1
-    workers = max(1, cores // threads) if engine.workers == "auto" else engine.workers
+    # on an accelerator, the run itself sees how many workers have room there
+    own = "auto" if accelerators(engine) else max(1, cores // threads)
+    workers = own if engine.workers == "auto" else engine.workers
     return {"threads": threads, "workers": workers, "server_threads": engine.server_threads or cores}
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from fedhm.compare.command import complete_entries, read_target, run_missing
-from fedhm.compare.execute import Cell, check, plan_cells
+from fedhm.compare.execute import Cell, check, default_jobs, plan_cells
 from fedhm.compare.select import Entry, Reference, resolve_entries
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_folder, file_name, make_folder
-from fedhm.machine.process import usable_cores
 from fedhm.paper.artifacts import KERNEL, Artifact, Column, Setting, Trained, find_artifact
 from fedhm.paper.estimate import estimate_sheet
 from fedhm.paper.numbers import DataName, PartitionName
@@ -51,7 +50,7 @@ class Study:
     scale: ScaleName
     changes: tuple[str, ...]
     seeds: int
-    jobs: int
+    jobs: int | None  # None: one for each accelerator or core
     out: Path
 
     @cached_property
@@ -59,6 +58,10 @@ class Study:
         """Return the entries that each of the columns' runs stands for."""
         references = {setting: Reference(config) for setting, config in self.configs.items()}
         return {trained: _entries(trained, references[trained.setting]) for trained in self._trained}
+
+    @property
+    def at_a_time(self) -> int:
+        return self.jobs or default_jobs(next(iter(self.configs.values())))
 
     @cached_property
     def configs(self) -> dict[Setting, Config]:
@@ -76,13 +79,13 @@ class Study:
             for trained in self._trained
             for entry in self.entries[trained]
         ]
-        return [self._cell(setting, entry, seed, len(wanted)) for setting, entry, seed in wanted]
+        return [self._cell(*each, number, len(wanted)) for number, each in enumerate(wanted)]
 
-    def _cell(self, setting: Setting, entry: Entry, number: int, of: int) -> Cell:
+    def _cell(self, setting: Setting, entry: Entry, seed_number: int, number: int, of: int) -> Cell:
         config = self.configs[setting]
-        seed = config.seed + number
+        seed = config.seed + seed_number
         name = f"{self.folder(setting)}/{file_name(entry.label)}-seed{seed}"
-        (cell,) = plan_cells(config, [(entry, seed, name)], self.out, self.jobs, others=of - 1)
+        (cell,) = plan_cells(config, [(entry, seed, name)], self.out, self.at_a_time, of - 1, number)
         return cell
 
     def folder(self, setting: Setting) -> str:
@@ -134,17 +137,17 @@ def reproduce(options: PaperOptions, console: Console) -> str:
         scale=options.scale,
         changes=options.changes,
         seeds=options.seeds or 1,
-        jobs=options.jobs or usable_cores(),
+        jobs=options.jobs,
         out=options.out,
     )
     target = read_target(options.target, next(iter(study.configs.values())).objective.headline)
     if options.estimate:
-        sheet = estimate_sheet(study.cells, study.data, study.jobs, console)
+        sheet = estimate_sheet(study.cells, study.data, study.at_a_time, console)
         console.print(rich_table(sheet, spacious=True))
         return ""
     check(study.cells)
     make_folder(options.out)
-    failures = run_missing(study.cells, "runs", options.out, study.jobs, console)
+    failures = run_missing(study.cells, "runs", options.out, study.at_a_time, console)
     results = study.results()
     if any(entry is not None for column in results for entry in column.entries):
         stem = "-".join([artifact.name, study.data, study.partition, *_suffix(study.scale)])
