@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from fedhm.machine.seal import seal_again
 
 
@@ -25,3 +27,8 @@ def edit_sealed(file: Path, *changes: tuple[str, str]) -> None:
         assert old in text
         text = text.replace(old, new, 1)
     file.write_bytes(seal_again(text.encode()))
+
+
+def weights(file: Path) -> dict[str, bytes]:
+    """Return the tensors of a model's file. Its header names the run, and the same run on another engine is another."""
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(file).items()}

@@ -11,7 +11,7 @@ from fedhm.config.schema import NO_TIER, ResolvedConfig
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
-from fedhm.machine.device import threads
+from fedhm.machine.device import deterministic, threads
 from fedhm.machine.memory import ROUND_ADVICE, memory_errors
 from fedhm.measure.cost import Cost
 from fedhm.methods.adapting import check_travelling
@@ -64,7 +64,8 @@ class Experiment:
     @memory_errors("for the server's part of a round", ROUND_ADVICE)
     def run(self, folder: RunFolder | None = None) -> Result:
         """Run the rounds that are left; with a folder, a round counts once its checkpoint is on disk."""
-        with threads(self.config.engine.server_threads), ExitStack() as at_the_end:
+        engine = self.config.engine
+        with threads(engine.server_threads), deterministic(engine.deterministic), ExitStack() as at_the_end:
             at_the_end.callback(self.engine.close)
             watchers = [WatcherCallback(watcher, folder.path if folder else None) for watcher in self.watchers]
             for watcher in reversed(watchers):

@@ -49,7 +49,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_run_leaves_everything_in_its_folder(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
         ".lock", "config.toml", "records.jsonl", "tiers.json", "data.json", "checkpoints", "models",
-        "report.html", "report.md", "report.csv", "accuracy-by-round.png", "accuracy-by-bytes.png",
+        "report.html", "report.md", "report.csv", "report.json", "accuracy-by-round.png", "accuracy-by-bytes.png",
         "accuracy-by-macs.png", "energy-beyond-rank.png",
     }  # fmt: skip
     assert {path.name for path in (finished / "models").iterdir()} == {

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-from fedhm.cli import compare, export, fit, flower, paper, profile, report, run, verify
+from fedhm.cli import check_device, compare, export, fit, flower, paper, profile, report, run, verify
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.machine.files import os_error_sentence
 from fedhm.machine.memory import (
@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
         fit.add_fit,
         fit.add_plan,
         profile.add_profile,
+        check_device.add_check_device,
         report.add_report,
         report.add_watch,
         verify.add_verify,

@@ -126,7 +126,8 @@ class NetworkPool:
         """Return the compiled network, with the values of a new one. Compiling takes too long to do it per task."""
         if spec not in self._used:
             network = copy_network(prepared)
-            self._used[spec] = PreparedNetwork(network, torch.compile(network), discarded=False)
+            mode = "reduce-overhead" if self.device.type == "cuda" else None  # CUDA graphs: one launch for a whole pass
+            self._used[spec] = PreparedNetwork(network, torch.compile(network, mode=mode), discarded=False)
         network = self._used[spec].network
         with torch.no_grad():
             for used, new in zip(_tensors(network), _tensors(prepared), strict=True):
