@@ -124,7 +124,8 @@ def _run_on_flower(options: argparse.Namespace, config: "Config", path: Path, fr
 def _announce_reading(config: "Config") -> "Console":
     console = terminal()
     if config.data is not None:
-        console.print(f"reading {config.data.source} …", highlight=False, markup=False)
+        where = ", ".join(config.engine.devices) or config.engine.device
+        console.print(f"reading {config.data.source} … (device: {where})", highlight=False, markup=False)
     return console
 
 
