@@ -4,6 +4,7 @@ The accelerator is pretended (`pretended_device.py`): its operations are the CPU
 of sums at most. `test_devices.py` runs these tests in a process of their own.
 """
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 import fedhm
 import pretended_device
 from fedhm.assembly import assemble
+from fedhm.cli import main
+from fedhm.compare.execute import accelerators, all_cells, default_jobs
+from fedhm.compare.select import Reference, resolve_entries
+from fedhm.config.loading import load_config
 from fedhm.config.schema import Config
 from fedhm.data.federation import Federation, from_arrays
 from fedhm.data.samples import Feed, Preprocessing, SampleCache, Samples
@@ -25,6 +30,7 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank import layers as low_rank_layers
 from fedhm.machine import device as device_module
 from fedhm.machine.device import CPU, find_device, move_tensors, seeded
+from fedhm.machine.process import usable_cores
 from fedhm.runs.history import Result
 from fedhm.seeds import torch_generator
 from made_adapters import DATA, TEST, settings
@@ -411,3 +417,32 @@ def test_a_step_whose_gradients_overflow_is_left_out() -> None:
 def test_fp16_and_dampening_do_not_go_together() -> None:
     with pytest.raises(FedhmError, match="may leave out steps"):
         small_config(train={"precision": "fp16", "dampening": 0.1, "momentum": 0.9})
+
+
+# ---- several runs, and the check of a device ----
+
+
+def test_runs_of_a_comparison_are_spread_over_the_devices(tmp_path: Path) -> None:
+    config = load_config("digits", ["engine.device=pretend"])
+    entries = resolve_entries(["fedavg", "fedhm", "heterofl"], Reference(config))
+    cells = all_cells(config, entries, 1, tmp_path, jobs=2)
+    assert [cell.config.engine.device for cell in cells] == ["pretend:0", "pretend:1", "pretend:0"]
+    assert {cell.config.engine.workers for cell in cells} == {"auto"}  # each run sees what has room
+    assert default_jobs(config) == 2
+    one = load_config("digits", ["engine.device=pretend:1"])
+    assert accelerators(one.engine) == ["pretend:1"]
+    assert default_jobs(load_config("digits", ["engine.device=cpu"])) == usable_cores()
+
+
+@pytest.mark.parametrize("device", ["cpu", PRETEND])
+def test_the_check_of_a_device_prints_its_tables(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-device", device, "--quick"]) == 0
+    said = capsys.readouterr().out
+    assert "### A round of 8 clients" in said
+    assert re.search(r"\| 1/8 \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| (0\.0e\+00|\d\.\de-\d\d) \|", said)
+    assert re.search(r"\| full \| \d+ \| \d+ \| [\d.]+ \| \d+ \| \d+ \| \d+ \| (float32|bf16|fp16) \|", said)
+
+
+def test_the_check_of_a_device_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-device", "cuda:9"]) == 1
+    assert capsys.readouterr().err.startswith("fedhm: engine.device = 'cuda:9' cannot be used")

@@ -117,6 +117,38 @@ def test_all_runs_in_a_folder_are_checked(
     assert "2 of " not in capsys.readouterr().err
 
 
+def test_a_run_among_others_that_lost_its_settings_is_found(
+    federation: Federation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(federation, tmp_path / "all" / "a")
+    shutil.copytree(tmp_path / "all" / "a", tmp_path / "all" / "b")
+    (tmp_path / "all" / "b" / "config.toml").unlink()
+    assert main(["verify", str(tmp_path / "all")]) == 1
+    assert "fedhm: 1 of " in capsys.readouterr().err
+
+
+def test_the_report_of_another_run_is_found(federation: Federation, tmp_path: Path) -> None:
+    one, other = run(federation, tmp_path / "one"), run(federation, tmp_path / "other", seed=1)
+    for file in other.glob("report.*"):
+        shutil.copy(file, one / file.name)
+    assert bad(one) == {"report.json": "it is the report of another run"}
+
+
+def test_models_of_a_finished_run_must_be_there(federation: Federation, tmp_path: Path) -> None:
+    path = run(federation, tmp_path / "run", stop={})
+    for report in path.glob("report.*"):
+        report.unlink()
+    shutil.rmtree(path / "models")
+    assert len(bad(path)) == 4
+
+
+def test_nothing_is_written_to_what_is_checked(federation: Federation, tmp_path: Path) -> None:
+    path = run(federation, tmp_path / "run")
+    (path / LOCK).unlink()
+    assert main(["verify", str(path)]) == 0
+    assert not (path / LOCK).exists()
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FedhmError):
         verify_run(tmp_path)

@@ -18,19 +18,35 @@ def add_verify(verbs: Verbs) -> None:
     parser.set_defaults(action=verify, imports="fedhm.runs.verify")
 
 
+def _holds_run(path: Path) -> bool:
+    """Tell whether a folder holds a run, or what is left of one. Rounds that were moved aside belong to another."""
+    from fedhm.runs.folder import CONFIG_FILE, DATA_FILE, RECORDS_FILE
+
+    left = any((path / name).is_file() for name in (CONFIG_FILE, DATA_FILE, RECORDS_FILE))
+    return left and not path.name.startswith("taken-back-")
+
+
+def _is_going_on(path: Path) -> bool:
+    from fedhm.machine.files import is_locked
+    from fedhm.runs.folder import LOCK
+
+    try:  # nothing is written: the folder may be a copy on a medium that cannot be
+        return (path / LOCK).is_file() and is_locked(path / LOCK)
+    except OSError:
+        return False
+
+
 def verify(options: argparse.Namespace) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from fedhm.machine.files import is_locked
     from fedhm.machine.printable import printable
-    from fedhm.runs.folder import CONFIG_FILE, LOCK
     from fedhm.runs.verify import verify_run
 
     console, damaged, checked = terminal(), 0, 0
     for folder in options.folders:
-        within = sorted(file.parent for file in folder.rglob(CONFIG_FILE))
-        for path in within if within and not (folder / CONFIG_FILE).exists() else [folder]:
+        within = [] if _holds_run(folder) else sorted(path for path in folder.rglob("*") if _holds_run(path))
+        for path in within or [folder]:
             table = Table("file", "state", "note", title=printable(str(path)), title_justify="left")
             for file in verify_run(path):
                 checked += 1
@@ -38,7 +54,7 @@ def verify(options: argparse.Namespace) -> None:
                 colour = "red" if file.bad else "green" if file.state == "intact" else "yellow"
                 table.add_row(Text(printable(file.name)), Text(file.state, colour), Text(printable(file.note)))
             console.print(table)
-            if is_locked(path / LOCK):
+            if _is_going_on(path):
                 console.print("a process is writing this run: files of its current round may seem to be missing")
     if damaged:
         raise FedhmError(f"{damaged} of {checked} files are damaged or missing")

@@ -25,6 +25,8 @@ def find_device(name: str) -> torch.device:
         return found if found is not None and found.type in AUTO_KINDS else CPU
     try:
         device = torch.device(name)
+        if device.type == "cpu":
+            return CPU  # whatever its number: there is one
         if device.type == "cuda":  # anything more would begin CUDA in this process, which could not be forked then
             if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
                 raise ValueError("there is no such CUDA device")

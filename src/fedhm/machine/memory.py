@@ -84,6 +84,8 @@ def mentions_lack_of_memory(text: str) -> bool:
 def _is_sign(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
+    if isinstance(error, SystemError):  # of C code that could not even make its error
+        return "without exception set" in str(error) or "without setting an exception" in str(error)
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     try:

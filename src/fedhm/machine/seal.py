@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,16 +73,22 @@ def read_sealed_json(path: Path) -> dict[str, Any]:
 # Files in formats without room for a seal, such as CSV and PNG, have their checksums in a sealed file beside them.
 
 
-def write_checksums(file: Path, paths: Iterable[Path]) -> None:
+@dataclass(frozen=True)
+class Checksums:
+    sha256: dict[str, str]  # by file name
+    run: str  # the fingerprint of the run that the files are about; empty: of several
+
+
+def write_checksums(file: Path, paths: Iterable[Path], run: str = "") -> None:
     """Write the checksums of files in the same folder."""
     found = {path.name: hashlib.sha256(read_regular(path)).hexdigest() for path in dict.fromkeys(paths)}
-    write_sealed_json(file, {"sha256": found})
+    write_sealed_json(file, vars(Checksums(found, run)))
 
 
-def read_checksums(file: Path) -> dict[str, str]:
-    """Return the checksums by file name. A damaged file raises ValueError, an unreadable one OSError."""
-    found: dict[str, str] = read_sealed_json(file).get("sha256", {})
-    return found
+def read_checksums(file: Path) -> Checksums:
+    """Return the checksums of files. A damaged list raises ValueError, an unreadable one OSError."""
+    table = read_sealed_json(file)
+    return Checksums(dict(table.get("sha256", {})), str(table.get("run", "")))
 
 
 def check_checksum(path: Path, digest: str) -> None:

@@ -27,5 +27,5 @@ def save_report(runs: "Sequence[Run]", folder: Path) -> list[Path]:
     write_atomically(folder / "report.csv", report_csv(runs))
     plots = save_run_plots(runs, folder)
     written = [save_page(runs, folder), folder / "report.md", folder / "report.csv", *plots]
-    write_checksums(folder / CHECKSUMS_FILE, written)
+    write_checksums(folder / CHECKSUMS_FILE, written, runs[0].fingerprint if len(runs) == 1 else "")
     return written

@@ -64,6 +64,7 @@ class Run:
     data: DataFacts
     best: int = 0  # the round of the best models on disk; 0: none
     layers: dict[str, dict[str, Layer]] = field(default_factory=dict)  # by tier and name, once models are written
+    fingerprint: str = ""
 
     @property
     def tiers(self) -> list[str]:
@@ -151,7 +152,7 @@ def _read(path: Path) -> Run:
     best = best_round_on_disk(path / "models", len(records))
     layers = {tier: read_layers(tier_file(path / "models", tier), tier, facts.run) for tier in costs}
     layers = {tier: found for tier, found in layers.items() if found}
-    run = Run(path.resolve().name, config, records, costs, facts.data, best, layers)
+    run = Run(path.resolve().name, config, records, costs, facts.data, best, layers, facts.run)
     for record in run.evaluated:
         if odd := record.metrics.keys() ^ run.costs.keys():
             raise FedhmError(

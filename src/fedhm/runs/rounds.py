@@ -191,7 +191,7 @@ def read_lines(path: Path, run: str | None = None) -> list[RecordLine]:
     for number, content in enumerate(finished, start=1):
         try:
             lines.append(_read_line(content, lines[-1].chain if lines else None))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FedhmError(f"line {number} of {path} is not a round's record: {error_summary(error)}") from None
         last, expected = lines[-1].record, lines[0].record.round + number - 1
         if last.round != expected:  # records that were moved aside do not begin with round 1

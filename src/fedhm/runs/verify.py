@@ -1,6 +1,6 @@
 """Whether the files of a run's folder are as the run wrote them, and belong together.
 
-Settings, facts, models and checkpoints carry seals, records form a chain, and reports have a list of checksums. All
+Settings, facts, models and checkpoints carry seals, records form a chain, and a report has a list of checksums. These
 files name the run that wrote them, and a checkpoint names the record of its round.
 """
 
@@ -40,7 +40,7 @@ from fedhm.runs.rounds import (
     round_of,
 )
 
-State = Literal["intact", "damaged", "missing", "not checked"]
+State = Literal["intact", "damaged", "missing", "unreadable", "not checked"]
 CHECKSUMS_FILE = "report.json"  # `report` writes it
 
 
@@ -52,7 +52,7 @@ class FileState:
 
     @property
     def bad(self) -> bool:
-        return self.state in ("damaged", "missing")
+        return self.state in ("damaged", "missing", "unreadable")
 
 
 @dataclass
@@ -65,21 +65,23 @@ class Verification:
     _facts: RunFacts | None = None
     _lines: list[RecordLine] = field(default_factory=list)
     _tiers: tuple[str, ...] = ()
+    _checkpoints: list[Path] = field(default_factory=list)
 
     def verify(self) -> list[FileState]:
         """Return the state of every file."""
+        self._checkpoints = existing_checkpoints(self.path / "checkpoints")  # first: the run may go on meanwhile
         self._check(CONFIG_FILE, self._check_settings)
         self._check(DATA_FILE, self._check_facts)
         self._check(COSTS_FILE, self._check_costs)
         self._check(PLANS_FILE, self._check_plans, optional=True)
-        checkpoints = existing_checkpoints(self.path / "checkpoints")
-        self._check(RECORDS_FILE, self._check_records, optional=not checkpoints and not self._complete)
-        for checkpoint in checkpoints:
+        self._check(RECORDS_FILE, self._check_records, optional=not self._checkpoints and not self._reported)
+        for checkpoint in self._checkpoints:
             self._check(self._name(checkpoint), self._check_checkpoint)
-        self._find_missing_checkpoint(checkpoints)
+        self._find_missing_checkpoint()
         self._check_models()
-        self._check(SECRET_FILE, self._check_secret, optional=True)
-        self._check(ROUNDS_FILE, self._check_round_count, optional=True)
+        private = self._settings is not None and self._settings.config.privacy.active
+        self._check(SECRET_FILE, self._check_secret, optional=not private)
+        self._check(ROUNDS_FILE, self._check_round_count, optional=not (private and self._checkpoints))
         self._check(TRACKING, self._check_tracking, optional=True)
         self._check(IDENTITIES_FILE, self._check_identities, optional=True)
         self._check_report()
@@ -98,7 +100,7 @@ class Verification:
         except FileNotFoundError:
             self.found.append(FileState(name, "missing"))
         except OSError as error:
-            self.found.append(FileState(name, "damaged", f"it cannot be read: {os_error_reason(error)}"))
+            self.found.append(FileState(name, "unreadable", os_error_reason(error)))
         except (FedhmError, ValueError) as error:
             self.found.append(FileState(name, "damaged" if _exists(file) else "missing", str(error)))
 
@@ -128,16 +130,16 @@ class Verification:
         return ""
 
     def _check_records(self, file: Path) -> str:
+        if not _exists(file):
+            raise FileNotFoundError
         lines = read_lines(file, self._run)
         if self._settings and self._tiers:
             headline = self._settings.config.objective.headline.name
             check_records(file, [line.record for line in lines], headline, self._tiers)
         self._lines = lines
-        newest = existing_checkpoints(self.path / "checkpoints")[-1:]
+        newest = self._checkpoints[-1:]
         if newest and round_of(newest[0]) > len(lines):
             raise ValueError(f"it lacks the last round: {newest[0].name} has seen more than its {len(lines)}")
-        if not file.exists():
-            raise FileNotFoundError
         return f"{len(lines)} rounds"
 
     def _check_checkpoint(self, file: Path) -> str:
@@ -149,10 +151,10 @@ class Verification:
             raise ValueError(f"it has seen other records than those in {RECORDS_FILE}")
         return f"round {number}"
 
-    def _find_missing_checkpoint(self, existing: list[Path]) -> None:
+    def _find_missing_checkpoint(self) -> None:
         """Note the checkpoint of the last round if it is not there. A killed round leaves its record alone."""
-        newest = round_of(existing[-1]) if existing else 0
-        if newest < len(self._lines) - (0 if self._complete else 1):
+        newest = round_of(self._checkpoints[-1]) if self._checkpoints else 0
+        if newest < len(self._lines) - (0 if self._reported and self._finished else 1):
             name = self._name(checkpoint_file(self.path / "checkpoints", len(self._lines)))
             self.found.append(FileState(name, "missing", f"the newest is that of round {newest}"))
 
@@ -177,13 +179,21 @@ class Verification:
         known = {tier_file(folder, tier): tier for folder in folders for tier in self._tiers}
         for folder in folders:
             present = sorted(folder.glob("*.safetensors"))
-            expected = [file for file in known if file.parent == folder and (present or self._complete)]
+            expected = [file for file in known if file.parent == folder and (present or self._finished)]
             for file in dict.fromkeys([*expected, *present]):
                 self._check(self._name(file), partial(self._check_model, known.get(file, "")))
 
     @property
-    def _complete(self) -> bool:
-        return (self.path / "report.md").exists()  # it is written once all models are
+    def _finished(self) -> bool:
+        """Tell whether all rounds are done. The models are written after them; `fedhm resume` writes missing ones."""
+        if self._settings is None or not self._lines:
+            return False
+        last = self._lines[-1].record
+        return last.round >= self._settings.config.train.rounds or bool(last.stopped)
+
+    @property
+    def _reported(self) -> bool:
+        return (self.path / "report.md").exists()
 
     def _check_model(self, tier: str, file: Path) -> str:
         _, header = read_tier(file, tier, self._run or "")
@@ -198,7 +208,10 @@ class Verification:
         checksums: dict[str, str] = {}
 
         def read(file: Path) -> str:
-            checksums.update(read_checksums(file))
+            listed = read_checksums(file)
+            if self._run is not None and listed.run not in ("", self._run):
+                raise ValueError("it is the report of another run")
+            checksums.update(listed.sha256)
             return ""
 
         self._check(CHECKSUMS_FILE, read)
@@ -207,11 +220,16 @@ class Verification:
 
     def _check_moved_aside(self, aside: Path) -> None:
         """Check the results of rounds that were rewound: each by itself."""
-        self._check(f"{aside.name}/{RECORDS_FILE}", lambda file: f"{len(read_lines(file))} rounds, moved aside")
+        self._check(f"{aside.name}/{RECORDS_FILE}", self._check_moved_records)
         for file in existing_checkpoints(aside / "checkpoints"):
             self._check(self._name(file), lambda file: f"round {check_checkpoint(file, self._run)[1]['round']}")
         for file in sorted((aside / "models").rglob("*.safetensors")):
             self._check(self._name(file), partial(self._check_model, ""))
+
+    def _check_moved_records(self, file: Path) -> str:
+        if not _exists(file):
+            raise FileNotFoundError
+        return f"{len(read_lines(file))} rounds, moved aside"
 
     def _name_others(self) -> None:
         named = {state.name for state in self.found} | {LOCK}
