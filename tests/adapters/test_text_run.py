@@ -18,6 +18,7 @@ from fedhm.data.text import read_text_files
 from fedhm.data.tokens import Tokens
 from fedhm.errors import FedhmError
 from fedhm.machine.pretrained import find_pretrained
+from run_outcome import weights
 from tiny_transformers import needs_peft, tiny_bert
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), needs_peft]
@@ -60,8 +61,8 @@ def run(place: Path, out: Path, *more: str) -> None:
     main(["run", "clinc150-lora", "--set", *changes(place, *more), "--out", str(out)])
 
 
-def models(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in (folder / "models").iterdir()}
+def models(folder: Path) -> dict[str, dict[str, bytes]]:
+    return {file.name: weights(file) for file in (folder / "models").iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_text_is_read_by_the_models_tokenizer(place: Path) -> None:
     tokens = source.train.inputs
     assert isinstance(tokens, Tokens)
     assert int(tokens.lengths.max()) == 4  # what is longer is cut
-    first = tokens.padded(torch.arange(3))["input_ids"][:, 0]
+    first = tokens.padded(torch.arange(3), 4)["input_ids"][:, 0]
     assert first.tolist() == [2 + WORDS.index(word) for word in ("card", "pay", "rain")]
 
 

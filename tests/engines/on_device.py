@@ -1,7 +1,7 @@
 """Runs on an accelerator give the CPU's numbers, on one device or on several, and copies are counted.
 
 The accelerator is pretended (`pretended_device.py`): its operations are the CPU's, so that numbers differ by the order
-of sums at most. `test_devices.py` runs these tests in a process of their own.
+of sums at most. `test_on_devices.py` runs these tests in a process of their own.
 """
 
 import re

@@ -99,7 +99,7 @@ def test_plans_keep_to_their_budgets_and_are_saved_with_the_run(whole: tuple[Pat
     replanned = {record.round: record.plans for record in result.records if record.plans}
     assert set(replanned) <= {1, 3}
     assert replanned, "training has changed the spectrum"
-    plans = json.loads((path / "plans.json").read_text())
+    plans = json.loads((path / "plans.json").read_text())["plans"]
     assert plans == replanned[max(replanned)]
     assert all(rank <= plans["bytes:8kB"].get(layer, 1000) for layer, rank in plans["parameters:1/8"].items())
     costs = json.loads((path / "tiers.json").read_text())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -197,9 +198,9 @@ def test_compiled_networks_train_like_others(federation: Federation, monkeypatch
     compilations: list[nn.Module] = []
     compile_network = torch.compile
 
-    def watched(what: nn.Module) -> object:
+    def watched(what: nn.Module, **options: Any) -> object:
         compilations.append(what)
-        return compile_network(what)
+        return compile_network(what, **options)
 
     plain = assemble(model, federation, small_config(**sections)).run().networks["full"].state_dict()
     monkeypatch.setattr(torch, "compile", watched)

@@ -58,10 +58,10 @@ def test_a_run_killed_at_any_write_ends_the_same(
     left: list[Path] = []  # copies of a run's folder: what its process would leave if it were killed at that moment
 
     def copied_before(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             left.append(tmp_path / f"left-{len(left)}")
             shutil.copytree(tmp_path / "run", left[-1])
-            return real(*arguments)
+            return real(*arguments, **options)
 
         return call
 

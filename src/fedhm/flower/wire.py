@@ -48,6 +48,7 @@ SERVER_ONLY: dict[str, Any] = {
     "stop": True,
     "checkpoints": True,
     "server": {"optimizer", "lr", "momentum", "betas", "tau", "attackers", "trim"},
+    "engine": {"superlink", "patience", "deadline", "devices"},
 }
 START_SETTINGS = {"min_clients", "missing"}  # of [federation], as are the next
 DEVICE_SETTINGS = {"devices", "plan", "deadline"}  # the last two are refused without devices

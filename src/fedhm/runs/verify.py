@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fedhm.errors import FedhmError
-from fedhm.machine.files import os_error_reason
+from fedhm.machine.files import os_error_reason, read_regular
 from fedhm.machine.seal import check_checksum, read_checksums, read_sealed_json
 from fedhm.runs.folder import (
     CONFIG_FILE,
@@ -137,6 +137,8 @@ class Verification:
             headline = self._settings.config.objective.headline.name
             check_records(file, [line.record for line in lines], headline, self._tiers)
         self._lines = lines
+        if self._finished and not read_regular(file).endswith(b"\n"):  # a killed round leaves a part of a line
+            raise ValueError("something stands behind its last round")
         newest = self._checkpoints[-1:]
         if newest and round_of(newest[0]) > len(lines):
             raise ValueError(f"it lacks the last round: {newest[0].name} has seen more than its {len(lines)}")

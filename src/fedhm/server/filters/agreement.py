@@ -190,8 +190,7 @@ def _cosines(products: Tensor, norms: Tensor) -> Tensor:
 REFERENCE_SIZE = 12  # updates that are held and compared, of all networks together
 DISAGREED = "it disagreed with the others in its last rounds"
 MAX_AGAINST = 0.6  # of the usual norm: limit on the part of an update that goes against the others
-FAR_TOO_LONG = 3.0  # times the bound on its norm: honest clients hardly move so far
-FAR_TOO_LONG_SHARE = 0.5  # of the median cosine, that an update of this length must have
+FAR_TOO_LONG = 3.0  # times the bound on its norm: no honest client moves so far
 MAX_AGAINST_UNCLEAR = 0.9  # the same, if clients have no common direction
 
 
@@ -215,8 +214,8 @@ def drop_disagreeing(
     - its part against the others is longer than 0.6 × the usual norm. That of honest clients was never longer than half
       the usual norm if clients have a common direction. Without one, as for clients with few labels in a first round,
       it was up to 0.72 ×, and 0.9 × is allowed; or
-    - it was three times as long as its bound or longer, and its cosine with the others is below half of their median.
-      A client with many samples honestly moves that far at times, but in the direction of the others. It is only cut.
+    - it was three times as long as its bound or longer, and goes along with the others less than most do. A client with
+      many samples honestly moves further than the others, but not twelve times as far: less is only cut.
 
     Among three or four clients only the last two rules apply, among fewer none.
 
@@ -277,7 +276,7 @@ def _opposition(group: PeerGroup, cosine: float, against: float, usual: float, l
     """Return why an update goes too far against the others; None if it does not."""
     if against > (MAX_AGAINST if group.has_direction else MAX_AGAINST_UNCLEAR) * usual:
         return f"{against:.3g} of it goes against the others, who usually move by {usual:.3g}"
-    if length >= FAR_TOO_LONG and cosine < FAR_TOO_LONG_SHARE * group.median_cosine:
+    if length >= FAR_TOO_LONG and cosine < group.median_cosine:
         reason = (
             f"it was {length:.3g} times as long as allowed, and does not go along with the others: cosine {cosine:.3g}"
         )
