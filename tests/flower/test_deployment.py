@@ -98,6 +98,29 @@ def test_a_round_without_updates_is_repeated_with_other_clients(up: Up, tmp_path
     assert set(reasons(record)) == {participant.client for participant in first}
 
 
+def test_a_run_begins_without_a_supernode_that_joins_later(up: Up, tmp_path: Path) -> None:
+    out, folder = tmp_path / "run", DeploymentFolder(up.folder.absolute())
+    changes = ["data.train_samples=250", "federation.clients=5", "federation.participation=1.0", "train.rounds=60"]
+    changes += ["evaluation.every=60", "engine.threads=1", "engine.patience=20", "engine.name=flower"]
+    command = ["run", "digits", "--set", *changes, f"engine.superlink={up.folder}", "--out", str(out)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with forked.fedhm(command, not_ignoring_ctrl_c, **streams) as process, ExitStack() as stack:
+        stack.callback(process.kill)
+        wait_until(lambda: read_records(out / "records.jsonl") or process.poll() is not None)
+        assert process.poll() is None
+        node = start_supernode(folder, 4, 'partition-id=4 num-partitions=5 tier="1/8"')
+        stack.callback(node.stop)
+        wait_until(lambda: 4 not in reasons(read_records(out / "records.jsonl")[-1]) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    begins = "the run begins without 1 of 5 clients, which may join later: no SuperNode has partition-id 4"
+    assert begins in " ".join(said.split())  # which breaks lines
+    first, *_, last = read_records(out / "records.jsonl")
+    assert reasons(first) == {4: "it is not connected"}
+    assert reasons(last) == {}
+    assert last.participants[4].tier == "1/8"
+
+
 def test_clients_that_fail_cost_only_their_updates(up: Up, tmp_path: Path) -> None:
     """They raise, send unusable tensors, hang and die. In the last round a SuperNode is killed."""
     out, connection = tmp_path / "run", connection_of(str(up.folder))
@@ -121,29 +144,6 @@ def test_clients_that_fail_cost_only_their_updates(up: Up, tmp_path: Path) -> No
     network = load_tier(out / "models" / "full.safetensors", UserModel(task.build_model, 0).build())
     for name, tensor in weights_without_failed_clients().items():
         assert torch.equal(network.state_dict()[name], tensor), name
-
-
-def test_a_run_begins_without_a_supernode_that_joins_later(up: Up, tmp_path: Path) -> None:
-    out, folder = tmp_path / "run", DeploymentFolder(up.folder.absolute())
-    changes = ["data.train_samples=250", "federation.clients=5", "federation.participation=1.0", "train.rounds=60"]
-    changes += ["evaluation.every=60", "engine.threads=1", "engine.patience=20", "engine.name=flower"]
-    command = ["run", "digits", "--set", *changes, f"engine.superlink={up.folder}", "--out", str(out)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with forked.fedhm(command, not_ignoring_ctrl_c, **streams) as process, ExitStack() as stack:
-        stack.callback(process.kill)
-        wait_until(lambda: read_records(out / "records.jsonl") or process.poll() is not None)
-        assert process.poll() is None
-        node = start_supernode(folder, 4, 'partition-id=4 num-partitions=5 tier="1/8"')
-        stack.callback(node.stop)
-        wait_until(lambda: 4 not in reasons(read_records(out / "records.jsonl")[-1]) or process.poll() is not None)
-        process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
-    begins = "the run begins without 1 of 5 clients, which may join later: no SuperNode has partition-id 4"
-    assert begins in " ".join(said.split())  # which breaks lines
-    first, *_, last = read_records(out / "records.jsonl")
-    assert reasons(first) == {4: "it is not connected"}
-    assert reasons(last) == {}
-    assert last.participants[4].tier == "1/8"
 
 
 def start_supernode(folder: DeploymentFolder, client: int, config: str) -> Process:

@@ -102,7 +102,7 @@ def test_plans_keep_to_their_budgets_and_are_saved_with_the_run(whole: tuple[Pat
     plans = json.loads((path / "plans.json").read_text())["plans"]
     assert plans == replanned[max(replanned)]
     assert all(rank <= plans["bytes:8kB"].get(layer, 1000) for layer, rank in plans["parameters:1/8"].items())
-    costs = json.loads((path / "tiers.json").read_text())
+    costs = json.loads((path / "tiers.json").read_text())["tiers"]
     assert costs["bytes:8kB"]["bytes"] == result.costs["bytes:8kB"].bytes
     assert (path / "models" / "bytes-8kB.safetensors").exists()
 
