@@ -31,7 +31,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", "the report does without the layers")
     without_figures()  # of the runs whose folders are changed; the others are processes of their own
     with TemporaryDirectory(prefix="fedhm-torture-") as scratch:
-        torture_folders(Path(scratch), rng, tally, options.mutations)
+        torture_folders(Path(scratch) / "changed", rng, tally, options.mutations)
         began = time.monotonic()
         local = seconds if options.without_flower else seconds / 2
         torture_local_runs(Path(scratch), rng, tally, began + local, options.kills)

@@ -77,7 +77,7 @@ class Verification:
         self._check(RECORDS_FILE, self._check_records, optional=not self._checkpoints and not self._reported)
         for checkpoint in self._checkpoints:
             self._check(self._name(checkpoint), self._check_checkpoint)
-        self._find_missing_checkpoint()
+        self._find_missing_checkpoints()
         self._check_models()
         private = self._settings is not None and self._settings.config.privacy.active
         self._check(SECRET_FILE, self._check_secret, optional=not private)
@@ -153,12 +153,21 @@ class Verification:
             raise ValueError(f"it has seen other records than those in {RECORDS_FILE}")
         return f"round {number}"
 
-    def _find_missing_checkpoint(self) -> None:
-        """Note the checkpoint of the last round if it is not there. A killed round leaves its record alone."""
-        newest = round_of(self._checkpoints[-1]) if self._checkpoints else 0
-        if newest < len(self._lines) - (0 if self._reported and self._finished else 1):
-            name = self._name(checkpoint_file(self.path / "checkpoints", len(self._lines)))
-            self.found.append(FileState(name, "missing", f"the newest is that of round {newest}"))
+    def _find_missing_checkpoints(self) -> None:
+        """Note checkpoints that should be there: all that a finished run keeps, and the newest of another run.
+
+        A killed round leaves its record alone, and a run that was rewound may have a single checkpoint.
+        """
+        existing, done = {round_of(checkpoint) for checkpoint in self._checkpoints}, len(self._lines)
+        if self._settings is not None and self._finished and self._reported:
+            keep = self._settings.config.checkpoints.keep
+            expected = range(1 if keep == "all" else max(1, done - keep + 1), done + 1)
+        else:
+            expected = range(done, done + 1) if max(existing, default=0) < done - 1 else range(0)
+        for number in expected:
+            if number not in existing:
+                name = self._name(checkpoint_file(self.path / "checkpoints", number))
+                self.found.append(FileState(name, "missing", f"the newest is that of round {max(existing, default=0)}"))
 
     def _check_secret(self, _: Path) -> str:
         read_secret(self.path, resumed=True)
