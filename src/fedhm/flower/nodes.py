@@ -235,12 +235,6 @@ class NodeRegistry:
     def wait_for(self, least: int, patience: float) -> None:
         """Wait for all clients, and raise if fewer than `least` are connected then."""
         self.wait(patience)
-        idle = [client for client in self._node_ids if self._exclusion(client)]
-        if len(self._node_ids) >= least > len(self._node_ids) - len(idle):
-            raise FedhmError(
-                f"{len(idle)} of {len(self._node_ids)} connected clients take no part, and a run begins with at least "
-                f"{least} (federation.min_clients): client {idle[0]}, {self._exclusion(idle[0])}"
-            )
         if len(self._node_ids) < least:
             raise FedhmError(
                 f"{self._clients - len(self._node_ids)} of {self._clients} clients did not connect within {patience:g} "
