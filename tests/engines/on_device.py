@@ -355,7 +355,7 @@ def test_workers_are_as_many_as_devices_at_least() -> None:
     assert workers(device=PRETEND) == 1  # as many as there is memory for, and one core
     with pytest.raises(FedhmError, match=r"compiled networks: set one of engine\.devices"):
         workers(devices=both, compile=True)
-    with pytest.raises(FedhmError, match=r"a server that trains on it, too: set engine\.workers = 1 or 'auto'"):
+    with pytest.raises(FedhmError, match=r"a server that trains, too: set engine\.workers = 1 or 'auto'"):
         workers_for(small_config(engine={"device": PRETEND, "workers": 2}).engine, 4, server_trains=True)
 
 

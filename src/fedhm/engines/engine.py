@@ -99,7 +99,7 @@ def workers_for(engine: EngineConfig, tasks: int, *, server_trains: bool = False
     devices = find_devices(engine)
     accelerated = devices[0] != CPU
     # Apple's libraries may not survive a fork. Code that torch compiles depends on earlier compilations, so results
-    # would depend on which worker did which tasks. A server that trains on the accelerator cannot fork after that.
+    # would depend on which worker did which tasks. A process that has trained cannot fork workers for an accelerator.
     reason = ""
     if not hasattr(os, "fork"):
         reason = "be started on this system"
@@ -110,7 +110,7 @@ def workers_for(engine: EngineConfig, tasks: int, *, server_trains: bool = False
     elif accelerated and is_in_use(devices[0]):
         reason = f"share {devices[0]}, which this process has used already"
     elif accelerated and server_trains:
-        reason = f"share {devices[0]} with a server that trains on it, too"
+        reason = f"share {devices[0]} with a server that trains, too"
     if not reason:
         if engine.workers != "auto":
             return max(engine.workers, len(devices))

@@ -38,13 +38,6 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def describe_device(device: torch.device) -> str:
-    """Return a device's name, with that of its hardware if torch knows it without touching the device."""
-    if device.type == "cuda" and torch.version.hip:
-        return f"{device} (ROCm)"
-    return str(device)
-
-
 def is_in_use(device: torch.device) -> bool:
     """Tell whether this process has begun to use CUDA or XPU: after that, forked processes cannot."""
     return device.type in ("cuda", "xpu") and bool(torch.get_device_module(device).is_initialized())
