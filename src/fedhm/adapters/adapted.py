@@ -16,6 +16,7 @@ from torch import nn
 
 from fedhm.adapters.packing import AdapterPacking
 from fedhm.errors import FedhmError
+from fedhm.machine.extras import how_to_install
 from fedhm.machine.tensors import update_digest
 from fedhm.networks.batchnorm import freeze_statistics
 from fedhm.networks.exchange import Tensors, set_packing, shared_parameters
@@ -280,7 +281,7 @@ def _peft() -> Any:
     try:
         return import_module("peft")
     except ImportError as error:
-        raise FedhmError(f"adapters need the package peft ({error}): pip install 'fedhm[lora]'") from None
+        raise FedhmError(f"adapters need the package peft ({error}): {how_to_install('lora')}") from None
 
 
 def _own(name: str) -> str:

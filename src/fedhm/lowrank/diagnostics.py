@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.layers import dense_weight_name, largest_rank
 from fedhm.lowrank.svd import Factors, Form, squared_norm
 
 
@@ -73,7 +73,7 @@ def layer_constants(
     spectra = {layer: found.spectrum for layer, found in factors.items()}
     tails: dict[str, Tail] = {}
     for layer, spectrum in spectra.items():
-        weight = weights[f"{layer}.weight"]
+        weight = weights[dense_weight_name(layer)]
         if unknown := largest_rank(weight.shape, form) - len(spectrum):
             tails[layer] = Tail(unknown, max(0.0, squared_norm(weight) - float(spectrum.double().square().sum())))
     return spectral_constants(spectra, ranks, tails) if ranks else (0.0, 0.0)
@@ -84,5 +84,5 @@ def tier_energies(
 ) -> dict[str, float]:
     """Return, by tier, the share of the model's energy beyond the tier's ranks."""
     spectra = {layer: found.spectrum for layer, found in factors.items()}
-    energies = {layer: squared_norm(weights[f"{layer}.weight"]) for layer in factors}
+    energies = {layer: squared_norm(weights[dense_weight_name(layer)]) for layer in factors}
     return {tier: energy_beyond(energies, spectra, plan) for tier, plan in plans.items()}

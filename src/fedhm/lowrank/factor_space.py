@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.layers import dense_weight_name, largest_rank
 from fedhm.lowrank.svd import Form, to_layer_factors, to_matrix_factors, unroll, unrolled_shape
 
 Point = dict[str, Tensor]  # by parameter, in float64
@@ -93,7 +93,7 @@ class FactorSpace:
             _, holder = max((ranks[layer], number) for number, (ranks, _) in enumerate(sent) if layer in ranks)
             u, v = (sent[holder][1][f"{layer}.{part}"].double() for part in "uv")
             dense = next((tensors for ranks, tensors in sent if layer not in ranks), None)
-            weight = dense[f"{layer}.weight"].double() if dense else None
+            weight = dense[dense_weight_name(layer)].double() if dense else None
             factors[layer] = (u, v) if weight is None else complete_factors(weight, u, v)
         return cls({layer: len(u) for layer, (u, _) in factors.items()}, factors)
 
@@ -108,7 +108,7 @@ class FactorSpace:
     def _point(self, tensors: Mapping[str, Tensor], factors_of_dense: Callable[[str, Tensor], Pair]) -> Point:
         point: Point = {}
         for name, tensor in tensors.items():
-            layer, _, part = name.rpartition(".")
+            layer, part = self._layer_and_part(name)
             if not self._is_factorized(name):
                 point[name] = _real(tensor)
             elif part != "v":  # it comes with u
@@ -123,13 +123,18 @@ class FactorSpace:
     def tensors(self, point: Point, sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of the network at a point; beside factors, these are those of a network that was sent."""
         shared = {name: tensor for name, tensor in sent.items() if not self._is_factorized(name)}
-        dtypes = {name.rpartition(".")[0]: tensor.dtype for name, tensor in sent.items() if name not in shared}
+        dtypes = {self._layer_and_part(name)[0]: tensor.dtype for name, tensor in sent.items() if name not in shared}
         return shared | {n: t.to(dtypes[n.rpartition(".")[0]]) for n, t in point.items() if self._is_factorized(n)}
 
     def _is_factorized(self, name: str) -> bool:
         """Tell whether a tensor is a factor, or the dense weight, of a layer that some participant factorizes."""
-        layer, _, part = name.rpartition(".")
+        layer, part = self._layer_and_part(name)
         return layer in self.ranks and part in ("u", "v", "weight")
+
+    def _layer_and_part(self, name: str) -> tuple[str, str]:
+        """Split a tensor's name; the dense weight of a recurrent layer is a layer of rank plans by itself."""
+        layer, _, part = name.rpartition(".")
+        return (name, "weight") if name in self.ranks else (layer, part)
 
 
 def squared_distance(first: Point, second: Point) -> float:

@@ -8,7 +8,7 @@ parameters.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ClassVar, cast
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm.lowrank.layers import LowRankTransposed, factorized_types
-from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.lowrank.plan import RankPlan, find_weights, plan_ranks
 
 
 class Half(nn.Module):
@@ -118,16 +118,22 @@ def factor_deviation(weight: Tensor, rank: int) -> float:
     return float((half / rank ** (factors - 1)) ** (1 / (2 * factors)))
 
 
-def plan_hadamard(model: nn.Module, ratio: float, keep: int = 1, *, classifier: str | None = "auto") -> RankPlan:
+def plan_hadamard(
+    model: nn.Module, ratio: float, keep: int = 1, *, classifier: str | Collection[str] | None = "auto"
+) -> RankPlan:
     """Plan the rank of every layer's halves: γ = `ratio` goes from the smallest useful rank to the largest.
 
     `keep` and `classifier` are those of `plan_ranks`, which also decides which other layers stay dense.
     """
-    layers = plan_ranks(model, 1e-9, keep, classifier=classifier)  # at this ratio every possible layer is factorized
+    # at this ratio every possible layer is factorized; FedPara composes convolutions above 1×1 and Linear layers
+    layers = plan_ranks(model, 1e-9, keep, classifier=classifier, pointwise=False)
     decisions = dict(layers.decisions)
+    weights = {weight.name: weight for weight in find_weights(model)}
     for name in layers:
-        weight = cast(Tensor, model.get_submodule(name).weight)
-        if not weight.requires_grad:
+        layer, weight = weights[name].layer, weights[name].tensor
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag | nn.RNNBase):
+            decisions[name] = f"a {type(layer).__name__}, which FedPara does not compose"
+        elif not weight.requires_grad:
             decisions[name] = "it is frozen, and factors start at random"
         elif not weight.any():
             decisions[name] = "it starts at 0, where factors have no gradient"

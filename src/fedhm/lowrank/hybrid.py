@@ -11,8 +11,16 @@ from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hadamard import Hadamard, hadamard_of
-from fedhm.lowrank.layers import LowRank, PufferfishConv2d, factorized_types, largest_rank
-from fedhm.lowrank.plan import RankPlan, reason_to_stay_dense
+from fedhm.lowrank.layers import (
+    RECURRENT,
+    LowRank,
+    PufferfishConv2d,
+    dense_weight_name,
+    factorized_types,
+    largest_rank,
+    module_of,
+)
+from fedhm.lowrank.plan import NamedWeight, RankPlan, reason_to_stay_dense
 from fedhm.lowrank.svd import to_layer_factors, unroll
 from fedhm.networks.info import declare, info_of
 from fedhm.networks.structure import copy_network, weight_owners
@@ -26,13 +34,19 @@ def to_hybrid(model: nn.Module, plan: Mapping[str, int], *, spectral: bool = Tru
     """
     form = plan.form if isinstance(plan, RankPlan) else "spatial"
 
-    def factorized(name: str, dense: nn.Module) -> LowRank:
-        rank, largest = plan[name], largest_rank(cast(Tensor, dense.weight).shape, form)
-        if not isinstance(rank, Integral) or not 1 <= rank <= largest:
-            raise FedhmError(f"rank {rank} is impossible for layer '{name}': it must lie between 1 and {largest}")
+    def factorized(dense: nn.Module, weights: Sequence[NamedWeight]) -> nn.Module:
+        ranks = {weight.parameter: plan[weight.name] for weight in weights}
+        for weight in weights:
+            rank, largest = plan[weight.name], largest_rank(weight.tensor.shape, form)
+            if not isinstance(rank, Integral) or not 1 <= rank <= largest:
+                raise FedhmError(
+                    f"rank {rank} is impossible for layer '{weight.name}': it must lie between 1 and {largest}"
+                )
+        if type(dense) in RECURRENT:
+            return RECURRENT[type(dense)](cast(nn.RNNBase, dense), ranks, spectral=spectral)
         forms = factorized_types(dense)
         assert forms is not None
-        return forms[form](dense, rank, spectral=spectral)
+        return forms[form](dense, ranks["weight"], spectral=spectral)
 
     return _with_new_layers(model, plan, factorized)
 
@@ -44,8 +58,8 @@ def to_hadamard(model: nn.Module, plan: Mapping[str, int], generator: torch.Gene
     a network whose weights are loaded next.
     """
 
-    def composed(name: str, dense: nn.Module) -> Hadamard:
-        return hadamard_of(dense)(dense, plan[name], generator)
+    def composed(dense: nn.Module, weights: Sequence[NamedWeight]) -> Hadamard:
+        return hadamard_of(dense)(dense, plan[weights[0].name], generator)
 
     return _with_new_layers(model, plan, composed)
 
@@ -58,7 +72,8 @@ def to_full(hybrid: nn.Module) -> dict[str, Tensor]:
             prefix = f"{name}." if name else ""
             for factor in layer.state_dict().keys() - {"bias"}:
                 del full[f"{prefix}{factor}"]
-            full[f"{prefix}weight"] = layer.weight.detach()
+            dense = layer.dense_name(name) if isinstance(layer, LowRank) else f"{prefix}weight"
+            full[dense] = layer.weight.detach()
     return full
 
 
@@ -70,22 +85,35 @@ def plan_of(hybrid: nn.Module, kind: type[LowRank | Hadamard] = LowRank) -> Rank
     return RankPlan(ranks, "pufferfish" if pufferfish else "spatial")
 
 
-def _with_new_layers(model: nn.Module, names: Iterable[str], make: Callable[[str, nn.Module], nn.Module]) -> nn.Module:
-    """Return a copy of `model` in which every layer of `names` is replaced by `make(name, layer)`."""
+def _with_new_layers(
+    model: nn.Module, names: Iterable[str], make: Callable[[nn.Module, Sequence[NamedWeight]], nn.Module]
+) -> nn.Module:
+    """Return a copy of `model` in which every layer of `names` is replaced by `make(layer, its weights)`."""
     hybrid = copy_network(model)
     layers = dict(hybrid.named_modules())
     owners = weight_owners(hybrid)
+    chosen: dict[nn.Module, list[NamedWeight]] = {}
     for name in names:
-        dense = layers.get(name)
-        if dense is None:
-            raise FedhmError(f"the rank plan factorizes '{name}', but the model has no such layer")
-        if reason := reason_to_stay_dense(dense, owners):
+        weight = _named_weight(name, layers)
+        if reason := reason_to_stay_dense(weight.layer, owners, weight.parameter):
             raise FedhmError(f"the rank plan factorizes '{name}', but it must stay dense: {reason}")
-        new = make(name, dense)
+        chosen.setdefault(weight.layer, []).append(weight)
+    for dense, weights in chosen.items():
+        new = make(dense, weights)
         if dense is hybrid:
             return new
         _replace_everywhere(hybrid, dense, new)
     return hybrid
+
+
+def _named_weight(name: str, layers: Mapping[str, nn.Module]) -> NamedWeight:
+    """Return the weight of a layer, or of a recurrent layer one of its weights."""
+    owner, _, parameter = name.rpartition(".")
+    if type(layers.get(owner)) in RECURRENT and layers[owner]._parameters.get(parameter) is not None:
+        return NamedWeight(name, layers[owner], parameter)
+    if name not in layers or type(layers[name]) in RECURRENT:
+        raise FedhmError(f"the rank plan factorizes '{name}', but the model has no such layer")
+    return NamedWeight(name, layers[name])
 
 
 def _replace_everywhere(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -109,6 +137,11 @@ class NestedTiers:
     networks: Sequence[nn.Module]
     plans: Sequence[RankPlan]
 
+    def layers(self, number: int, network: nn.Module | None = None) -> list[nn.Module]:
+        """Return the layers that are smaller in one smaller tier, as they are in it or in another network."""
+        holder = network or self.networks[number]
+        return [holder.get_submodule(module_of(name)) for name in self.plans[number]]
+
     def forward(self, number: int, network: nn.Module, bases: Mapping[str, Tensor], *x: Tensor, **named: Tensor) -> Any:
         """Return the output of one smaller tier for a batch; its gradients go to the weights of `network`.
 
@@ -117,7 +150,8 @@ class NestedTiers:
         inner, plan = self.networks[number].train(network.training), self.plans[number]
         # running averages of `network` are those of its own activations: the inner network's go into copies
         own = dict(network.named_parameters()) | {name: buffer.clone() for name, buffer in network.named_buffers()}
-        parts = {n: t for n, t in own.items() if n.rpartition(".")[0] not in plan or n.endswith(".bias")}
+        replaced = {n for n in own if n in plan or (n.rpartition(".")[0] in plan and not n.endswith(".bias"))}
+        parts = {n: t for n, t in own.items() if n not in replaced}
         for layer, rank in plan.items():
             parts[f"{layer}.u"], parts[f"{layer}.v"] = _leading(layer, rank, own, bases, plan)
         return torch.func.functional_call(inner, parts, x, named)
@@ -128,7 +162,7 @@ def _leading(
 ) -> tuple[Tensor, Tensor]:
     if f"{layer}.u" in own:
         return own[f"{layer}.u"][:rank], own[f"{layer}.v"][:, :rank]
-    weight, left = own[f"{layer}.weight"], bases[layer][:, :rank]
+    weight, left = own[dense_weight_name(layer)], bases[layer][:, :rank]
     return to_layer_factors(left, left.T @ unroll(weight, plan.form), weight.shape)
 
 

@@ -1,8 +1,9 @@
 """Rank plans: which layers of a network are factorized, at which rank, and why the others stay dense.
 
-A plan by one ratio is the paper's hybrid network [ρ, L, γ]. The first ρ layers, 1×1 convolutions and the classifier
-stay dense. Every other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linear). In a transformer these
-are the layers of attention and MLP: embeddings, and heads that are tied to them, stay dense.
+A plan by one ratio is the paper's hybrid network [ρ, L, γ]. The first ρ layers and the classifier stay dense. Every
+other layer gets rank γ · out_channels (convolution) or γ · min(m, n) (Linear, 1×1 convolution, embedding, each weight
+of a recurrent layer), if that saves parameters. Weights that are tied to each other stay dense, and so do layers that
+the network's own code declares: the 1×1 shortcuts of the paper's ResNets.
 
 A plan by budget chooses ranks layer by layer. With singular values σ₁ ≥ σ₂ ≥ … in a layer, and c the cost of one more
 rank of it (parameters, or MACs),
@@ -21,8 +22,9 @@ in turns, each in proportion to its size. One ratio for all layers gives the sam
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from functools import cached_property
 from typing import cast, get_args
@@ -33,12 +35,21 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from fedhm.errors import FedhmError
-from fedhm.lowrank.layers import LAYERS, factorized_types, largest_rank, rank_at_ratio_one
+from fedhm.lowrank.layers import (
+    RECURRENT,
+    RECURRENT_WEIGHT,
+    dense_weight_name,
+    factorized_types,
+    largest_rank,
+    rank_at_ratio_one,
+)
 from fedhm.lowrank.svd import Form, unroll, unrolled_shape
 from fedhm.machine.device import parallel_map
+from fedhm.networks.info import info_of
 from fedhm.networks.structure import weight_owners
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+UNKNOWN_TYPE = "a type of layer that is not factorized"
 TIED = "its weight is tied to another layer's"
 ROOT = "(model)"  # a model that has weights of its own, outside its layers
 
@@ -80,8 +91,8 @@ def plan_ranks(
     ratio: float | str,
     keep: int = 1,
     *,
-    classifier: str | None = "auto",
-    pointwise: bool = False,
+    classifier: str | Collection[str] | None = "auto",
+    pointwise: bool = True,
     dense: Collection[str] = (),
     form: Form = "spatial",
     max_rank: int = 0,
@@ -89,11 +100,11 @@ def plan_ranks(
     """Plan the hybrid network of `model` at rank ratio γ = `ratio`, a number or a fraction such as "1/8".
 
     keep        how many layers to leave dense at the start (the paper's ρ), in the order in which the model
-                defines them; 1×1 convolutions and the classifier do not count
-    classifier  the layer that gives the logits, which stays dense; "auto": the model's last layer if it is a Linear;
-                None: no layer
+                defines them; 1×1 convolutions, embeddings, recurrent layers and the classifier do not count
+    classifier  the layer that gives the logits, which stays dense, or several; "auto": the model's last layer if it is
+                a Linear or a 1×1 convolution; None: no layer
     pointwise   factorize 1×1 convolutions too
-    dense       further layers, or modules with layers, that stay dense
+    dense       further layers, or modules with layers, that stay dense; "*.shortcut" means all of these names
     form        the form of the factors: "spatial", k×1 and 1×k convolutions, or "pufferfish", k×k and 1×1
     max_rank    no layer has a larger rank than this, whatever its size; 0: no limit
     """
@@ -110,24 +121,24 @@ def plan_ranks(
         raise FedhmError(f"the largest rank of a layer cannot be {max_rank}")
     if form not in get_args(Form):
         raise FedhmError(f"there is no form '{form}' of factorized layers, only {' and '.join(get_args(Form))}")
-    layers = dict(_weighted_modules(model))
-    asked = {name for name in layers for part in dense if f"{name}.".startswith(f"{part}.")}
-    if unknown := [part for part in dense if not any(f"{name}.".startswith(f"{part}.") for name in layers)]:
+    weights = {weight.name: weight for weight in find_weights(model)}
+    asked = {name for name in weights for part in dense if _is_part(name, part)}
+    if unknown := [part for part in dense if not any(_is_part(name, part) for name in weights)]:
         raise FedhmError(f"there is no layer '{unknown[0]}' with a weight matrix in this model to keep dense")
-    if classifier == "auto":
-        classifier = find_classifier(model)
-    elif classifier is not None and classifier not in layers:
-        raise FedhmError(f"there is no layer '{classifier}' with a weight matrix in this model to be the classifier")
-    owners = weight_owners(model)
+    classifiers = _classifiers(model, classifier, weights)
+    owners, declared = weight_owners(model), _declared_dense(model)
 
     decisions: dict[str, int | str] = {}
     counted = 0
-    for name, layer in layers.items():
-        reason = reason_to_stay_dense(layer, owners)
-        if isinstance(layer, CONVOLUTIONS) and set(layer.kernel_size) == {1} and not pointwise:
-            reason = reason or "a 1×1 convolution"
-        elif name == classifier:
+    for name, weight in weights.items():
+        layer = weight.layer
+        reason = reason_to_stay_dense(layer, owners, weight.parameter) or declared.get(name)
+        if weight.parameter == "weight" and RECURRENT_WEIGHT.fullmatch(name):
+            reason = reason or "its name is that of a recurrent layer's weight"
+        if name in classifiers:
             reason = f"the classifier, and {reason}" if reason == TIED else "the classifier"
+        elif _is_pointwise(layer):
+            reason = reason or (None if pointwise else "a 1×1 convolution")
         elif _counts(layer):
             counted += 1
             if counted <= keep:
@@ -137,10 +148,107 @@ def plan_ranks(
         if reason is None and ratio == 1:
             reason = "the ratio is 1: the full network"
         if reason is None:
-            decisions[name] = _affordable_rank(cast(Tensor, layer.weight).shape, ratio, form, max_rank)
+            decisions[name] = _affordable_rank(weight.tensor.shape, ratio, form, max_rank)
         else:
             decisions[name] = reason
     return RankPlan(decisions, form)
+
+
+@dataclass(frozen=True)
+class NamedWeight:
+    """A weight for which a rank plan decides: that of a layer, or one of those of a recurrent layer."""
+
+    name: str  # in rank plans: that of the layer, or that of the recurrent layer's parameter
+    layer: nn.Module
+    parameter: str = "weight"
+
+    @property
+    def tensor(self) -> Tensor:
+        return cast(Tensor, getattr(self.layer, self.parameter))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameter; for a layer without a weight of its own, all parameters that are matrices."""
+        if self.parameter in self.layer._parameters:
+            return [cast(nn.Parameter, self.tensor)]
+        own = self.layer.parameters(recurse=is_parametrized(self.layer))
+        return [p for p in own if not is_lazy(p) and p.ndim >= 2]
+
+
+def find_weights(model: nn.Module) -> Iterator[NamedWeight]:
+    """Yield the weights for which a rank plan decides, in the order of the model."""
+    for name, layer in _weighted_modules(model):
+        if type(layer) not in RECURRENT:
+            yield NamedWeight(name, layer)
+            continue
+        for parameter, tensor in layer._parameters.items():
+            if tensor is not None and tensor.ndim >= 2:
+                yield NamedWeight(f"{name}.{parameter}" if name else parameter, layer, parameter)
+
+
+def _is_part(name: str, part: str) -> bool:
+    """Tell whether a layer is one of those that `part` names: a layer, a module around it, or a pattern of these."""
+    if not any(sign in part for sign in "*?["):
+        return f"{name}.".startswith(f"{part}.")
+    pieces = name.split(".")
+    return any(fnmatchcase(".".join(pieces[:count]), part) for count in range(1, len(pieces) + 1))
+
+
+def _is_pointwise(layer: nn.Module) -> bool:
+    return isinstance(layer, CONVOLUTIONS) and set(layer.kernel_size) == {1}
+
+
+def _classifiers(model: nn.Module, given: str | Collection[str] | None, layers: Collection[str]) -> Collection[str]:
+    """Return the names of the layers that give the outputs."""
+    if given == "auto":
+        last = list(_weighted_modules(model))[-1:]
+        return [name for name, layer in last if isinstance(layer, nn.Linear) or _is_pointwise(layer)]
+    names = () if given is None else (given,) if isinstance(given, str) else given
+    if unknown := [name for name in names if name not in layers]:
+        raise FedhmError(f"there is no layer '{unknown[0]}' with a weight matrix in this model to be the classifier")
+    return names
+
+
+def _declared_dense(model: nn.Module) -> dict[str, str]:
+    """Return the layers that stay dense by the design of the network, or of a network inside it, and why."""
+    return {
+        f"{prefix}.{name}" if prefix else name: reason
+        for prefix, module in model.named_modules()
+        for name, reason in info_of(module).dense.items()
+    }
+
+
+def plan_parameters(model: nn.Module, plan: Mapping[str, int]) -> int:
+    """Return how many trainable parameters the hybrid network of a plan has, without making it."""
+    form = plan.form if isinstance(plan, RankPlan) else "spatial"
+    total = sum(p.numel() for p in model.parameters() if p.requires_grad and not is_lazy(p))
+    for weight in find_weights(model):
+        if weight.name in plan and weight.tensor.requires_grad:
+            shape = weight.tensor.shape
+            total += plan[weight.name] * sum(unrolled_shape(shape, form)) - shape.numel()
+    return total
+
+
+PRECISION = 2**-20  # of a ratio: ranks have fewer digits
+
+
+def ratio_of_share(model: nn.Module, share: float, make: Callable[[float], RankPlan]) -> float | None:
+    """Return the largest ratio at which a plan keeps at most this share of the parameters; None if no ratio does.
+
+    make  returns the plan of a ratio; a larger ratio never gives a smaller network
+    """
+    most = share * plan_parameters(model, {})
+
+    def fits(ratio: float) -> bool:
+        return plan_parameters(model, make(ratio)) <= most
+
+    low, high = PRECISION, 1.0
+    if not fits(low):
+        return None
+    while high - low > PRECISION:
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def find_classifier(model: nn.Module) -> str | None:
@@ -149,15 +257,15 @@ def find_classifier(model: nn.Module) -> str | None:
     return layers[-1][0] if layers and isinstance(layers[-1][1], nn.Linear) else None
 
 
-def reason_to_stay_dense(layer: nn.Module, owners: Counter[int]) -> str | None:
-    """Return why a layer cannot be factorized at any ratio, or None if it can."""
+def reason_to_stay_dense(layer: nn.Module, owners: Counter[int], parameter: str = "weight") -> str | None:
+    """Return why a weight of a layer cannot be factorized at any ratio, or None if it can."""
     if is_parametrized(layer):
         return "its weight is computed from other parameters"
     if any(is_lazy(p) for p in layer.parameters(recurse=False)):
         return "its weight has no shape before the model has run once"
-    if factorized_types(layer) is None:
+    if factorized_types(layer) is None and type(layer) not in RECURRENT:
         return _unknown(layer)
-    weight = layer._parameters.get("weight")
+    weight = layer._parameters.get(parameter)
     if not isinstance(weight, nn.Parameter):
         return "its weight is computed from other parameters"
     if weight.is_complex():
@@ -167,24 +275,36 @@ def reason_to_stay_dense(layer: nn.Module, owners: Counter[int]) -> str | None:
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
         return "hooks are registered on it, which a new layer would lose"
     if isinstance(layer, CONVOLUTIONS) and layer.groups > 1:
-        return f"a grouped convolution ({layer.groups} groups)"
+        depthwise = layer.groups == layer.in_channels
+        return "a depthwise convolution" if depthwise else f"a grouped convolution ({layer.groups} groups)"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return _unusual_table(layer)
+    return None
+
+
+def _unusual_table(table: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    """Return why an embedding computes something that factors would not compute, or None."""
+    if table.max_norm is not None:
+        return "it rescales its rows itself (max_norm)"
+    if table.sparse or table.scale_grad_by_freq:
+        return "its gradients are sparse or scaled by frequency, which those of factors are not"
+    if isinstance(table, nn.EmbeddingBag) and table.mode == "max":
+        return "it takes the maximum of its rows, which factors do not keep"
     return None
 
 
 def _unknown(layer: nn.Module) -> str:
     """Return why a layer of an unknown type stays dense."""
     kind = type(layer).__name__
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return f"an {kind}: rows of it are looked up, and no matrix is multiplied"
     if _counts(layer):
         return f"a {kind}, whose owner may use its weight without calling it"
-    *others, last = (known.__name__ for known in LAYERS)
-    return f"a {kind}: only {', '.join(others)} and {last} are factorized"
+    return f"a {kind}, {UNKNOWN_TYPE}"
 
 
 def _counts(layer: nn.Module) -> bool:
     """Tell whether a layer counts among the first `keep` layers."""
-    return isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) or factorized_types(layer) is not None
+    known = isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d) or factorized_types(layer) is not None
+    return known and not isinstance(layer, nn.Embedding | nn.EmbeddingBag)
 
 
 def _weighted_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -300,7 +420,7 @@ def layer_spectra(weights: Mapping[str, Tensor], start: RankPlan) -> dict[str, L
     """Return the spectrum of every layer that `start` factorizes; the cost of a rank is its parameters."""
 
     def layer_of(name: str) -> LayerSpectrum:
-        weight = weights[f"{name}.weight"].detach()
+        weight = weights[dense_weight_name(name)].detach()
         shape = unrolled_shape(weight.shape, start.form)
         return LayerSpectrum(
             squared_singular_values(unroll(weight, start.form)), shape, rank_at_ratio_one(weight.shape), sum(shape)

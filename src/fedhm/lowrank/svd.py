@@ -95,6 +95,12 @@ class Factors(NamedTuple):
         right[rank:], spectrum[rank:] = 0, 0
         return Factors(self.left, right, spectrum)
 
+    def scaled_to(self, norm: float) -> "Factors":
+        """Return the factors of a multiple of the product, whose Frobenius norm is `norm`; zeros stay zeros."""
+        own = float(torch.linalg.vector_norm(self.spectrum.double()))
+        factor = norm / own if own else 1.0
+        return Factors(self.left * math.sqrt(factor), self.right * math.sqrt(factor), self.spectrum * factor)
+
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:
     """Return the singular values of `left @ right`, (M, r) and (r, N), from matrices of r rows and columns."""
@@ -141,6 +147,20 @@ def _through_gram(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     norms = scaled.norm(dim=1, keepdim=True)
     Vt = torch.where(norms > spectrum[0] * 1e-14, scaled / norms, 0)
     return U.float(), spectrum.float(), Vt.float()
+
+
+RANDOM_EDGE = 1.15  # of small matrices, the largest singular value lies up to a tenth beyond the edge
+
+
+def looks_untrained(weight: Tensor, spectrum: Tensor, form: Form = "spatial") -> bool:
+    """Tell whether the largest singular value is no larger than that of independent random numbers.
+
+    Marchenko and Pastur: for a matrix (M, N) of numbers with variance s², it is about s (√M + √N). Training adds
+    directions far beyond that.
+    """
+    rows, columns = unrolled_shape(weight.shape, form)
+    deviation = math.sqrt(squared_norm(weight) / weight.numel())
+    return float(spectrum[0]) <= RANDOM_EDGE * deviation * (math.sqrt(rows) + math.sqrt(columns))
 
 
 def squared_norm(weight: Tensor) -> float:

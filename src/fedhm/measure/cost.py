@@ -19,7 +19,7 @@ from fedhm.config.schema import TrainConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.process import MMAP_THRESHOLD
 from fedhm.networks.exchange import exchanged_tensors, size_in_bytes
-from fedhm.networks.inputs import Inputs, forward_batch, repeat_batch, sample_shape, select_rows
+from fedhm.networks.inputs import Inputs, forward_batch, repeat_batch, sample_shape, select_rows, tensors_of
 from fedhm.networks.saving import checkpoint_blocks
 from fedhm.networks.sgd import SGD, Optimizer, ParameterGroup
 from fedhm.networks.structure import heaviest_in_training, networks_in_training
@@ -181,7 +181,8 @@ class LayerCost:
     macs: int
 
 
-SampleSpec = tuple[int, ...] | dict[str, Tensor]  # the shape of one input, or a batch of one if it is several tensors
+# the shape of one input, or a batch of one if it is several tensors
+SampleSpec = tuple[int, ...] | tuple[Tensor, ...] | dict[str, Tensor]
 ROOT = "(model)"  # the parameters and operations of a model outside its parts
 WHOLE = "Global"  # the counter's name for the whole model
 
@@ -200,7 +201,7 @@ def measure(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None
 
 def sample_spec(inputs: Inputs) -> tuple[SampleSpec, torch.dtype | None]:
     """Return the arguments `input_shape` and `dtype` of `measure` for inputs like these, a batch of one."""
-    return (inputs, None) if isinstance(inputs, dict) else (tuple(inputs.shape[1:]), inputs.dtype)
+    return (tuple(inputs.shape[1:]), inputs.dtype) if isinstance(inputs, Tensor) else (inputs, None)
 
 
 def cost_by_layer(model: nn.Module, input_shape: SampleSpec, dtype: torch.dtype | None = None) -> dict[str, LayerCost]:
@@ -269,8 +270,7 @@ def training_memory(
     try:
         inputs = zero_batch(model, batch, input_shape, dtype)
         stepping = OPTIMIZERS[optimizer]([p for p in model.train().parameters() if p.requires_grad])
-        given = list(inputs.values()) if isinstance(inputs, dict) else [inputs]
-        for tensor in [*model.parameters(), *model.buffers(), *given]:
+        for tensor in [*model.parameters(), *model.buffers(), *tensors_of(inputs)]:
             watch.see(tensor)
         with watch:
             _make_averages(stepping, model)
@@ -342,16 +342,25 @@ def _lstm_flops(x: Sequence[int], to_input: Sequence[int], to_hidden: Sequence[i
     return 2 * x[0] * x[1] * (math.prod(to_input) + math.prod(to_hidden))
 
 
-def _shape(form: SampleSpec) -> tuple[int, ...]:
-    return sample_shape(form) if isinstance(form, dict) else tuple(form)
+def _several(spec: SampleSpec) -> Inputs | None:
+    """Return the batch of one that a spec of several tensors is; None for the shape of a single tensor."""
+    if isinstance(spec, dict):
+        return spec
+    given = tuple(each for each in spec if isinstance(each, Tensor))
+    return given or None
+
+
+def _shape(spec: SampleSpec) -> tuple[int, ...]:
+    several = _several(spec)
+    return tuple(int(size) for size in spec) if several is None else sample_shape(several)
 
 
 def zero_batch(model: nn.Module, batch: int, shape: SampleSpec, dtype: torch.dtype | None) -> Inputs:
     """Return a batch of zeros, or the given tensors repeated, on the device of the model."""
-    if isinstance(shape, dict):
-        return repeat_batch(shape, batch)
+    if (several := _several(shape)) is not None:
+        return repeat_batch(several, batch)
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    return torch.zeros(batch, *shape, dtype=dtype or like.dtype, device=like.device)
+    return torch.zeros(batch, *_shape(shape), dtype=dtype or like.dtype, device=like.device)
 
 
 def configured_training_memory(

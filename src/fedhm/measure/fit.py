@@ -1,7 +1,7 @@
 """The largest version of a model that a device can afford: ranks by layer, and how to train it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +26,7 @@ from fedhm.lowrank.plan import (
     with_rank_costs,
 )
 from fedhm.lowrank.svd import Form
-from fedhm.measure.cost import Cost, measure, training_memory, zero_batch
+from fedhm.measure.cost import Cost, SampleSpec, measure, training_memory, zero_batch
 from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.saving import can_checkpoint
 from fedhm.networks.structure import copy_network
@@ -52,7 +52,7 @@ class TrainingMode:
 class TrainingSetup:
     """The inputs and the optimizer with which versions are trained."""
 
-    shape: tuple[int, ...]  # of one input
+    shape: SampleSpec  # of one input; a batch of one if it is several tensors
     batch: int
     optimizer: str = "sgd"
     dtype: torch.dtype | None = None  # of the inputs; None: the type of the weights
@@ -73,13 +73,14 @@ class ModelVersions:
         model: nn.Module,
         training: TrainingSetup,
         keep: int = 1,
-        classifier: str | None = "auto",
+        classifier: str | Collection[str] | None = "auto",
         form: Form = "spatial",
         weights: Mapping[str, Tensor] | None = None,
         by: Literal["parameters", "macs"] = "parameters",
+        dense: Collection[str] = (),
     ) -> None:
         self.training = training
-        self.smallest_plan = plan_ranks(model, SMALLEST, keep, classifier=classifier, form=form)
+        self.smallest_plan = plan_ranks(model, SMALLEST, keep, classifier=classifier, form=form, dense=dense)
         self.layers: dict[str, LayerSpectrum] = layer_spectra(weights or model.state_dict(), self.smallest_plan)
         self._bounds: tuple[Mapping[str, int], Mapping[str, int]] = {}, {}
         self.model, self.keep = model, keep
@@ -213,7 +214,8 @@ def fit(
     *,
     keep: int = 1,
     form: Form = "spatial",
-    classifier: str | None = "auto",
+    classifier: str | Collection[str] | None = "auto",
+    dense: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> Fit:
     """Find the largest version of `model` that meets all budgets, and the cheapest way to train it.
@@ -222,7 +224,7 @@ def fit(
     macs                of one sample's forward pass: "50M", or a number
     bytes               of one transfer of the network, in one direction
     parameters          trainable ones
-    keep, form, classifier  as in `plan_ranks`
+    keep, form, classifier, dense  as in `plan_ranks`
     dtype               of the inputs, if not the weights': torch.int64 for a model that reads tokens
 
     Ranks are chosen layer by layer from the spectrum of the model's weights (`lowrank/plan.py`). To save memory, the
@@ -239,7 +241,7 @@ def fit(
         raise FedhmError(f"a batch has at least one sample, not {batch}")
     by: Literal["parameters", "macs"] = "macs" if set(limits) == {"macs"} else "parameters"
     training = TrainingSetup(sample_shape, batch, optimizer, dtype)
-    return fit_versions(ModelVersions(model, training, keep, classifier, form, by=by), limits)
+    return fit_versions(ModelVersions(model, training, keep, classifier, form, by=by, dense=dense), limits)
 
 
 def fit_versions(versions: ModelVersions, limits: Mapping[Kind, int], modes: list[TrainingMode] | None = None) -> Fit:

@@ -60,7 +60,7 @@ class Capable(Homogeneous):
         super().__init__(FULL)
         self.levels = tuple(tier_name(ratio) for ratio in sorted(config.tiers, reverse=True))
         self.config = config
-        self._model, self._classifier, self._make_mean = model, setup.classifier, setup.make_mean
+        self._model, self._classifiers, self._make_mean = model, setup.output_layers, setup.make_mean
 
     def start(self, weights: Tensors) -> ModelState:
         return ModelState(weights)
@@ -69,7 +69,7 @@ class Capable(Homogeneous):
         return super().tasks(state, [p for p in participants if p.tier == FULL], round_number)
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))
+        return ModelState(average(state.weights, updates, self.config.weighting, self._classifiers, self._make_mean))
 
     def build(self) -> nn.Module:
         return to_hybrid(self._model, {})

@@ -45,16 +45,16 @@ class FedAvg(Homogeneous):
     def __init__(self, model: nn.Module, config: FedAvgConfig, setup: Setup = Setup()) -> None:
         super().__init__(tier_name(config.tier))
         self.config = config
-        self.plan = ratio_plan(model, config.tier, config.keep, setup.classifier)
+        self.plan = ratio_plan(model, config.tier, config.keep, setup.output_layers)
         self._model = model
-        self._classifier, self._make_mean = setup.classifier, setup.make_mean
+        self._classifiers, self._make_mean = setup.output_layers, setup.make_mean
 
     def start(self, weights: Tensors) -> ModelState:
         model = load(to_hybrid(self._model, {}), weights)
         return ModelState({name: t.clone() for name, t in exchanged_tensors(to_hybrid(model, self.plan)).items()})
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))
+        return ModelState(average(state.weights, updates, self.config.weighting, self._classifiers, self._make_mean))
 
     def build(self) -> nn.Module:
         return to_hybrid(self._model, self.plan, spectral=False)

@@ -5,12 +5,11 @@ merge    W_γ ← Σ αₚ Wₚ / Σ αₚ                      over the round's
          W_γ ← Adam on KL(softmax(t) ‖ softmax(f_γ(x)))   over batches of x, for every tier γ
 
 The published server stops early on a validation set and lowers its learning rate meanwhile. Here it takes a fixed
-number of steps at one rate.
+number of steps at one rate. Both passes over the public inputs run on the clients' device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -19,10 +18,13 @@ from torch import Tensor, nn
 
 from fedhm.config.method import PAPER_WIDTHS, Family, MethodConfig, NamedEntry, matched_widths
 from fedhm.config.section import Positive, Ratios
+from fedhm.machine.device import CPU, move_tensors, seeded
+from fedhm.machine.memory import DISTILLATION_ADVICE, memory_errors
 from fedhm.methods.means import WeightedMean, client_weight
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.sliced import WidthSlices
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
+from fedhm.networks.reuse import on_device
 from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import channels_last
 from fedhm.seeds import derive, torch_generator
@@ -65,7 +67,7 @@ class FedDF(Method[FedDFState]):
         self.config, self._public, self._objective = config, setup.public, setup.objective
         self.slices = WidthSlices(model, config.tiers, setup)
         self.tiers, self.levels = self.slices.tiers, self.slices.levels
-        self._classifier, self._seed = setup.classifier, setup.seed
+        self._classifiers, self._seed = setup.output_layers, setup.seed
 
     def start(self, weights: Tensors) -> FedDFState:
         return FedDFState({t: self.slices.rescale_init(self.slices.slice_weights(weights, t), t) for t in self.tiers})
@@ -74,14 +76,15 @@ class FedDF(Method[FedDFState]):
         for p in participants:
             yield Task("train", round_number, p.client, p.tier, self.spec(p.tier), state.models[p.tier])
 
+    @memory_errors("to distil the clients' models", DISTILLATION_ADVICE)
     def merge(self, state: FedDFState, updates: Iterable[Update], round_number: int) -> FedDFState:
         assert self._public is not None
         means = {tier: WeightedMean(model) for tier, model in state.models.items()}
-        teacher = torch.zeros(())  # the clients' logits on the public inputs, summed
+        teacher = torch.zeros((), device=self._public.device)  # the clients' logits on the public inputs, summed
         teachers = 0
         for update in updates:
-            means[update.tier].add_all(update, client_weight(update, self.config.weighting), self._classifier)
-            client = load(self.network(update.network), update.tensors)
+            means[update.tier].add_all(update, client_weight(update, self.config.weighting), self._classifiers)
+            client = on_device(load(self.network(update.network), update.tensors), self._public.device)
             found = logits(client, self._public, self.config.batch)
             if bool(found.isfinite().all()):  # weights within their bounds may still overflow
                 teacher, teachers = teacher + found, teachers + 1
@@ -99,15 +102,16 @@ class FedDF(Method[FedDFState]):
 
     def _distilled(self, weights: Tensors, teacher: Tensor, tier: str, round_number: int) -> Tensors:
         assert self._public is not None
-        student = channels_last(load(self.network(self.spec(tier)), weights))
-        generator = torch_generator(self._seed, "distil", round_number, tier)
-        epochs = (self._public.shuffled(self.config.batch, generator) for _ in repeat(None))
+        device = self._public.device
+        student = channels_last(on_device(load(self.network(self.spec(tier)), weights), device))
+        batches = self._public.shuffled(
+            self.config.batch, torch_generator(self._seed, "distil", round_number, tier), self.config.steps
+        )
         optimizer = torch.optim.Adam(student.parameters(), lr=self.config.lr)
-        with torch.random.fork_rng(devices=[]):  # dropout knows only the global generator
-            torch.manual_seed(derive(self._seed, "dropout", round_number, tier))
-            batches = islice(chain.from_iterable(epochs), self.config.steps)
+        with seeded(derive(self._seed, "dropout", round_number, tier), device):
             distil_towards(student, teacher, self._objective.divergence, optimizer, batches)
-        return exchanged_tensors(student)
+        found = exchanged_tensors(student)
+        return found if device == CPU else move_tensors(found, CPU)
 
 
 ENTRY_POINT = FedDFConfig

@@ -19,6 +19,7 @@ from fedhm.config.method import Family, MethodConfig, NamedEntry
 from fedhm.config.section import Ratio, tier_name
 from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
+from fedhm.lowrank.layers import dense_weight_name
 from fedhm.lowrank.svd import factorize, roll, to_layer_factors, to_matrix_factors, unroll
 from fedhm.methods.means import average
 from fedhm.methods.method import Method, Setup, State
@@ -37,7 +38,7 @@ class Factored:
     def pack(self, tensors: Tensors) -> Tensors:
         packed = dict(tensors)
         for layer, rank in self.plan.items():
-            weight = packed.pop(f"{layer}.weight")
+            weight = packed.pop(dense_weight_name(layer))
             packed[f"{layer}.u"], packed[f"{layer}.v"] = _factors(weight, rank)
         return packed
 
@@ -49,7 +50,7 @@ class Factored:
                 left, right = to_matrix_factors(u, v)
                 # (n, m, k₁, k₂) of u (r, m, k₁, 1) and v (n, r, 1, k₂), or (n, m) of u (r, m) and v (n, r)
                 shape = torch.Size((v.shape[0], *u.shape[1:3], *v.shape[3:]))
-                unpacked[f"{layer}.weight"] = roll(left @ right, shape)
+                unpacked[dense_weight_name(layer)] = roll(left @ right, shape)
         return unpacked
 
 
@@ -80,7 +81,7 @@ class FedDLR(Method[FedDLRState]):
     def __init__(self, model: nn.Module, config: FedDLRConfig, setup: Setup = Setup()) -> None:
         self.config, self._setup = config, setup
         self.tiers = self.levels = (tier_name(config.tier),)
-        self.form = Factored(ratio_plan(model, config.tier, config.keep, setup.classifier))
+        self.form = Factored(ratio_plan(model, config.tier, config.keep, setup.output_layers))
         self._model = model
 
     def start(self, weights: Tensors) -> FedDLRState:
@@ -92,7 +93,9 @@ class FedDLR(Method[FedDLRState]):
 
     def merge(self, state: FedDLRState, updates: Iterable[Update], round_number: int) -> FedDLRState:
         recovered = (replace(update, tensors=self.form.unpack(update.tensors)) for update in updates)
-        mean = average(state.weights, recovered, self.config.weighting, self._setup.classifier, self._setup.make_mean)
+        mean = average(
+            state.weights, recovered, self.config.weighting, self._setup.output_layers, self._setup.make_mean
+        )
         return FedDLRState(mean, state.packed) if self._setup.optimizer_follows else self._truncated(mean)
 
     def refresh_derived(self, state: FedDLRState, before: FedDLRState) -> FedDLRState:

@@ -42,13 +42,23 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.average import Aggregate, singular_directions
 from fedhm.lowrank.diagnostics import largest_norm, layer_constants, tier_energies
 from fedhm.lowrank.hybrid import NestedTiers, nest_tiers, to_hybrid
+from fedhm.lowrank.layers import dense_weight_name
 from fedhm.lowrank.plan import RankPlan
-from fedhm.lowrank.svd import Factors, product_spectrum, roll, to_layer_factors, to_matrix_factors
+from fedhm.lowrank.svd import (
+    Factors,
+    looks_untrained,
+    product_spectrum,
+    roll,
+    squared_norm,
+    to_layer_factors,
+    to_matrix_factors,
+)
 from fedhm.methods.means import AbsentLabels, RecoveredMean, factorized, for_ranks, unbounded
 from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.plans import FULL, TierPlan, TierPlanner, has_budgets
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
+from fedhm.networks.structure import has_normalisation
 from fedhm.work.messages import Participant, Task, TaskOptions, Update
 from fedhm.work.nested import BASIS
 
@@ -57,16 +67,19 @@ class FedHMConfig(MethodConfig):
     by_coordinate: ClassVar[bool] = True
     analysed: ClassVar[bool] = True
     name: Literal["fedhm"] = "fedhm"
-    tiers: Tiers = (1.0, 1 / 2, 1 / 4, 1 / 8)  # or budgets: "memory:128MB"; one listed twice has two shares
+    tiers: Tiers = (1.0, 1 / 2, 1 / 4, 1 / 8)  # or budgets, "memory:128MB", or shares, "50%"; listed twice: two levels
     replan: tuple[Positive, ...] = ()  # of budgets: rounds after which the spectrum decides on ranks again
     keep: Annotated[int, Field(ge=0)] = 1  # the paper's ρ
+    dense: tuple[str, ...] = ()  # layers, or modules with layers, that stay dense; "*.shortcut" means all such names
     max_rank: Annotated[int, Field(ge=0)] = 0  # of any layer, whatever the ratio; 0: no limit
     weighting: Literal["uniform", "samples", "softmax", "softmax-inverse"] = "uniform"
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 5.0  # τ of the softmax weightings
     aggregate: Literal[Aggregate, "factors"] = "bands"  # the paper: models; factors: if all clients have one tier
     absent_labels: AbsentLabels = "leave-out"  # classifier rows of labels that a client lacks; published code: zero
     band_speed: Annotated[float, Field(ge=0, le=1)] = 0.5  # of the directions beyond the smallest rank
-    start: Literal["whole", "smallest"] = "whole"  # factorized layers: as they are, or at the smallest tier's rank
+    # factorized layers: as they are, at the smallest tier's rank, or also scaled to the norm that they had; auto: as
+    # they are, but scaled if the model is untrained, has no normalisation layers and is averaged by bands
+    start: Literal["auto", "whole", "smallest", "scaled"] = "auto"
     form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
@@ -113,10 +126,10 @@ class FedHMConfig(MethodConfig):
 
     @property
     def shares(self) -> Sequence[float]:
-        if not has_budgets(self.tiers):
+        if not any(isinstance(tier, str) for tier in self.tiers):
             return self.rank_ratios
         places = {tier: len(self.tiers) - place for place, tier in reversed(list(enumerate(self.tiers)))}
-        return [places[tier] for tier in self.tiers]  # largest first, whatever the budgets afford
+        return [places[tier] for tier in self.tiers]  # largest first, whatever budgets and shares afford
 
     @property
     def rank_ratios(self) -> Sequence[float]:
@@ -152,7 +165,7 @@ class FedHM(Method[FedHMState]):
 
     def __init__(self, model: nn.Module, config: FedHMConfig, setup: Setup = Setup()) -> None:
         self.config, self._setup, self._model = config, setup, model
-        self.planner = TierPlanner(model, setup, config.tiers, config.keep, config.form, config.max_rank)
+        self.planner = TierPlanner(model, setup, config.tiers, config.keep, config.form, config.max_rank, config.dense)
         self.levels, self.tiers = self.planner.levels, self.planner.tiers
         self._nested = setup.nested if config.aggregate == "bands" else None
         self.recovers = config.aggregate != "factors"
@@ -167,12 +180,28 @@ class FedHM(Method[FedHMState]):
     def start(self, weights: Tensors) -> FedHMState:
         plans = self.planner.first
         factors, _ = factorized(weights, _ranks(plans), self.config.form)
-        if self.config.start == "smallest" and not self.config.warmup:  # a warm-up is to find the best directions
+        start = self._start(weights, factors)
+        if start != "whole" and not self.config.warmup:  # a warm-up is to find the best directions
             for layer, rank in plans[self.tiers[-1]].ranks.items():
-                factors[layer] = factors[layer].cut(rank)
-                cut = roll(factors[layer].left @ factors[layer].right, weights[f"{layer}.weight"].shape)
-                weights = {**weights, f"{layer}.weight": cut}
+                name, cut = dense_weight_name(layer), factors[layer].cut(rank)
+                factors[layer] = cut.scaled_to(math.sqrt(squared_norm(weights[name]))) if start == "scaled" else cut
+                product = factors[layer].left @ factors[layer].right
+                weights = {**weights, name: roll(product, weights[name].shape)}
         return FedHMState(weights, factors, plans)
+
+    def _start(self, weights: Tensors, factors: Mapping[str, Factors]) -> Literal["whole", "smallest", "scaled"]:
+        """Return how the factorized layers start, if the settings leave it open.
+
+        Truncated random weights are smaller than whole ones. Normalisation layers make up for that. Without them, a
+        small tier's signals fade from layer to layer, and it learns slowly. Trained weights are never cut.
+        """
+        if self.config.start != "auto":
+            return self.config.start
+        if self.config.aggregate != "bands" or has_normalisation(self._model):
+            return "whole"
+        form = self.config.form
+        untrained = all(looks_untrained(weights[dense_weight_name(n)], f.spectrum, form) for n, f in factors.items())
+        return "scaled" if untrained else "whole"
 
     def tasks(self, state: FedHMState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         warm = round_number <= self.config.warmup
@@ -213,7 +242,7 @@ class FedHM(Method[FedHMState]):
             state.factors,
             "models" if aggregate == "factors" else aggregate,
             self.config.form,
-            self._setup.classifier,
+            self._setup.output_layers,
             self._setup.make_mean,
             self.config.band_speed,
             self.config.absent_labels,
@@ -221,7 +250,7 @@ class FedHM(Method[FedHMState]):
         samples: list[int] = []
         for update in updates:
             plan = state.plans[update.network.tier]
-            weight = weight_of(self.config, plan.ratio, update.samples)
+            weight = weight_of(self.config, plan.ratio, update.samples) * update.weight
             mean.add(update, update.network.tier, plan.ranks, weight)
             samples.append(update.samples)
         if aggregate == "models" and samples and not mean.tiers & {FULL, self.tiers[0]}:
@@ -242,8 +271,8 @@ class FedHM(Method[FedHMState]):
         ranks: list[Mapping[str, int]] = []
         kappa_uv = 0.0
         for update in updates:
-            weight = weight_of(self.config, plan.ratio, update.samples)
-            mean.add_all(update, weight, self._setup.classifier, for_ranks(self.config.absent_labels, plan.ranks))
+            weight = weight_of(self.config, plan.ratio, update.samples) * update.weight
+            mean.add_all(update, weight, self._setup.output_layers, for_ranks(self.config.absent_labels, plan.ranks))
             both = (update.tensors[f"{layer}.{part}"] for layer in plan.ranks for part in ("u", "v"))
             kappa_uv = max(kappa_uv, largest_norm(both))
             ranks.append(plan.ranks)
@@ -254,7 +283,8 @@ class FedHM(Method[FedHMState]):
             pair = to_matrix_factors(hybrid[f"{layer}.u"], hybrid[f"{layer}.v"])
             left, right = (factor.contiguous() for factor in pair)
             factors[layer] = Factors(left, right, product_spectrum(left, right))
-            weights[f"{layer}.weight"] = roll(left @ right, weights[f"{layer}.weight"].shape)
+            name = dense_weight_name(layer)
+            weights[name] = roll(left @ right, weights[name].shape)
         diagnostics = self._constants(state, ranks, kappa_uv) | self._energies(weights, factors, state.plans)
         return replace(state, weights=weights, factors=factors, diagnostics=diagnostics, round=round_number)
 
@@ -303,12 +333,20 @@ class FedHM(Method[FedHMState]):
     def weights(self, state: FedHMState, tier: str) -> Tensors:
         """Return a hybrid network's tensors: the leading directions of its factorized layers, all else as it is."""
         ranks = state.plans[tier].ranks
-        tensors = {name: t for name, t in state.weights.items() if name.removesuffix(".weight") not in ranks}
+        names = {layer: dense_weight_name(layer) for layer in ranks}
+        factored = set(names.values())
+        tensors = {name: t for name, t in state.weights.items() if name not in factored}
         for layer, rank in ranks.items():
-            shape = state.weights[f"{layer}.weight"].shape
+            shape = state.weights[names[layer]].shape
             left, right = state.factors[layer].prefix(rank)
             tensors[f"{layer}.u"], tensors[f"{layer}.v"] = to_layer_factors(left, right, shape)
         return tensors
+
+    def full_spec(self) -> NetworkSpec:
+        return self.spec(FULL)
+
+    def remarks(self) -> Sequence[str]:
+        return self.planner.remarks
 
     def planned_ranks(self, state: FedHMState) -> dict[str, dict[str, int]]:
         return {tier: state.plans[tier].ranks for tier in self.tiers if self.planner.is_budget(tier)}
@@ -382,20 +420,23 @@ def _published_changes(sizes: Sizes) -> Iterator[Change]:
 
 def _defaults(sizes: Sizes) -> Settings:
     """Return the library's defaults with the config's tiers and weighting, for configs that follow the paper's rule."""
-    given = {key: sizes.fedhm[key] for key in ("tiers", "replan", "keep", "max_rank", "weighting", "temperature")}
+    kept = ("tiers", "replan", "keep", "dense", "max_rank", "weighting", "temperature")
+    given = {key: sizes.fedhm[key] for key in kept}
     return {**FedHMConfig().model_dump(mode="json"), **given}
 
 
 def _with_largest_replaced(count: int, sizes: Sizes) -> Settings:
     given = sizes.fedhm
-    levels = given["tiers"] if has_budgets(given["tiers"]) else sizes.ratios
+    named = any(isinstance(tier, str) for tier in given["tiers"])  # budgets and shares are in order already
+    levels = given["tiers"] if named else sizes.ratios
     tiers = replace_largest(levels, count, f"fedhm-v{count + 1}")
     return {**given, "tiers": tiers, "replan": given["replan"] if has_budgets(tiers) else []}
 
 
 def _low_rank(sizes: Sizes, ratio: float | str) -> Settings:
     """Return the settings with which FedHM trains one tier on all clients."""
-    return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep, **PAPER}
+    dense = {"dense": sizes.fedhm["dense"]} if sizes.fedhm.get("dense") else {}
+    return {"name": "fedhm", "tiers": [ratio], "keep": sizes.keep, **dense, **PAPER}
 
 
 def _low_rank_published(sizes: Sizes, ratio: float | str) -> Settings:

@@ -34,6 +34,7 @@ from fedhm.work.messages import Participant, Task, TaskOptions, Update
 class FedMDConfig(MethodConfig):
     name: Literal["fedmd"] = "fedmd"
     needs_public: ClassVar[bool] = True
+    weighs_clients: ClassVar[bool] = False
     tiers: Ratios = PAPER_WIDTHS  # widths; every client has its own model
     digest_epochs: Positive = 1  # over the public samples, towards the consensus
     digest_lr: Annotated[float, Field(gt=0)] = 0.1  # of absolute errors, whose gradients are small

@@ -46,7 +46,7 @@ class FedPara(Homogeneous):
     def __init__(self, model: nn.Module, config: FedParaConfig, setup: Setup = Setup()) -> None:
         super().__init__(f"fedpara-{config.ratio:g}")
         self.config = config
-        self.plan = plan_hadamard(model, config.ratio, config.keep, classifier=setup.classifier or "auto")
+        self.plan = plan_hadamard(model, config.ratio, config.keep, classifier=setup.output_layers or "auto")
         if not self.plan:
             raise FedhmError(
                 f"there is nothing to compose for FedPara: every layer stays dense; "
@@ -62,7 +62,7 @@ class FedPara(Homogeneous):
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
         return ModelState(
-            average(state.weights, updates, self.config.weighting, self._setup.classifier, self._setup.make_mean)
+            average(state.weights, updates, self.config.weighting, self._setup.output_layers, self._setup.make_mean)
         )
 
     def build(self) -> nn.Module:

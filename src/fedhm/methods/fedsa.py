@@ -76,7 +76,7 @@ class FedSA(Method[FedSAState]):
     def merge(self, state: FedSAState, updates: Iterable[Update], round_number: int) -> FedSAState:
         mean, kept, took_part = WeightedMean(state.weights), dict(state.kept), list[int]()
         for update in updates:
-            mean.add_all(update, client_weight(update, self.config.weighting), self._setup.classifier)
+            mean.add_all(update, client_weight(update, self.config.weighting), self._setup.output_layers)
             kept[update.client] = update.kept
             took_part.append(update.client)
         return FedSAState(mean.result(), state.begin, kept, min(took_part, default=state.newest))

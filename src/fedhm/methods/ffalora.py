@@ -40,7 +40,7 @@ class FFALoRA(Homogeneous):
         return ModelState(self.base.head_of(weights) | self._b)
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._setup.classifier))
+        return ModelState(average(state.weights, updates, self.config.weighting, self._setup.output_layers))
 
     def build(self) -> nn.Module:
         return load(self.base.network(self.config.rank, fixed=("u",)), self._a)

@@ -66,12 +66,12 @@ class FLoRA(Method[FLoRAState]):
         head, total = WeightedMean(state.weights), 0.0
         stacks = {layer: ProductSum(shape) for layer, shape in self.base.shapes.items()}
         for update in updates:
-            weight, rows = client_weight(update, self.config.weighting), trained_rows(update, self._setup.classifier)
+            weight, rows = client_weight(update, self.config.weighting), trained_rows(update, self._setup.output_layers)
             total += weight
             for layer, stack in stacks.items():
                 stack.add(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"], weight)
             for name in state.weights:
-                classifier = name.rpartition(".")[0] == self._setup.classifier
+                classifier = name.rpartition(".")[0] in self._setup.output_layers
                 head.add(name, update.tensors[name], weight, rows if classifier else None)
         if not total:
             return state

@@ -85,11 +85,11 @@ class HetLoRA(Method[HetLoRAState]):
     def merge(self, state: HetLoRAState, updates: Iterable[Update], round_number: int) -> HetLoRAState:
         mean, ranks = WeightedMean(state.weights), dict(state.ranks)
         for update in updates:
-            rows, weight = trained_rows(update, self._setup.classifier), client_weight(update, self.config.weighting)
+            rows, weight = trained_rows(update, self._setup.output_layers), client_weight(update, self.config.weighting)
             norms = self.norms(update.tensors) if self.config.sparsity_weights else {}
             for name, tensor in update.tensors.items():
                 layer = name.rpartition(".")[0]
-                classifier = layer == self._setup.classifier
+                classifier = layer in self._setup.output_layers
                 mean.add(name, self._padded(name, tensor), norms.get(layer, weight), rows if classifier else None)
             if self.config.prune < 1:
                 ranks[update.client] = self._rank_kept(update.tensors)

@@ -44,7 +44,7 @@ class HomoLoRA(Homogeneous):
         return ModelState(self.base.head_of(weights) | adapter_tensors(factors, self.config.rank, self.base.shapes))
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._setup.classifier))
+        return ModelState(average(state.weights, updates, self.config.weighting, self._setup.output_layers))
 
     def build(self) -> nn.Module:
         return self.base.network(self.config.rank)

@@ -104,14 +104,14 @@ class LoRA(Method[LoRAState]):
         head = WeightedMean(state.weights)
         added: dict[str, dict[int, AdapterSum]] = {layer: {} for layer in self.base.shapes}
         for update in updates:
-            weight, rows = client_weight(update, self.config.weighting), trained_rows(update, self._setup.classifier)
+            weight, rows = client_weight(update, self.config.weighting), trained_rows(update, self._setup.output_layers)
             for layer, (n, m) in self.base.shapes.items():
                 left, right = to_matrix_factors(update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"])
                 for first, rank in self._parts(self.ranks[update.tier]):
                     level = added[layer].setdefault(rank, AdapterSum(rank, (m, n), 0 if self.config.fold else rank))
                     level.add(left[:, first:rank], right[first:rank], weight)
             for name in state.weights:
-                classifier = name.rpartition(".")[0] == self._setup.classifier
+                classifier = name.rpartition(".")[0] in self._setup.output_layers
                 head.add(name, update.tensors[name], weight, rows if classifier else None)
         how: AdapterAggregate = "updates" if self.config.fold else self.config.aggregate
 

@@ -5,7 +5,7 @@ a trimmed mean or a median. `RecoveredMean` averages models of different ranks, 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -18,7 +18,7 @@ from fedhm.config.schema import ServerConfig
 from fedhm.errors import FedhmError
 from fedhm.lowrank.average import Aggregate, RankLevel, mean_by_bands
 from fedhm.lowrank.diagnostics import largest_norm
-from fedhm.lowrank.layers import largest_rank
+from fedhm.lowrank.layers import dense_weight_name, largest_rank
 from fedhm.lowrank.svd import Factors, Form, decompose, roll, to_matrix_factors, unroll
 from fedhm.machine.device import parallel_map
 from fedhm.networks.exchange import Tensors, upcast_half, upcast_half_dtype
@@ -28,6 +28,7 @@ from fedhm.work.messages import Update
 # Classifier rows of labels that a client does not hold: the client is left out of their mean, it counts with its rows
 # as they are, or it counts with zeros.
 AbsentLabels = Literal["leave-out", "count", "zero"]
+Classifiers = str | Collection[str] | None  # the layer that gives the outputs, or several
 
 
 def for_ranks(absent_labels: AbsentLabels, ranks: Mapping[str, int]) -> AbsentLabels:
@@ -62,13 +63,13 @@ class WeightedMean:
         self,
         update: Update,
         weight: float,
-        classifier: str | None,
+        classifier: Classifiers,
         absent_labels: AbsentLabels = "leave-out",
     ) -> None:
         """Add a whole update."""
-        rows = trained_rows(update, classifier)
+        rows, classifiers = trained_rows(update, classifier), classifier_names(classifier)
         for name, tensor in update.tensors.items():
-            if name.rpartition(".")[0] == classifier:
+            if name.rpartition(".")[0] in classifiers:
                 self.add_classifier(name, tensor, weight, rows, absent_labels)
             else:
                 self.add(name, tensor, weight)
@@ -180,14 +181,23 @@ def _per_row(weight: Tensor, tensor: Tensor) -> Tensor:
 
 
 def client_weight(update: Update, weighting: str) -> float:
-    """Return the weight α of a client in a mean: its number of samples, or 1."""
-    return float(update.samples) if weighting == "samples" else 1.0
+    """Return the weight α of a client in a mean: its number of samples, or 1, times its own weight."""
+    return (float(update.samples) if weighting == "samples" else 1.0) * update.weight
 
 
-def trained_rows(update: Update, classifier: str | None) -> Tensor | None:
-    """Return a mask of the classifier's rows that a client trained: those of the labels it holds; None: all rows."""
-    weight = update.tensors.get(f"{classifier}.weight" if classifier else "weight")  # a model may be one layer
-    if classifier is None or update.labels is None or weight is None or len(update.labels) == len(weight):
+def classifier_names(classifier: Classifiers) -> Collection[str]:
+    """Return the names of all layers that give outputs."""
+    return (() if classifier is None else (classifier,)) if isinstance(classifier, str | None) else classifier
+
+
+def trained_rows(update: Update, classifier: Classifiers) -> Tensor | None:
+    """Return a mask of the classifier's rows that a client trained: those of the labels it holds; None: all rows.
+
+    Of several classifiers, all have a row for every label. A client's network may have only some of them.
+    """
+    names = [f"{name}.weight" if name else "weight" for name in classifier_names(classifier)]  # "": the whole model
+    weight = next((update.tensors[name] for name in names if name in update.tensors), None)
+    if update.labels is None or weight is None or len(update.labels) == len(weight):
         return None
     rows = torch.zeros(len(weight), dtype=torch.float64)
     rows[list(update.labels)] = 1.0
@@ -201,7 +211,7 @@ def average(
     old: Tensors,
     updates: Iterable[Update],
     weighting: str,
-    classifier: str | None,
+    classifier: Classifiers,
     make_mean: MakeMean = WeightedMean,
 ) -> Tensors:
     """Return the mean of networks that all have the same tensors; `weighting` is "uniform" or "samples"."""
@@ -337,13 +347,13 @@ class RecoveredMean:
         factors: Mapping[str, Factors],
         aggregate: Aggregate,
         form: Form,
-        classifier: str | None,
+        classifier: Classifiers,
         make_mean: MakeMean = WeightedMean,
         band_speed: float = 1.0,
         absent_labels: AbsentLabels = "leave-out",
     ) -> None:
         self._weights, self._factors, self._absent_labels = weights, factors, absent_labels
-        self._aggregate, self._form, self._classifier = aggregate, form, classifier
+        self._aggregate, self._form, self._classifiers = aggregate, form, classifier_names(classifier)
         self._whole = make_mean(weights)
         # a coordinate-wise rule applies to clients that were sent the same network
         self._by_tier = aggregate == "bands" or make_mean is not WeightedMean
@@ -365,14 +375,14 @@ class RecoveredMean:
         self._plans[tier] = plan
         self._tier_weights[tier] += weight
         self.ranks.append(plan)
-        rows = trained_rows(update, self._classifier)
+        rows = trained_rows(update, self._classifiers)
         for layer in plan:
             u, v = update.tensors[f"{layer}.u"], update.tensors[f"{layer}.v"]
-            mean.add_product(f"{layer}.weight", *to_matrix_factors(u, v), weight)
+            mean.add_product(dense_weight_name(layer), *to_matrix_factors(u, v), weight)
             self.kappa_uv = max(self.kappa_uv, largest_norm((u, v)))
         for name, tensor in update.tensors.items():
             layer, _, part = name.rpartition(".")
-            if layer == self._classifier and layer not in plan:
+            if layer in self._classifiers and layer not in plan:
                 mean.add_classifier(name, tensor, weight, rows, for_ranks(self._absent_labels, plan))
             elif part not in ("u", "v") or layer not in plan:
                 mean.add(name, tensor, weight)
@@ -404,38 +414,41 @@ class RecoveredMean:
         for tier, weight in self._tier_weights.items():
             for layer, rank in self._plans[tier].items():
                 sent = self._factors[layer].prefix(rank)
-                self._means[tier].add_product_to_sum(f"{layer}.weight", *sent, -weight)
+                self._means[tier].add_product_to_sum(dense_weight_name(layer), *sent, -weight)
 
     def _add_to_old(self) -> None:
         """Turn every change Uₚ Vₚᵀ − sentₚ of the sum into W + Uₚ Vₚᵀ − sentₚ."""
         for tier, weight in self._tier_weights.items():
             for layer in self._plans[tier]:
-                self._whole.add_to_sum(f"{layer}.weight", self._weights[f"{layer}.weight"], weight)
+                self._whole.add_to_sum(dense_weight_name(layer), self._weights[dense_weight_name(layer)], weight)
 
     def _banded(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the means by bands of all layers that some tier has factorized, and their unrolled form."""
         layers = list(dict.fromkeys(layer for plan in self._plans.values() for layer in plan))
         # Not in parallel: a coordinate-wise rule is applied to all layers when the first layer is asked for.
         totals = {
-            layer: {tier: mean.pop_sum(f"{layer}.weight") for tier, mean in self._means.items()} for layer in layers
+            layer: {tier: mean.pop_sum(dense_weight_name(layer)) for tier, mean in self._means.items()}
+            for layer in layers
         }
 
         def mean_of(layer: str) -> tuple[Tensor, Tensor]:
-            old = self._weights[f"{layer}.weight"]
+            old = self._weights[dense_weight_name(layer)]
             factors = Factors(*(upcast_half(tensor) for tensor in self._factors[layer]))
             # Nothing else holds the totals, so the next matrices, and the next layer, can reuse their memory.
             levels = (self._level(layer, tier, total) for tier, total in totals.pop(layer).items())
             mean = mean_by_bands(list(levels), factors, self._band_speed).add_(upcast_half(unroll(old, self._form)))
             return roll(mean, old.shape).to(old.dtype), mean.to(old.dtype)
 
-        return {f"{layer}.weight": mean for layer, mean in zip(layers, parallel_map(mean_of, layers), strict=True)}
+        return {
+            dense_weight_name(layer): mean for layer, mean in zip(layers, parallel_map(mean_of, layers), strict=True)
+        }
 
     def _level(self, layer: str, tier: str, total: Tensor) -> RankLevel:
         """Return the sum over one tier's clients in a layer, in unrolled form."""
         weight, plan = self._tier_weights[tier], self._plans[tier]
         if layer in plan:
             return RankLevel(plan[layer], total, weight, sent=plan[layer])
-        old = self._weights[f"{layer}.weight"]  # the layer is dense in this tier
+        old = self._weights[dense_weight_name(layer)]  # the layer is dense in this tier
         change = unroll(total.sub_(upcast_half(old), alpha=weight), self._form)
         return RankLevel(largest_rank(old.shape, self._form), change.contiguous(), weight)
 
@@ -463,7 +476,7 @@ def factorized(
     largest = largest_ranks(plans)
 
     def factors_of(layer: str) -> tuple[Factors, bool]:
-        name = f"{layer}.weight"
+        name = dense_weight_name(layer)
         matrix = unrolled[name] if name in unrolled else unroll(weights[name], form)
         return decompose(matrix, largest[layer], before[layer] if before else None)
 

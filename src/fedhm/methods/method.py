@@ -66,7 +66,7 @@ class Setup:
     classifier: str | None = None  # the layer that gives the outputs, if there is one
     sample: Inputs | None = None  # a batch of one input, for methods that must see the model run
     seed: int = 0
-    public: Feed | None = None  # samples that all clients have, with their numbers in place of labels
+    public: Feed | None = None  # samples that all clients have, with their numbers in place of labels, on the device
     fixed: bool = True  # every client stays at its tier
     objective: Objective = field(default_factory=partial(make, "objectives", "classification"))
     # the shares of a client's batches that train its own network, and a smaller tier inside it; None: no nesting
@@ -75,6 +75,12 @@ class Setup:
     make_mean: MakeMean = WeightedMean  # or a coordinate-wise rule, for methods with `by_coordinate`
     train: TrainConfig | None = None  # the training settings, for tiers that are budgets of memory
     optimizer_follows: bool = False  # a filter changes each merged state: `refresh_derived` is called afterwards
+    classifiers: tuple[str, ...] = ()  # all layers that give outputs, if there are several
+
+    @property
+    def output_layers(self) -> tuple[str, ...]:
+        """Return all layers that give outputs: their rows are averaged over the clients that hold a label."""
+        return self.classifiers or (() if self.classifier is None else (self.classifier,))
 
 
 S = TypeVar("S", bound=State)
@@ -121,6 +127,14 @@ class Method(Protocol[S]):
     def weights(self, state: S, tier: str) -> Tensors:
         """Return the weights of a tier's network, for evaluation and deployment."""
         ...
+
+    def full_spec(self) -> NetworkSpec | None:
+        """Return which network is the whole model, that the costs of tiers are shares of; None if none is."""
+        return self.spec("full") if "full" in self.tiers else None
+
+    def remarks(self) -> Sequence[str]:
+        """Return what users should know of the tiers before a run: a warning for each sentence."""
+        return ()
 
     def planned_ranks(self, state: S) -> dict[str, dict[str, int]]:
         """Return by tier the ranks of its layers, if the state decides on them."""

@@ -1,28 +1,32 @@
-"""From tiers to rank plans: which version of the model each tier trains, whether it is a rank ratio or a budget.
+"""From tiers to rank plans: which version of the model each tier trains, by a rank ratio, a share or a budget.
 
-A rank ratio decides on ranks by itself. A budget ("memory:128MB") affords a version: ranks are chosen layer by layer
-from the spectrum of the weights, so the version may change when it is planned again after some rounds.
+A rank ratio decides on ranks by itself. A share of the parameters ("50%") becomes the largest ratio within it. A budget
+("memory:128MB") affords a version: ranks are chosen layer by layer from the spectrum of the weights, so the version may
+change when it is planned again after some rounds.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
+from typing import Any
 from warnings import warn
 
 from torch import nn
 
 from fedhm.config.section import tier_name
-from fedhm.config.units import Budget, Kind, parse_budget
+from fedhm.config.units import Budget, Kind, is_share, parse_budget, parse_share
 from fedhm.errors import FedhmError, FedhmWarning
-from fedhm.lowrank.plan import RankPlan, plan_ranks
+from fedhm.lowrank.layers import dense_weight_name
+from fedhm.lowrank.plan import RankPlan, plan_ranks, ratio_of_share
 from fedhm.lowrank.svd import Form
+from fedhm.measure.cost import sample_spec
 from fedhm.measure.fit import SMALLEST, Fit, ModelVersions, TrainingMode, TrainingSetup, fit_versions
+from fedhm.methods.advice import nothing_to_factorize, share_out_of_reach, too_large
 from fedhm.methods.method import Setup
 from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, exchanged_tensors
-from fedhm.networks.inputs import require_tensor
 from fedhm.work.messages import TaskOptions
 
 FULL = tier_name(1)
@@ -46,15 +50,18 @@ class TierPlan:
 
 
 def ratio_plan(
-    model: nn.Module, ratio: float, keep: int, classifier: str | None, form: Form = "spatial", max_rank: int = 0
+    model: nn.Module,
+    ratio: float,
+    keep: int,
+    classifier: str | Collection[str] | None,
+    form: Form = "spatial",
+    max_rank: int = 0,
+    dense: Collection[str] = (),
 ) -> RankPlan:
     """Return the rank plan of a tier that is a ratio. A tier below full must factorize something."""
-    plan = plan_ranks(model, ratio, keep, classifier=classifier or "auto", form=form, max_rank=max_rank)
+    plan = plan_ranks(model, ratio, keep, classifier=classifier or "auto", form=form, max_rank=max_rank, dense=dense)
     if not plan and ratio < 1:
-        raise FedhmError(
-            f"there is nothing to factorize for tier {tier_name(ratio)}: every layer stays dense; "
-            f"choose a smaller ratio or a smaller method.keep\n{plan}"
-        )
+        raise FedhmError(nothing_to_factorize(model, plan, tier_name(ratio)))
     return plan
 
 
@@ -73,22 +80,48 @@ class TierPlanner:
         keep: int = 1,
         form: Form = "spatial",
         max_rank: int = 0,
+        dense: Collection[str] = (),
     ) -> None:
-        self._model, self._setup, self._keep, self._form = model, setup, keep, form
+        self._model, self._setup, self._keep, self._form, self._dense = model, setup, keep, form, dense
+        self._max_rank = max_rank
         ratios = [tier for tier in tiers if not isinstance(tier, str)]
         self.has_budgets = has_budgets(tiers)
-        # budgets are listed by size: which affords more, only the model can tell
-        ordered = tiers if self.has_budgets else sorted(ratios, reverse=True)
+        # budgets and shares are listed by size: which affords more, only the model can tell
+        ordered = sorted(ratios, reverse=True) if len(ratios) == len(tiers) else tiers
         self.levels = tuple(tier_name(tier) for tier in ordered)
         self.tiers = tuple(dict.fromkeys(self.levels))
         # the full network is planned whatever the tiers: warm-up rounds train it
-        self._ratios = {FULL: 1.0} | {tier_name(ratio): ratio for ratio in ratios}
+        self._ratios = {FULL: 1.0} | {
+            tier_name(tier): self._ratio_of_share(tier) if isinstance(tier, str) else tier
+            for tier in tiers
+            if not isinstance(tier, str) or is_share(tier)
+        }
         self._ratio_plans = {
-            tier: ratio_plan(model, ratio, keep, setup.classifier, form, max_rank)
+            tier: ratio_plan(model, ratio, keep, setup.output_layers, form, max_rank, dense)
             for tier, ratio in self._ratios.items()
         }
-        if self.has_budgets:
-            self._check_budgets()
+        if len(ratios) < len(tiers):
+            self._check_listing()
+
+    def _plan(self, ratio: float) -> RankPlan:
+        options: dict[str, Any] = {"form": self._form, "dense": self._dense, "max_rank": self._max_rank}
+        return plan_ranks(self._model, ratio, self._keep, classifier=self._classifier, **options)
+
+    def _ratio_of_share(self, tier: str) -> float:
+        """Return the largest ratio at which the model keeps at most the share of its parameters that a tier names."""
+        ratio = ratio_of_share(self._model, parse_share(tier), self._plan)
+        if ratio is None:
+            smallest = self._plan(SMALLEST)
+            if not smallest:
+                raise FedhmError(nothing_to_factorize(self._model, smallest, tier))
+            raise FedhmError(share_out_of_reach(self._model, smallest, tier))
+        return ratio
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return a sentence for each tier that saves next to nothing. Budgets and shares were asked for by size."""
+        plans = ((tier, plan) for tier, plan in self._ratio_plans.items() if tier != FULL and not is_share(tier))
+        return [sentence for tier, plan in plans if (sentence := too_large(self._model, plan, tier))]
 
     @property
     def ratios(self) -> Mapping[str, float]:
@@ -121,32 +154,35 @@ class TierPlanner:
     @cached_property
     def _smallest(self) -> RankPlan:
         """Return the smallest version of all: its layers are those that a budget may factorize."""
-        return plan_ranks(self._model, SMALLEST, self._keep, classifier=self._classifier, form=self._form)
+        return self._plan(SMALLEST)
 
     @property
-    def _classifier(self) -> str:
-        return self._setup.classifier or "auto"
+    def _classifier(self) -> str | Collection[str]:
+        return self._setup.output_layers or "auto"
 
     @cached_property
     def _budgets(self) -> dict[str, Budget | RankPlan]:
         """Return every tier as a budget, or as the plan of a ratio, largest first."""
         return {tier: self._ratio_plans[tier] if tier in self._ratios else parse_budget(tier) for tier in self.tiers}
 
-    def _check_budgets(self) -> None:
+    def _check_listing(self) -> None:
+        """Refuse tiers that are not listed by their size, and budgets for a model without layers to factorize."""
         plans = [plan for plan in self._budgets.values() if isinstance(plan, RankPlan)]
         for larger, smaller in itertools.pairwise(plans):
             if any(rank > larger.get(layer, rank) for layer, rank in smaller.items()) or larger.keys() - smaller.keys():
-                raise FedhmError("method.tiers: with budgets among them, ratios too are listed with the largest first")
+                raise FedhmError(
+                    "method.tiers: with budgets or shares among them, all tiers are listed with the largest first"
+                )
         if not self._smallest:
-            raise FedhmError(f"there is nothing to factorize for a budget: every layer stays dense\n{self._smallest}")
+            raise FedhmError(nothing_to_factorize(self._model, self._smallest, self.tiers[-1]))
 
     def _afforded(self, weights: Tensors, check: bool) -> dict[str, TierPlan]:
         """Return the largest version within each budget, no larger than the tier before it."""
         sample, train = self._setup.sample, self._setup.train
         if sample is None or train is None:
             raise FedhmError("tiers that are budgets need a sample and the training's settings: use fedhm.assemble")
-        sample = require_tensor(sample, "a tier that is a budget")
-        training = TrainingSetup(tuple(sample.shape[1:]), train.batch, train.optimizer, sample.dtype)
+        shape, dtype = sample_spec(sample)
+        training = TrainingSetup(shape, train.batch, train.optimizer, dtype)
         scarce = {kind for tier in self._budgets.values() if isinstance(tier, Budget) for kind in tier.limits}
         versions = ModelVersions(
             self._model,
@@ -156,6 +192,7 @@ class TierPlanner:
             self._form,
             weights,
             "macs" if scarce == {"macs"} else "parameters",
+            self._dense,
         )
         settled = bool(train.micro_batch or train.checkpointing)
         modes = [TrainingMode(train.micro_batch, bool(train.checkpointing))] if settled else None
@@ -202,8 +239,7 @@ class TierPlanner:
         def amount(kind: Kind, limit: int | Fraction) -> int:
             if isinstance(limit, int):
                 return limit
-            plan = plan_ranks(self._model, float(limit), self._keep, classifier=self._classifier, form=self._form)
-            taken: int = getattr(versions.cost(plan), kind)
+            taken: int = getattr(versions.cost(self._plan(float(limit))), kind)
             return taken
 
         return {kind: amount(kind, limit) for kind, limit in budget.limits.items()}
@@ -225,10 +261,10 @@ class TierPlanner:
     def _mean_ratio(self, ranks: Mapping[str, int]) -> float:
         """Return the mean ratio of ranks to whole ranks, for weightings that go by γ."""
         weights = dict(self._model.named_parameters())
-        sizes = {layer: min(weights[f"{layer}.weight"].shape[:2]) for layer in self._smallest}
+        sizes = {layer: min(weights[dense_weight_name(layer)].shape[:2]) for layer in self._smallest}
         return sum(min(1.0, ranks.get(layer, size) / size) for layer, size in sizes.items()) / len(sizes)
 
 
 def has_budgets(tiers: Sequence[float | str]) -> bool:
     """Tell whether there is a budget among tiers."""
-    return any(isinstance(tier, str) for tier in tiers)
+    return any(isinstance(tier, str) and not is_share(tier) for tier in tiers)

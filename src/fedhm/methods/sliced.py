@@ -32,7 +32,7 @@ class WidthSlices:
         self.levels = tuple(width_name(width) for width in sorted(widths, reverse=True))
         self.widths = {width_name(width): width for width in sorted(widths, reverse=True)}
         self.tiers = tuple(self.widths)
-        self._model, self._classifier = model, setup.classifier
+        self._model, self._classifiers = model, setup.output_layers
         sample = setup.sample[:1]
         self._plans = {tier: self._plan(width, sample) for tier, width in self.widths.items()}
         self._shares = {
@@ -44,7 +44,7 @@ class WidthSlices:
     def _plan(self, width: float, sample: Tensor) -> WidthPlan:
         if width == 1:
             return {}
-        plan = plan_widths(self._model, width, sample, self._classifier)
+        plan = plan_widths(self._model, width, sample, self._classifiers)
         check_alignment(self._model, plan, sample)
         return plan
 
@@ -86,9 +86,9 @@ class WidthSlices:
         """Return the full model, each number averaged over the clients whose slice has it."""
         mean = WeightedMean(weights)
         for update in updates:
-            rows = trained_rows(update, self._classifier)
+            rows = trained_rows(update, self._classifiers)
             for name, tensor in update.tensors.items():
                 indices = channel_indices(self._plans[update.tier], name, tensor.ndim, offset)
-                own_rows = rows if name.rpartition(".")[0] == self._classifier else None
+                own_rows = rows if name.rpartition(".")[0] in self._classifiers else None
                 mean.add_part(name, tensor, client_weight(update, weighting), indices, own_rows)
         return mean.result()

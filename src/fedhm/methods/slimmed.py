@@ -48,13 +48,13 @@ class Slimmed(Homogeneous):
         super().__init__(width_name(config.width))
         self.config = config
         self.slices = WidthSlices(model, (config.width,), setup)
-        self._classifier, self._make_mean = setup.classifier, setup.make_mean
+        self._classifiers, self._make_mean = setup.output_layers, setup.make_mean
 
     def start(self, weights: Tensors) -> ModelState:
         return ModelState(self.slices.rescale_init(self.slices.slice_weights(weights, self.tier), self.tier))
 
     def merge(self, state: ModelState, updates: Iterable[Update], round_number: int) -> ModelState:
-        return ModelState(average(state.weights, updates, self.config.weighting, self._classifier, self._make_mean))
+        return ModelState(average(state.weights, updates, self.config.weighting, self._classifiers, self._make_mean))
 
     def build(self) -> nn.Module:
         return self.slices.network(self.spec(self.tier))

@@ -62,7 +62,7 @@ class SplitMix(Method[SplitMixState]):
     state_type = SplitMixState
 
     def __init__(self, model: nn.Module, config: SplitMixConfig, setup: Setup) -> None:
-        self.config, self._seed, self._classifier = config, setup.seed, setup.classifier
+        self.config, self._seed, self._classifiers = config, setup.seed, setup.output_layers
         self.slices = WidthSlices(model, (config.base,), setup, scaled_to=1.0 if config.scaler else None)
         self._width = self.slices.tiers[0]
         self.levels = tuple(f"{count}x{config.base:g}" for count in sorted(config.tiers, reverse=True))
@@ -92,7 +92,9 @@ class SplitMix(Method[SplitMixState]):
     def merge(self, state: SplitMixState, updates: Iterable[Update], round_number: int) -> SplitMixState:
         means = [WeightedMean(base) for base in state.bases]
         for update in updates:
-            means[update.network.number].add_all(update, client_weight(update, self.config.weighting), self._classifier)
+            means[update.network.number].add_all(
+                update, client_weight(update, self.config.weighting), self._classifiers
+            )
         return SplitMixState(tuple(mean.result() for mean in means))
 
     def network(self, spec: NetworkSpec) -> nn.Module:

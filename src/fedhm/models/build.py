@@ -21,7 +21,10 @@ from fedhm.seeds import derive
 def build_model(config: Config, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
     """Build the model that a config names, initialised from its seed."""
     if config.model is None:
-        raise FedhmError("the config has no [model] section")
+        raise FedhmError(
+            "the config has no [model] section: the run has a model of its user's own, to be given again by model= in "
+            "Python, or --model FILE.py:FUNCTION"
+        )
     if config.model.base:
         model, per_token, seed = config.model, config.objective.per_token, derive(config.seed, "model")
         return read_pretrained(model.base, outputs, per_token, seed, model.pooling, model.dropout)

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
+from fedhm.networks.info import declare
 from fedhm.networks.structure import Init, he_normal
 
 
@@ -100,6 +101,11 @@ class ResNet(nn.Module):
         self.layer4 = self._stage(channels[2], channels[3], blocks[3], stride=2)
         self.fc = nn.Linear(channels[3], num_classes)
         self.reset_parameters()
+        # declared here and not in presets: every run of these networks then has the paper's sizes
+        shortcuts = (
+            name for name, layer in self.named_modules() if isinstance(layer, nn.Conv2d) and "shortcut" in name
+        )
+        declare(self, dense=dict.fromkeys(shortcuts, "a 1×1 shortcut, which the paper keeps"))
 
     def reset_parameters(self) -> None:
         """Draw the weights of all layers."""
@@ -180,6 +186,7 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(features)
         self.fc = nn.Linear(features, num_classes)
         self.reset_parameters()
+        declare(self, dense={"positions": "all of its rows are added to every image"})
 
     def reset_parameters(self) -> None:
         """Draw the positions; torch's default would be many times as large as the patches they are added to."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.errors import FedhmError
+from fedhm.machine.extras import how_to_install
 from fedhm.machine.pretrained import NO_DOWNLOAD_NO_CODE, ONLY_SAFETENSORS, check_no_pickle, find_pretrained
 
 
@@ -50,7 +51,7 @@ def read_pretrained(
     try:
         transformers = import_module("transformers")
     except ImportError as error:
-        raise FedhmError(f"a transformer needs the package transformers ({error}): pip install 'fedhm[lora]'") from None
+        raise FedhmError(f"a transformer needs the package transformers ({error}): {how_to_install('lora')}") from None
     kind = transformers.AutoModelForCausalLM if per_token else transformers.AutoModelForSequenceClassification
     kind = transformers.AutoModel if pooling == "mean" else kind
     options: dict[str, Any] = {} if per_token or pooling == "mean" else {"num_labels": outputs}

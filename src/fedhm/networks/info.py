@@ -1,16 +1,16 @@
 """Facts about a network that its layers do not show, declared by the code that builds it.
 
-These are the form in which its tensors travel, the frozen base that every client already has, and the smaller networks
-that train inside it. `NetworkInfo` holds them all: `declare` is the only function that writes it, `info_of` the only
-one that reads it.
+These are the form in which its tensors travel, the frozen base that every client already has, the smaller networks that
+train inside it, and the layers that its design keeps dense. `NetworkInfo` holds them all: `declare` is the only
+function that writes it, `info_of` the only one that reads it.
 
 The record is one attribute of the network. So every copy has it, also one by `copy.deepcopy`, and the state dict does
 not change. A module wrapped around the network would have put a prefix before the names of all tensors. Privacy noise
 is drawn by these names, and saved files have them as keys.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Protocol
 
@@ -48,6 +48,7 @@ class NetworkInfo:
     inner: InnerNetworks | None = None
     own_share: Fraction = Fraction(1)  # of the training batches, in which the network itself runs
     inner_share: Fraction = Fraction(0)  # likewise of each inner network
+    dense: Mapping[str, str] = field(default_factory=dict)  # layers that are never factorized, and why
 
 
 def info_of(network: nn.Module) -> NetworkInfo:

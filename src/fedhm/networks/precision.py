@@ -37,9 +37,9 @@ class MixedPrecision:
 
         return cast
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss to those of the parameters, scaled if need be."""
-        (loss * self._scale if self._scaled else loss).backward()
+    def backward(self, loss: Tensor, run: Callable[[Tensor], None] = Tensor.backward) -> None:
+        """Add the gradients of a loss to those of the parameters, scaled if need be; `run` back-propagates."""
+        run(loss * self._scale if self._scaled else loss)
 
     def unscale(self, trained: Iterable[nn.Parameter]) -> Tensor | None:
         """Undo the scale of the gradients; return whether one overflowed, as 0 or 1 on the device; None: no scale.

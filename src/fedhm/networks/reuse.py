@@ -4,7 +4,7 @@ A task trains its copy and discards it. So the result cannot depend on earlier t
 attributes, lists or buffers that are not saved.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +100,7 @@ class NetworkPool:
         self._build, self._compiled, self._most = build, compiled, most
         self._prepared: dict[NetworkSpec, nn.Module] = {}  # in the order of their last use
         self._used: dict[NetworkSpec, PreparedNetwork] = {}  # compiled networks
+        self.graphs: dict[Hashable, tuple[object, int]] = {}  # of networks that another runtime trains
         self._base: dict[int, nn.Parameter] = {}  # a frozen base on the device, once for all networks
 
     @contextmanager

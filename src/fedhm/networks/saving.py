@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fedhm.errors import FedhmError
 from fedhm.machine.device import seeded
 from fedhm.machine.memory import lacks_memory
-from fedhm.networks.inputs import Inputs, forward_batch, select_rows
+from fedhm.networks.inputs import Inputs, forward_batch, map_tensors, select_rows
 from fedhm.networks.structure import copy_network
 
 Loss = Callable[[Inputs, Tensor], Tensor]  # the mean over the inputs and targets of a part
@@ -261,7 +261,7 @@ def _noise_like(sample: Inputs) -> Inputs:
         two = torch.cat([tensor] * 2)
         return torch.randn(two.shape, generator=noise).to(two) if two.is_floating_point() else two
 
-    return {n: drawn(t) for n, t in sample.items()} if isinstance(sample, dict) else drawn(sample)
+    return map_tensors(drawn, sample)
 
 
 def _same(first: Any, second: Any) -> bool:

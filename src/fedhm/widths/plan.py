@@ -4,7 +4,7 @@ A layer with C output channels keeps round(C · width) of them; the classifier k
 follows from the layers before it. It is found by running the network once while its layers are made narrower.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,15 +120,16 @@ class LayerCut:
 WidthPlan = dict[str, LayerCut]  # by layer name
 
 
-def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str | None) -> WidthPlan:
+def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str | Collection[str] | None) -> WidthPlan:
     """Plan the network of `width`, a share of the channels in 0…1; `sample` is a batch of inputs.
 
-    The classifier keeps its outputs. If it is unknown, the layer that runs last keeps them.
+    The classifier, or each of several, keeps its outputs. If it is unknown, the layer that runs last keeps them.
     """
     network = copy_network(model).eval()
     names = {layer: name for name, layer in _layers(network)}
     scores, order = _running(network, names, sample)
-    last = order[-1] if classifier is None and order else classifier
+    given = (classifier,) if isinstance(classifier, str) else classifier
+    last = given or order[-1:]
     cuts: WidthPlan = {}
     made: list[tuple[Tensor, str]] = []  # outputs of all layers except norms, in the order in which they ran
 
@@ -143,7 +144,7 @@ def plan_widths(model: nn.Module, width: float, sample: Tensor, classifier: str 
             share = full // inputs.full
             cuts[name] = LayerCut(Axis(full, inputs.kept * share, inputs.unit * share), None)
         else:
-            kept = full if name == last else max(1, round(full * width))
+            kept = full if name in last else max(1, round(full * width))
             cuts[name] = LayerCut(Axis(full, kept), inputs)
         resize(layer, cuts[name].outputs.kept, inputs.kept)
         for output, source in made:
