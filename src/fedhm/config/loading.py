@@ -10,12 +10,13 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from fedhm.config.presets import presets
+from fedhm.config.presets import presets, unknown_preset
 from fedhm.config.registry import Group, UnknownNameError, find
 from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.config.section import Section
 from fedhm.errors import FedhmError
 from fedhm.machine.files import read_regular
+from fedhm.machine.printable import quoted_command
 
 LONGEST = 120  # characters of a value in an error
 
@@ -27,33 +28,37 @@ def load_config(name: str, changes: Iterable[str] = ()) -> Config:
         text, where = known[name], f"preset '{name}'"
     elif name.endswith(".toml") or os.sep in name:
         where = name
-        text = read_text(Path(name))
+        starter = f"; {quoted_command('fedhm', 'init', name)} writes one to start from"
+        text = read_text(Path(name), if_missing=starter if name.endswith(".toml") else "")
     else:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "known are " + ", ".join(known)
-        raise FedhmError(f"there is no preset '{name}': {hint} (a config file ends in .toml)")
+        raise FedhmError(f"{unknown_preset(name)} (a config file ends in .toml)")
     changes = list(changes)
-    table = _changed(_loads(text, where), changes)
+    table = _changed(parse_toml(text, where), changes)
     where += " with --set" if changes else ""
     return parse({"data": {}, "model": {}, **table}, where)
 
 
 def parse_resolved(text: str, where: str) -> ResolvedConfig:
     """Read the TOML of a resolved config."""
-    return parse(_loads(text, where), where).resolved()
+    return parse(parse_toml(text, where), where).resolved()
 
 
-def read_text(path: Path) -> str:
-    """Return the content of a text file, without the byte order mark that some editors write."""
+def read_text(path: Path, if_missing: str = "") -> str:
+    """Return the content of a text file, without the byte order mark that some editors write.
+
+    if_missing  the end of the error sentence if there is no such file
+    """
     try:
         return read_regular(path).decode("utf-8-sig")
     except OSError as error:
-        raise FedhmError(f"cannot read {path}: {error.strerror}") from None
+        hint = if_missing if isinstance(error, FileNotFoundError) else ""
+        raise FedhmError(f"cannot read {path}: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
         raise FedhmError(f"{path} is not a text file in UTF-8, or damaged: {error}") from None
 
 
-def _loads(text: str, where: str) -> dict[str, Any]:
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Read TOML."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -118,6 +118,7 @@ class MethodConfig(Section, ABC):
     name: str
     needs_public: ClassVar[bool] = False  # it needs public samples
     server_trains: ClassVar[bool] = False  # its server trains networks while it merges
+    weighs_clients: ClassVar[bool] = True  # its mean counts clients by `Update.weight` (federation.weights)
     by_coordinate: ClassVar[bool] = False  # its mean may be replaced by server.robust = "median"
     analysed: ClassVar[bool] = False  # evaluation.diagnostics = "theory" is about it
 

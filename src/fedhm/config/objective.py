@@ -96,6 +96,7 @@ class Objective(Section, ABC):
     name: str
     metrics: ClassVar[tuple[Metric, ...]]  # the headline first
     has_labels: ClassVar[bool] = False  # targets are class numbers, of which a client may lack some
+    scaled_loss: ClassVar[bool] = False  # its gradients have a known scale, as those of a cross-entropy
     per_token: ClassVar[bool] = False  # every token has a target, and the outputs are those of the base model
     lowest_loss: ClassVar[float | None] = None  # a bound that no loss is below, if one is known
     # the least and the most that one sample can add to each sum, if known: it bounds the lies of a client
@@ -103,7 +104,31 @@ class Objective(Section, ABC):
 
     @property
     def headline(self) -> Metric:
-        return self.metrics[0]
+        return self.reported[0]
+
+    @property
+    def reported(self) -> tuple[Metric, ...]:
+        """Return all metrics of a run, the headline first: those of the class, and perhaps a user's own."""
+        return self.metrics
+
+    @property
+    def measurable(self) -> bool:
+        """Tell whether this process can compute the metrics, and not only show them."""
+        return True
+
+    @property
+    def clips_gradients(self) -> bool:
+        """Tell whether the method's own limit on gradients (`train.clip_norm = "auto"`) makes sense for this loss."""
+        return self.has_labels or self.scaled_loss
+
+    @property
+    def loss_bound(self) -> float | None:
+        """Return a bound that no loss of this run is below, if one is known."""
+        return self.lowest_loss
+
+    def sum_bound(self, name: str) -> tuple[float, float] | None:
+        """Return the least and the most that one sample can add to a sum, if known."""
+        return self.sum_bounds.get(name)
 
     @abstractmethod
     def as_targets(self, given: Tensor, whose: str, dtype: torch.dtype) -> Tensor:
@@ -137,6 +162,19 @@ class Objective(Section, ABC):
     def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Return the distance of a student's outputs from its teacher's, for methods that distil."""
 
+    def condensed(self, targets: Tensor) -> Tensor:
+        """Return smaller targets that `check` and `outputs` judge alike: targets of large data are not kept."""
+        return targets
+
     def held(self, targets: Tensor) -> tuple[int, ...] | None:  # noqa: ARG002
         """Return the labels among a client's targets, or None; a masked loss ignores all other labels."""
+        return None
+
+    def sample_losses(self, output: Tensor, targets: Tensor, held: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return the loss of each sample (N,), if `loss` is their mean; None: it is not, or nobody has said so.
+
+        A training graph for devices needs it, to weigh the samples of a batch.
+
+        held  (outputs,): 1 for the client's own labels, 0 for others; all 1 if the loss is not masked
+        """
         return None

@@ -4,6 +4,7 @@
 method and the objective that they name.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from fedhm.config.method import MethodConfig
 from fedhm.config.objective import Objective
 from fedhm.config.registry import Group, UnknownNameError, find, make
-from fedhm.config.section import Positive, Ratio, Section
+from fedhm.config.section import Positive, Ratio, Section, is_empty
 from fedhm.config.units import parse_rate, parse_size
 from fedhm.errors import FedhmError
 from fedhm.machine.device import find_device
@@ -189,6 +190,8 @@ class FederationConfig(Section):
     heterogeneity: Literal["fixed", "dynamic"] = "fixed"  # client p has tier p mod Γ, or draws one each round
     assignment: tuple[str, ...] = ()  # each client's tier by name, in place of p mod Γ
     min_clients: Annotated[int, Field(ge=0)] = 0  # of Flower: a run begins with so many; 0: more than half of them
+    # how much each client counts in the mean, times its weight by method.weighting; empty: all count alike
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(exclude_if=is_empty)] = ()
     min_updates: Positive = 1  # a round with fewer is repeated with other clients
     attempts: Positive = 3  # at a round, before the run ends with an error
     devices: tuple[DeviceConfig, ...] = ()  # in place of p mod Γ: each client gets a tier that fits its device
@@ -207,6 +210,12 @@ class FederationConfig(Section):
     def _check_min_clients(self) -> "FederationConfig":
         if self.min_clients > self.clients:
             raise ValueError(f"min_clients = {self.min_clients}, but there are {self.clients} clients")
+        return self
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> "FederationConfig":
+        if self.weights and len(self.weights) != self.clients:
+            raise ValueError(f"weights has {len(self.weights)} numbers for {self.clients} clients: each needs one")
         return self
 
     @model_validator(mode="after")
@@ -260,6 +269,8 @@ class TrainConfig(Section):
     """How clients train."""
 
     rounds: Positive = 20
+    # found by a run that was lengthened: the rounds with which it began
+    begun_rounds: Annotated[int, Field(ge=0, le=10**9, exclude_if=is_empty)] = 0
     epochs: Positive = 1
     iterations: Annotated[int, Field(ge=0)] = 0  # local steps of a round, in place of epochs; 0: epochs count
     batch: Positive = 64
@@ -273,6 +284,12 @@ class TrainConfig(Section):
     frozen_statistics: bool = False  # BatchNorm layers normalise by the statistics of the initial model
     lr: Annotated[float, Field(gt=0)] = 0.1
     head_factor: Annotated[float, Field(gt=0)] = 1.0  # times the learning rate, for a new head beside adapters
+    # the learning rate drops at milestones, falls along half a cosine to nearly 0 in the last round, or stays
+    schedule: Annotated[Literal["milestones", "cosine", "constant"], Field(exclude_if=lambda v: v == "milestones")] = (
+        "milestones"
+    )
+    # the first rounds, in which the learning rate rises in equal steps; FedHM's own method.warmup is another thing
+    warmup_rounds: Annotated[int, Field(ge=0, le=10**9, exclude_if=is_empty)] = 0
     milestones: tuple[int, ...] = ()  # rounds after which the learning rate is multiplied by lr_decay
     lr_decay: Annotated[float, Field(gt=0, le=1)] = 0.1
     optimizer: OptimizerName = "sgd"
@@ -308,6 +325,10 @@ class TrainConfig(Section):
             raise ValueError("nesterov needs a momentum, and no dampening")
         if self.nested_form == "instead" and self.nested == 1:
             raise ValueError("nested_form = 'instead' needs a nested below 1, or no larger tier would be trained")
+        if self.milestones and self.schedule != "milestones":
+            raise ValueError(f"milestones are for schedule = 'milestones', not for '{self.schedule}'")
+        if self.warmup_rounds and self.warmup_rounds >= self.rounds:
+            raise ValueError(f"warmup_rounds = {self.warmup_rounds} leave nothing of {self.rounds} rounds")
         if not self.learning_rate(self.rounds):  # norms of changes are measured in multiples of it
             raise ValueError("lr is multiplied by lr_decay at so many milestones that it is 0 in the last round")
         return self
@@ -336,6 +357,11 @@ class TrainConfig(Section):
 
     def learning_rate(self, round_number: int) -> float:
         """Return the learning rate of round 1, 2, …; a milestone is the last round before a drop."""
+        if round_number <= self.warmup_rounds:
+            return self.lr * round_number / (self.warmup_rounds + 1)
+        if self.schedule == "cosine":
+            done = (round_number - 1 - self.warmup_rounds) / (self.rounds - self.warmup_rounds)
+            return self.lr * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
         return self.lr * self.lr_decay ** sum(round_number > milestone for milestone in self.milestones)
 
 
@@ -510,8 +536,15 @@ Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Threads = Annotated[int, Field(ge=0, le=MOST_PROCESSES)]
 
 
+ClientRuntime = Literal["torch", "executorch"]
+
+
 class EngineConfig(Section):
     name: Literal["local", "flower"] = "local"
+    # what makes the clients' local steps
+    client: Annotated[ClientRuntime, Field(exclude_if=lambda value: value == "torch")] = "torch"
+    # with executorch: only these; empty: all clients
+    executorch_clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(exclude_if=is_empty)] = ()
     workers: Processes | Literal["auto"] = "auto"  # processes that share a round's tasks; results do not depend on it
     threads: Threads = 0  # of a task; 0: the cores, divided by the tasks of a round
     server_threads: Threads = 0  # of factorizing and evaluating; 0: all cores
@@ -531,7 +564,14 @@ class EngineConfig(Section):
     def _check_superlink(self) -> "EngineConfig":
         if self.superlink and self.name != "flower":
             raise ValueError("a superlink is for engine.name = 'flower'")
+        if self.executorch_clients and self.client != "executorch":
+            raise ValueError("executorch_clients are for engine.client = 'executorch'")
         return self
+
+    @property
+    def device_names(self) -> str:
+        """Return the devices on which networks run, separated by commas."""
+        return ", ".join(self.devices) or self.device
 
 
 class CheckpointsConfig(Section):
@@ -624,7 +664,7 @@ class Config(Section):
             train["on_bad_update"] = "stop" if self.engine.name == "local" and not self.privacy.active else "drop"
         if self.train.clip_norm == "auto":
             # gradients of a cross-entropy have a known scale; those of a regression follow from its targets' unit
-            train["clip_norm"] = self.method.clip_norm(self.train.lr) if self.objective.has_labels else 0.0
+            train["clip_norm"] = self.method.clip_norm(self.train.lr) if self.objective.clips_gradients else 0.0
         changes["train"] = self.train.model_copy(update=train)
         changes["server"] = self.with_defence(deployed=bool(self.engine.superlink)).server
         if self.data is not None and self.data.folder is not None:
@@ -644,10 +684,17 @@ class Config(Section):
         return self.model_copy(update={"server": self.server.model_copy(update={"robust": rule})})
 
     def for_client(self, client: int) -> Self:
-        """Return the settings of one client: some devices need checkpointing."""
+        """Return the settings of one client: some devices need checkpointing, some train in another runtime."""
+        if self.engine.executorch_clients and client not in self.engine.executorch_clients:
+            plain = self.engine.model_copy(update={"client": "torch", "executorch_clients": ()})
+            return self.model_copy(update={"engine": plain}).for_client(client)
         if client not in self.federation.checkpointed or self.train.checkpointing:
             return self
         return self.model_copy(update={"train": self.train.checkpointed})
+
+    def without_model(self) -> Self:
+        """Return the settings of a run with a user's own model."""
+        return self.model_copy(update={"model": None})
 
     def without_location(self) -> Self:
         """Return the settings that identify a run, without those of the place where it runs."""
@@ -657,7 +704,16 @@ class Config(Section):
         }
         engine = self.engine.model_copy(update=place)
         federation = self.federation.model_copy(update={"min_clients": 0})
-        changes = {"engine": engine, "federation": federation, "checkpoints": CheckpointsConfig(), "tracking": None}
+        train = self.train
+        if train.begun_rounds:  # a lengthened run is still the run that began
+            train = train.model_copy(update={"rounds": train.begun_rounds, "begun_rounds": 0})
+        changes = {
+            "train": train,
+            "engine": engine,
+            "federation": federation,
+            "checkpoints": CheckpointsConfig(),
+            "tracking": None,
+        }
         return self.model_copy(update=changes)
 
     def dotted(self) -> dict[str, Any]:

@@ -6,7 +6,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from fedhm.config.units import parse_budget
+from fedhm.config.units import parse_budget, parse_share, share_name
+
+
+def is_empty(value: object) -> bool:
+    """Tell whether a setting is left out of a config: it came later, and runs without it must stay the same runs."""
+    return not value
 
 
 class Section(BaseModel):
@@ -38,7 +43,10 @@ Ratios = Annotated[tuple[Ratio, ...], Field(min_length=1), AfterValidator(_disti
 
 
 def _as_tier(value: object) -> object:
-    """Read a budget as its name, and a ratio as a number."""
+    """Read a budget or a share as its name, and a ratio as a number."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        share = parse_share(value)
+        return 1.0 if share == 1 else share_name(share)
     if isinstance(value, dict) or (isinstance(value, str) and ":" in value):
         return parse_budget(value).name
     return as_ratio(value)
@@ -49,13 +57,13 @@ def _distinct_tiers(tiers: tuple[float | str, ...]) -> tuple[float | str, ...]:
     return tiers
 
 
-# a rank ratio, or a budget by its name
-Tier = Annotated[Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=":")], BeforeValidator(_as_tier)]
+# a rank ratio, or by its name a budget or a share of the parameters
+Tier = Annotated[Annotated[float, Field(gt=0, le=1)] | Annotated[str, Field(pattern=":|%")], BeforeValidator(_as_tier)]
 Tiers = Annotated[tuple[Tier, ...], Field(min_length=1), AfterValidator(_distinct_tiers)]
 
 
 def tier_name(ratio: float | str) -> str:
-    """Return the name of a tier everywhere: full, 1/2, 1/8, or the plain number; a budget is its own name."""
+    """Return the name of a tier everywhere: full, 1/2, 1/8, or the plain number; budgets and shares are their names."""
     if isinstance(ratio, str):
         return ratio
     if ratio == 1:

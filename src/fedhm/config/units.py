@@ -146,6 +146,24 @@ def parse_budget(given: object) -> Budget:
     return Budget({kind: _parse_limit(given[kind], kind) for kind in KINDS if kind in given})
 
 
+def parse_share(given: str) -> float:
+    """Return the share of the parameters that a tier such as "12%" asks for: 0.12; raises ValueError."""
+    number, unit, _ = _parse(given, {"%": 1 / 100})
+    if math.isnan(number) or unit != "%" or not 0 < number <= 100:
+        raise ValueError(f"'{given[:40]}' is no share of the parameters: write it like 50%, above 0% and at most 100%")
+    return number / 100
+
+
+def share_name(share: float) -> str:
+    """Return the name of a tier that is a share: 50%."""
+    return f"{100 * share:g}%"
+
+
+def is_share(tier: object) -> bool:
+    """Tell whether a tier is a share of the parameters, by its name."""
+    return isinstance(tier, str) and tier.endswith("%")
+
+
 def _parse_limit(given: object, kind: Kind) -> int | Fraction:
     if isinstance(given, str) and "/" in given and kind != "memory":
         try:

@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedhm.config.objective import Objective
 from fedhm.config.registry import make
 from fedhm.config.schema import CLIENT_TEST, DataConfig
+from fedhm.data.columns import kind_of
 from fedhm.data.convert import DataLike, PublicLike, to_public_samples, to_samples
-from fedhm.data.images import downscale, downscale_source
+from fedhm.data.images import downscale, downscale_shape, downscale_source
 from fedhm.data.partition import PARTITIONS
-from fedhm.data.samples import Feed, Preprocessing, Samples, channel_statistics, concatenate
+from fedhm.data.samples import Feed, Preprocessing, Samples, concatenate, pooled_channel_statistics
 from fedhm.data.sources import SOURCES, Normalisation, is_in_folder, published_normalisation, read_source
 from fedhm.data.text import TEXT, TextReader, read_text_files
 from fedhm.data.tokens import Tokens
@@ -91,13 +93,18 @@ class Federation:
                     "data.partition = 'dirichlet', which gives every client the same number"
                 )
         for name, samples in self._named():
-            whole = not samples.labels.is_floating_point()
-            if whole and (samples.labels.min() < 0 or samples.labels.max() >= self.classes):
+            plain = not samples.labels.is_floating_point() and samples.labels.ndim == 1
+            if plain and (samples.labels.min() < 0 or samples.labels.max() >= self.classes):
                 raise FedhmError(f"{name} has labels outside 0…{self.classes - 1}")
             self._check_kind(name, samples)
         side = min(self.input_shape[1:]) if self.example.are_images else 10**9
         if not 0 <= self.preprocessing.crop <= side:
             raise FedhmError(f"crop = {self.preprocessing.crop}, but images of {side} pixels can be padded by 0…{side}")
+        masks = any(not s.labels.is_floating_point() and s.labels.ndim > 1 for _, s in self._named())
+        if masks and (self.preprocessing.crop or self.preprocessing.flip):
+            raise FedhmError(
+                "crop and flip move images and not their targets: leave them out, and let the data set augment both"
+            )
         if self.public is not None:
             self._check_kind("the public set", self.public)
             if len(self.public) < 2:  # batch normalisation has no variance of a single value
@@ -173,9 +180,7 @@ def public_feed(public: Samples, preprocessing: Preprocessing) -> Feed:
 
 
 def _kind(samples: Samples) -> str:
-    if isinstance(samples.inputs, Tokens):
-        return samples.inputs.kind
-    return f"shape {tuple(samples.inputs.shape[1:])} and type {str(samples.inputs.dtype).removeprefix('torch.')}"
+    return kind_of(samples.inputs) if isinstance(samples.inputs, Tensor) else samples.inputs.kind
 
 
 def from_arrays(
@@ -208,7 +213,8 @@ def from_arrays(
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     if own and all(samples.are_images and len(samples) for samples in own):
-        mean, std = channel_statistics(concatenate(own).tensor)
+        channels = {samples.inputs.shape[1] for samples in own}
+        mean, std = pooled_channel_statistics(own) if len(channels) == 1 else ((), ())  # else they are refused below
     public_samples = None if public is None else to_public_samples(public, dtype)
     return Federation(own, own_test, classes, Preprocessing(mean, std, crop, flip), public_samples, client_tests=tests)
 
@@ -251,19 +257,7 @@ def load_federation(config: DataConfig, clients: int, seed: int, base: str = "",
         read = read_source(config.source, config.folder)
     source = downscale_source(read, config.downscale)
     left, public = _hold_out_public(source.train, config, seed)
-    train = _chosen(left, config.train_samples, config.source, seed)
-    if clients > len(train):
-        raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
-    if train.labels.is_floating_point() and config.partition != "iid":
-        raise FedhmError(
-            f"data.partition = '{config.partition}' partitions by label, and {config.source} has no labels"
-        )
-    labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
-    rng = numpy_generator(seed, "partition")
-    parts = PARTITIONS[config.partition](labels, clients, config, rng)
-    own, tests = hold_out_client_tests(
-        [train.subset(torch.from_numpy(part)) for part in parts], config.client_test, seed
-    )
+    own, tests = _partitioned(left, config, clients, seed)
     test = source.test if config.test else None
     if config.validation:
         own, test = hold_out_validation(own, config.validation, seed)
@@ -276,6 +270,49 @@ def load_federation(config: DataConfig, clients: int, seed: int, base: str = "",
         public,
         client_tests=tests,
     )
+
+
+def expected_federation(config: DataConfig, clients: int, seed: int) -> Federation:
+    """Return the federation that a data set of known size makes, without its files: each client's number of samples.
+
+    Its labels are as evenly spread as the published ones, and partitioned as `load_federation` does. Sizes are exact,
+    except for `dirichlet-unequal` if some samples are chosen or held out before: then they depend on the labels left.
+    """
+    known = SOURCES[config.source]
+    labels = torch.arange(known.train_samples) % known.outputs
+    left = Samples(torch.zeros(len(labels), 1), labels)
+    if config.public == HELD_OUT:
+        left, _ = _hold_out_public(left, config, seed)
+    own, tests = _partitioned(left, config, clients, seed)
+    if config.validation:
+        own, _ = hold_out_validation(own, config.validation, seed)
+    shape = downscale_shape(known.shape, config.downscale)
+    public = torch.zeros(config.public_samples, *shape)
+    return Federation(
+        [],
+        None,
+        known.outputs,
+        Preprocessing(),
+        Samples(public, torch.zeros(len(public), dtype=torch.int64)) if config.public else None,
+        tuple(len(samples) for samples in own),
+        ClientTests(remote=tuple(len(samples) for samples in tests.samples)),
+        placeholder=Samples(torch.zeros(1, *shape), torch.zeros(1, dtype=torch.int64)),
+    )
+
+
+def _partitioned(samples: Samples, config: DataConfig, clients: int, seed: int) -> tuple[list[Samples], ClientTests]:
+    """Return each client's training samples, and its test samples if it holds some out."""
+    train = _chosen(samples, config.train_samples, config.source, seed)
+    if clients > len(train):
+        raise FedhmError(f"{clients} clients cannot share {len(train)} samples: at least one each is needed")
+    if train.labels.is_floating_point() and config.partition != "iid":
+        raise FedhmError(
+            f"data.partition = '{config.partition}' partitions by label, and {config.source} has no labels"
+        )
+    labels: np.ndarray[Any, np.dtype[np.int64]] = train.labels.numpy()
+    rng = numpy_generator(seed, "partition")
+    parts = PARTITIONS[config.partition](labels, clients, config, rng)
+    return hold_out_client_tests([train.subset(torch.from_numpy(part)) for part in parts], config.client_test, seed)
 
 
 def _published_normalisation(config: DataConfig) -> Normalisation | None:
@@ -327,6 +364,9 @@ def _client_tests_from(
     """
     if isinstance(given, float | int):
         return hold_out_client_tests(clients, check_test_share(given), seed)
+    if not isinstance(given, list | tuple):
+        kind = type(given).__name__
+        raise FedhmError(f"client_test must be a share, or a list with a test set for each client, not a {kind}")
     if len(given) != len(clients):
         raise FedhmError(f"client_test has {len(given)} test sets for {len(clients)} clients: each needs one, or None")
     nothing = torch.arange(0)

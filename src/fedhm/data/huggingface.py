@@ -2,7 +2,8 @@
 
 import io
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fedhm.data.samples import Samples, Source, channel_statistics
 from fedhm.errors import FedhmError
+from fedhm.machine.extras import how_to_install
 
 if TYPE_CHECKING:
     import datasets
@@ -32,6 +34,13 @@ def read_huggingface(name: str, folder: Path | None = None) -> Source:
     With `folder` nothing is downloaded. Its parquet files are read, or those in `folder/data`; with `@config` those in
     `folder/config`. The name of a file says whether it is for training or for testing.
     """
+    with load_splits(name, folder) as splits:
+        return convert(name, splits)
+
+
+@contextmanager
+def load_splits(name: str, folder: Path | None, **options: Any) -> "Iterator[datasets.DatasetDict]":
+    """Yield the splits of a data set, named as for `read_huggingface`; `options` are further ones of `datasets`."""
     path, _, config = name.partition("@")
     if not path:
         raise FedhmError("hf: must be followed by the name of a data set, as in hf:mnist or hf:org/name@config")
@@ -40,17 +49,18 @@ def read_huggingface(name: str, folder: Path | None = None) -> Source:
         files = _parquet_files(folder, config)
         with tempfile.TemporaryDirectory() as cache:  # the data is read whole, so the cache can go
             advice = f"Check the parquet files in {folder}."
-            return _convert(name, _load(name, advice, "parquet", data_files=files, cache_dir=cache))
+            yield _load(name, advice, "parquet", data_files=files, cache_dir=cache, **options)
+        return
     advice = "Check the name and the network, or let data.folder name a folder with its parquet files."
     # some versions of `datasets` would run a script of the hub
-    return _convert(name, _load(name, advice, path, config or None, trust_remote_code=False))
+    yield _load(name, advice, path, config or None, trust_remote_code=False, **options)
 
 
 def _load(name: str, advice: str, *arguments: str | None, **options: Any) -> "datasets.DatasetDict":
     try:
         import datasets
     except ImportError as error:
-        raise FedhmError(f"reading hf:{name} needs the package datasets: pip install 'fedhm[hf]'") from error
+        raise FedhmError(f"reading hf:{name} needs the package datasets: {how_to_install('hf')}") from error
     try:
         return datasets.load_dataset(*arguments, **options)
     except Exception as error:  # errors of arrow, the hub and the network have no common class
@@ -75,8 +85,9 @@ def _parquet_files(folder: Path, config: str) -> dict[str, list[str]]:
     return {"train": [str(file) for file in train], "test": [str(file) for file in test]}
 
 
-def _convert(name: str, splits: "datasets.DatasetDict") -> Source:
-    train, test = (_split(name, splits, words) for words in (TRAIN, TEST))
+def convert(name: str, splits: "datasets.DatasetDict") -> Source:
+    """Decode the images of a data set."""
+    train, test = (find_split(name, splits, words) for words in (TRAIN, TEST))
     image_column, label_column = _image_column(name, train), _label_column(name, train)
     for column in (image_column, label_column):
         if column not in test.features:
@@ -91,7 +102,8 @@ def _convert(name: str, splits: "datasets.DatasetDict") -> Source:
     return Source(Samples(train_images, train_labels), Samples(test_images, test_labels), classes, mean, std)
 
 
-def _split(name: str, splits: "datasets.DatasetDict", words: Sequence[str]) -> "datasets.Dataset":
+def find_split(name: str, splits: "datasets.DatasetDict", words: Sequence[str]) -> "datasets.Dataset":
+    """Return the first split that has one of these names; raise if there is none, or if it is empty."""
     found = next((word for word in words if word in splits), None)
     if found is None:
         raise FedhmError(f"hf:{name} has no split called {' or '.join(words)}; it has {', '.join(splits)}")

@@ -83,10 +83,10 @@ def read_fashion_mnist(folder: Path) -> Source:
 
 def holds_idx_files(folder: Path) -> bool:
     """Tell whether any of the four files is there; if some are missing, reading names them."""
-    return any(_existing(folder / name) for part in PARTS for name in _names(part))
+    return any(_existing(folder / name) for part in PARTS for name in idx_names(part))
 
 
-def _names(part: str) -> tuple[str, str]:
+def idx_names(part: str) -> tuple[str, str]:
     return f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
 
 
@@ -101,7 +101,7 @@ def _existing(path: Path) -> Path | None:
 
 def _read_part(folder: Path, part: str) -> Samples:
     paths = []
-    for name in _names(part):
+    for name in idx_names(part):
         path = _existing(folder / name)
         if path is None:
             raise FedhmError(f"{folder} holds neither {name} nor {name}.gz")

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.config.objective import Objective
+from fedhm.data.columns import Columns
+from fedhm.data.lazy import LazyInputs
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.data.text import FIELDS
 from fedhm.data.tokens import IDS, Tokens
@@ -44,6 +46,8 @@ class InputSpec:
     @classmethod
     def of(cls, samples: Samples) -> "InputSpec":
         inputs = samples.inputs
+        if isinstance(inputs, Columns) or (isinstance(inputs, LazyInputs) and not inputs.is_one_tensor):
+            raise FedhmError("inputs of several tensors have no input spec: give the server a test set")
         names = sorted(inputs.fields) if isinstance(inputs, Tokens) else [str(inputs.dtype).removeprefix("torch.")]
         return cls("+".join(names), tuple(inputs.shape[1:]))
 

@@ -1,34 +1,41 @@
-"""Samples in memory, and batches of them: gathered, augmented and normalised as tensors, in this process."""
+"""Samples, and batches of them: gathered or read, augmented and normalised as tensors, in this process."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import chain, islice, repeat
+from operator import add
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedhm.data.columns import Columns, concatenate_columns
+from fedhm.data.lazy import LazyInputs
 from fedhm.data.tokens import TARGETS, Tokens, concatenate_tokens
 from fedhm.errors import FedhmError
-from fedhm.machine.device import CPU, copy_to_device, free_memory
-from fedhm.networks.inputs import Inputs
+from fedhm.machine.device import CPU, CopiedTensors, CopyStream, copy_to_device, free_memory
+from fedhm.networks.inputs import Inputs, map_tensors, require_tensor, tensors_of
 from fedhm.networks.saving import split_batches
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs (N, …), and labels: class numbers (N,), or numbers to predict (N,) or (N, outputs).
+    """Inputs (N, …), and labels: class numbers (N,) or of every pixel (N, H, W), or numbers (N,) or (N, outputs).
 
-    Images are uint8 (N, C, H, W), and text is `Tokens`. Any other input is used unchanged.
+    Images are uint8 (N, C, H, W), and text is `Tokens`. Several tensors for each sample are `Columns`, and a data set
+    that is read when a batch needs it is `LazyInputs`: its labels here are those of one read, for checks. Any other
+    input is used unchanged.
     """
 
-    inputs: Tensor | Tokens
+    inputs: Tensor | Tokens | Columns | LazyInputs
     labels: Tensor
 
     def __post_init__(self) -> None:
         numbers = self.labels.is_floating_point()
-        if self.labels.ndim not in ((1, 2) if numbers else (1,)) or len(self.labels) != len(self.inputs):
+        right = self.labels.ndim in (1, 2) if numbers else self.labels.ndim == 1 or self.labels.ndim > 2
+        right = right and (self.labels.numel() > 0 or not len(self.labels))
+        if not right or not self.inputs.ndim or len(self.labels) != len(self.inputs):
             raise FedhmError(
                 f"labels must be one {'row of numbers' if numbers else 'integer'} per sample: "
                 f"got inputs {tuple(self.inputs.shape)} and labels {tuple(self.labels.shape)}"
@@ -41,29 +48,41 @@ class Samples:
 
     @property
     def tensor(self) -> Tensor:
-        """Return the inputs, which are one tensor and not text."""
+        """Return the inputs, which are one tensor in memory."""
         assert isinstance(self.inputs, Tensor)
         return self.inputs
 
     @property
     def example(self) -> Tensor | Tokens:
         """Return one typical input."""
-        return self.inputs[self.inputs.median_index()] if isinstance(self.inputs, Tokens) else self.inputs[0]
+        if isinstance(self.inputs, Tokens):
+            return self.inputs[self.inputs.median_index()]
+        given = self.inputs.first if isinstance(self.inputs, LazyInputs) else self.inputs
+        return require_tensor(given, "a server without samples")[0]
+
+    @property
+    def are_lazy(self) -> bool:
+        return isinstance(self.inputs, LazyInputs)
 
     @property
     def nbytes(self) -> int:
-        return self.inputs.nbytes + self.labels.nbytes
+        """Return the bytes in memory."""
+        return self.labels.nbytes + (0 if isinstance(self.inputs, LazyInputs) else self.inputs.nbytes)
 
     def to(self, device: torch.device) -> "Samples":
-        return Samples(self.inputs.to(device), self.labels.to(device))
+        inputs = self.inputs if isinstance(self.inputs, LazyInputs) else self.inputs.to(device)
+        return Samples(inputs, self.labels.to(device))
 
     @property
     def are_images(self) -> bool:
+        """Tell whether inputs are uint8 images, which are normalised and may be augmented."""
+        if isinstance(self.inputs, Columns) or (isinstance(self.inputs, LazyInputs) and not self.inputs.is_one_tensor):
+            return False
         return self.inputs.dtype == torch.uint8 and self.inputs.ndim == 4
 
     def subset(self, indices: Tensor) -> "Samples":
         inputs = self.inputs[indices]
-        if isinstance(inputs, Tokens):
+        if not isinstance(inputs, Tensor):
             return Samples(inputs, self.labels[indices])
         # networks want channels last: converted once here, not for every batch
         return Samples(
@@ -87,11 +106,30 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
 
     It counts the 256 pixel values, so that no float copy of the data set is made.
     """
+    return _statistics(_pixel_counts(images))
+
+
+def pooled_channel_statistics(parts: Sequence[Samples]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation per channel of the images of all parts; of lazy ones, of some images."""
+    images = (image for part in parts for image in _images_of(part))
+    return _statistics(reduce(add, map(_pixel_counts, images)))
+
+
+def _images_of(samples: Samples) -> Iterable[Tensor]:
+    return samples.inputs.some_images() if isinstance(samples.inputs, LazyInputs) else [samples.tensor]
+
+
+def _pixel_counts(images: Tensor) -> Tensor:
+    """Count the pixel values of each channel: (C, 256)."""
+    counts = [torch.bincount(images[:, channel].flatten(), minlength=256) for channel in range(images.shape[1])]
+    return torch.stack(counts)
+
+
+def _statistics(all_counts: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     values = torch.arange(256, dtype=torch.float64) / 255
     means: list[float] = []
     deviations: list[float] = []
-    for channel in range(images.shape[1]):
-        counts = torch.bincount(images[:, channel].flatten(), minlength=256).double()
+    for counts in all_counts.double():
         mean = (counts * values).sum() / counts.sum()
         variance = (counts * (values - mean) ** 2).sum() / counts.sum()
         means.append(mean.item())
@@ -101,8 +139,11 @@ def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, 
 
 def concatenate(parts: Sequence[Samples]) -> Samples:
     labels = torch.cat([p.labels for p in parts])
-    tokens = [p.inputs for p in parts if isinstance(p.inputs, Tokens)]
-    return Samples(concatenate_tokens(tokens) if tokens else torch.cat([p.tensor for p in parts]), labels)
+    if tokens := [p.inputs for p in parts if isinstance(p.inputs, Tokens)]:
+        return Samples(concatenate_tokens(tokens), labels)
+    if columns := [p.inputs for p in parts if isinstance(p.inputs, Columns)]:
+        return Samples(concatenate_columns(columns), labels)
+    return Samples(torch.cat([p.tensor for p in parts]), labels)
 
 
 Batch = tuple[Inputs, Tensor]
@@ -173,13 +214,15 @@ class _Draw:
 
     indices: Tensor  # (B,)
     moves: Tensor | None = None  # (2 or 3, B): top and left of each window, and whether the image is mirrored
+    seed: int = 0  # of random transforms, if samples are read now
 
 
 class Feed:
     """Samples that are drawn in batches on a device.
 
     With a cache, samples stay on the device and batches are made there: after their chances were copied, for all
-    batches at once, no batch waits for the host. Without one, batches are made on the host and copied.
+    batches at once, no batch waits for the host. Without one, batches are made on the host, and each is copied during
+    the step on the batch before it.
     """
 
     def __init__(
@@ -221,25 +264,30 @@ class Feed:
         pad, flip = self.preprocessing.crop, self.preprocessing.flip
         augmented = self.samples.are_images and (pad or flip)
         for indices in split_batches(torch.randperm(len(self.samples), generator=generator), size):
+            # a draw more only where it is used: batches of arrays stay what they were
+            seed = int(torch.randint(2**62, (), generator=generator)) if self.samples.are_lazy else 0
             if not augmented:
-                yield _Draw(indices)
+                yield _Draw(indices, seed=seed)
                 continue
             moves = torch.randint(0, 2 * pad + 1, (2, len(indices)), generator=generator)
             if flip:
                 moves = torch.cat([moves, torch.randint(0, 2, (1, len(indices)), generator=generator)])
-            yield _Draw(indices, moves)
+            yield _Draw(indices, moves, seed)
 
     def _made(self, draws: Iterable[_Draw]) -> Iterator[Batch]:
-        held = self._cache.find(self.samples) if self._cache and self.device != CPU else None
+        kept = self._cache is not None and self.device != CPU and not self.samples.are_lazy
+        held = self._cache.find(self.samples) if self._cache is not None and kept else None
         if held is None:
-            for draw in draws:
-                inputs, targets = _batch(self.samples, draw, self.preprocessing, self._longest(draw), self.device)
-                yield inputs, targets
+            gathered = (_gather(self.samples, draw, self.preprocessing, self._longest(draw)) for draw in draws)
+            copied = gathered if self.device == CPU else _copied_ahead(gathered, self.device)
+            for batch in copied:
+                yield batch.inputs(self.preprocessing), batch.targets
             return
         draws = list(draws)
         longest = [self._longest(draw) for draw in draws]  # of sequences, known on the host: nothing waits for it
         for draw, length in zip(_moved(draws, self.device), longest, strict=True):
-            yield _batch(held, draw, self.preprocessing, length, self.device)
+            batch = _gather(held, draw, self.preprocessing, length)
+            yield batch.inputs(self.preprocessing), batch.targets
 
     def _longest(self, draw: _Draw) -> int:
         inputs = self.samples.inputs
@@ -255,20 +303,61 @@ def _moved(draws: Sequence[_Draw], device: torch.device) -> Iterator[_Draw]:
         yield _Draw(part[0], part[1:] if len(part) > 1 else None)
 
 
-def _batch(samples: Samples, draw: _Draw, preprocessing: Preprocessing, longest: int, device: torch.device) -> Batch:
-    """Make a batch where the samples are, and return it on the device."""
+@dataclass(frozen=True)
+class _Gathered:
+    """A batch as it is copied to a device: pixels (B, H, W, C) as they are stored, or inputs of any other kind."""
+
+    raw: Inputs
+    targets: Tensor
+    pixels: bool = False
+
+    def inputs(self, preprocessing: Preprocessing) -> Inputs:
+        """Return what networks take; pixels are normalised where they are."""
+        return preprocessing.normalise(require_tensor(self.raw, "images")) if self.pixels else self.raw
+
+
+def _gather(samples: Samples, draw: _Draw, preprocessing: Preprocessing, longest: int) -> _Gathered:
+    """Make a batch where the samples are. Lazy samples are read now."""
+    if isinstance(samples.inputs, LazyInputs):
+        read, targets = samples.inputs.read(draw.indices, draw.seed)
+        if not samples.are_images:
+            return _Gathered(read, targets)
+        whole = require_tensor(read, "images").permute(0, 2, 3, 1).contiguous()
+        return _Gathered(_moved_window(whole, draw, preprocessing), targets, pixels=True)
     labels = samples.labels.index_select(0, draw.indices)
+    if isinstance(samples.inputs, Columns):
+        return _Gathered(map_tensors(lambda t: t.index_select(0, draw.indices), samples.inputs.batch()), labels)
     if isinstance(samples.inputs, Tokens):
         batch = samples.inputs.padded(draw.indices, longest)
         targets = batch.pop(TARGETS, labels)  # of each token, if there are any
-        return {name: copy_to_device(tensor, device) for name, tensor in batch.items()}, copy_to_device(targets, device)
+        return _Gathered(batch, targets)
     if not samples.are_images:
-        inputs = copy_to_device(samples.tensor.index_select(0, draw.indices), device)
-        return inputs, copy_to_device(labels, device)
+        return _Gathered(samples.tensor.index_select(0, draw.indices), labels)
     pixels = _pixels(samples.tensor, draw.indices)
-    if draw.moves is not None:
-        pixels = _window(pixels, draw.moves, preprocessing.crop)
-    return preprocessing.normalise(copy_to_device(pixels, device)), copy_to_device(labels, device)
+    return _Gathered(_moved_window(pixels, draw, preprocessing), labels, pixels=True)
+
+
+def _copied_ahead(batches: Iterable[_Gathered], device: torch.device) -> Iterator[_Gathered]:
+    """Yield batches on a device. The copy of the next one has begun by then: it overlaps with the step on this one."""
+    stream, begun = CopyStream(device), None
+    for batch in batches:
+        after = batch, stream.copy([*tensors_of(batch.raw), batch.targets])
+        if begun is not None:
+            yield _arrived(*begun)
+        begun = after
+    if begun is not None:
+        yield _arrived(*begun)
+
+
+def _arrived(batch: _Gathered, copied: CopiedTensors) -> _Gathered:
+    *raw, targets = copied.wait()
+    arrived = iter(raw)
+    return _Gathered(map_tensors(lambda _: next(arrived), batch.raw), targets, batch.pixels)
+
+
+def _moved_window(pixels: Tensor, draw: _Draw, preprocessing: Preprocessing) -> Tensor:
+    """Return pixels as they were drawn: cropped and flipped, or as they are."""
+    return pixels if draw.moves is None else _window(pixels, draw.moves, preprocessing.crop)
 
 
 def _pixels(images: Tensor, indices: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from fedhm.data.images import (
 )
 from fedhm.data.samples import Samples, Source
 from fedhm.errors import FedhmError
+from fedhm.machine.printable import quoted_command
 
 HUGGINGFACE = "hf:"
 TEST_EVERY = 5  # every fifth patient is for testing
@@ -79,6 +80,7 @@ class NamedSource:
     files: Files | None = None  # None: the data comes with a package
     class_names: tuple[str, ...] = ()
     published: Normalisation | None = None  # in FedHM's published code, if it uses the data set
+    train_samples: int = 0  # in its published files, equally many of each class; 0: only its files tell
 
 
 _CIFAR_PAGE = "from the CIFAR page of the University of Toronto"
@@ -97,6 +99,7 @@ SOURCES: dict[str, NamedSource] = {
             installed_in=(Path("/usr/share/datasets/fashion-mnist"),),
         ),
         ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        train_samples=60_000,
     ),
     "cifar10": NamedSource(
         read_cifar10,
@@ -105,6 +108,7 @@ SOURCES: dict[str, NamedSource] = {
         Files(holds_cifar10, f"download cifar-10-binary.tar.gz {_CIFAR_PAGE}"),
         ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         Normalisation((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+        train_samples=50_000,
     ),
     "cifar100": NamedSource(
         read_cifar100,
@@ -112,6 +116,7 @@ SOURCES: dict[str, NamedSource] = {
         100,
         Files(holds_cifar100, f"download cifar-100-binary.tar.gz {_CIFAR_PAGE}"),
         published=Normalisation((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+        train_samples=50_000,
     ),
     "tinyimagenet": NamedSource(
         read_tiny_imagenet,
@@ -119,6 +124,7 @@ SOURCES: dict[str, NamedSource] = {
         200,
         Files(holds_tiny_imagenet, "download tiny-imagenet-200.zip from Stanford's course CS231n and unpack it"),
         published=Normalisation((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+        train_samples=100_000,
     ),
     "diabetes": NamedSource(lambda _: read_diabetes(), (10,), 1),
 }
@@ -149,18 +155,32 @@ def is_in_folder(name: str, folder: Path | None) -> bool:
     return files is not None and folder is not None and files.are_in(folder)
 
 
+def is_found(name: str, folder: Path | None) -> bool:
+    """Tell whether the files of a data set of `SOURCES` lie where `read_source` looks for them."""
+    files = SOURCES[name].files
+    return files is None or any(files.are_in(place) for place in _places(name, files, folder))
+
+
+def default_folder(name: str) -> Path:
+    """Return the folder in which the files of a data set are looked for first, if no setting names one."""
+    return Path(os.environ.get("FEDHM_DATA", "data")) / name
+
+
 def _find(name: str, files: Files, folder: Path | None) -> Path:
-    places = [folder] if folder is not None else _default_places(name, files)
+    places = _places(name, files, folder)
     for place in places:
         if files.are_in(place):
             return place
+    fetch = quoted_command("fedhm", "data", name, *([] if folder is None else ["--to", folder]))
     raise FedhmError(
-        f"{name} was not found in {' or '.join(str(place) for place in places)}: {files.how_to_get}. "
-        "The setting data.folder, or the environment variable FEDHM_DATA, names the place."
+        f"{name} was not found in {' or '.join(str(place) for place in places)}: fetch it with {fetch}, or "
+        f"{files.how_to_get}. The setting data.folder, or the environment variable FEDHM_DATA, names the place."
     )
 
 
-def _default_places(name: str, files: Files) -> list[Path]:
-    root = Path(os.environ.get("FEDHM_DATA", "data"))
-    shared = [root] if files.shares_folder else []
-    return [root / name, *shared, *files.installed_in]
+def _places(name: str, files: Files, folder: Path | None) -> list[Path]:
+    if folder is not None:
+        return [folder]
+    own = default_folder(name)
+    shared = [own.parent] if files.shares_folder else []
+    return [own, *shared, *files.installed_in]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fedhm.data.samples import Samples, Source
 from fedhm.data.tokens import IDS, MASK, TARGETS, TYPES, Tokens
 from fedhm.errors import FedhmError, FedhmWarning
+from fedhm.machine.extras import how_to_install
 from fedhm.machine.pretrained import NO_DOWNLOAD_NO_CODE, find_pretrained
 
 TEXT = "text:"  # in data.source
@@ -105,6 +106,8 @@ def text_column(columns: Mapping[str, Any]) -> list[str] | None:
 def are_texts(given: Any) -> bool:
     """Tell whether this is a list of texts; numpy arrays and columns of Hugging Face count, too."""
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__getitem__") or not hasattr(given, "__len__"):
+        return False
+    if getattr(given, "ndim", 1) == 0:  # a single number, which has no length
         return False
     return len(given) > 0 and all(isinstance(each, str) for each in given)
 
@@ -356,7 +359,7 @@ def _read_file(file: Path) -> tuple[list[str], list[str]]:
     try:
         datasets: Any = import_module("datasets")
     except ImportError as error:
-        raise FedhmError(f"reading {file} needs the package datasets ({error}): pip install 'fedhm[lora]'") from None
+        raise FedhmError(f"reading {file} needs the package datasets ({error}): {how_to_install('lora')}") from None
     bars = datasets.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -382,6 +385,6 @@ def _tokenizer(base: str) -> Any:
     try:
         return import_module("transformers").AutoTokenizer.from_pretrained(folder, **NO_DOWNLOAD_NO_CODE)
     except ImportError as error:
-        raise FedhmError(f"tokenizing needs the package transformers ({error}): pip install 'fedhm[lora]'") from None
+        raise FedhmError(f"tokenizing needs the package transformers ({error}): {how_to_install('lora')}") from None
     except (OSError, ValueError) as error:
         raise FedhmError(f"{folder} has no tokenizer that can be read: {str(error).partition(chr(10))[0]}") from None

@@ -15,14 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedhm.config.objective import Metric, Metrics, Objective
+from fedhm.config.objective import Metric, Metrics
 from fedhm.errors import FedhmError
+from fedhm.objectives.own_parts import WithOwnParts
 
 # parts of a number are multiples of these: the sums over 2**26 samples of squares up to 1e20 are exact
 GRIDS = (2.0**40, 2.0**14, 2.0**-12, 2.0**-38, 2.0**-64)
 
 
-class Regression(Objective):
+class Regression(WithOwnParts):
+    """One or several numbers. It takes a user's own `loss` and `metrics`."""
+
     name: Literal["regression"] = "regression"
     metrics: ClassVar = (Metric("r2"), Metric("mse", more_is_better=False))
     lowest_loss: ClassVar[float | None] = 0.0
@@ -52,17 +55,33 @@ class Regression(Objective):
             raise FedhmError(f"the model must give {outputs} numbers for each sample, but its output is {shape}")
 
     def loss(self, output: Tensor, targets: Tensor, held: tuple[int, ...] | None) -> Tensor:
-        return F.mse_loss(output.reshape(targets.shape), targets)
+        output = output.reshape(targets.shape)
+        own = self.mean_loss(output, targets)
+        return F.mse_loss(output, targets) if own is None else own
+
+    def sample_losses(self, output: Tensor, targets: Tensor, held: Tensor) -> Tensor | None:
+        errors = output.reshape(targets.shape) - targets
+        squares = errors * errors
+        return squares if squares.ndim == 1 else squares.mean(1)
 
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         y = targets.double().view(len(targets), -1)  # (batch, numbers)
         error = output.double().reshape(y.shape) - y
-        return {"errors": error.square().sum(0), "targets": _parts(y).sum(1), "squares": _square_parts(y).sum(1)}
+        return {
+            "errors": error.square().sum(0),
+            "targets": _parts(y).sum(1),
+            "squares": _square_parts(y).sum(1),
+            **self.own_sums(output.reshape(targets.shape), targets),
+        }
 
     def results(self, sums: Mapping[str, Tensor], samples: int) -> Metrics:
         numbers = zip(sums["errors"].tolist(), sums["targets"].T.tolist(), sums["squares"].T.tolist(), strict=True)
         explained = [_explained(errors, targets, squares, samples) for errors, targets, squares in numbers]
-        return Metrics(r2=sum(explained) / len(explained), mse=sums["errors"].mean().item() / samples)
+        return Metrics(
+            r2=sum(explained) / len(explained),
+            mse=sums["errors"].mean().item() / samples,
+            **self.own_results(sums, samples),
+        )
 
     def divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         return F.mse_loss(student, teacher)

@@ -36,7 +36,8 @@ class SequenceClassification(Classification):
         plain = super().results(sums, samples)
         either = sums["actual"] + sums["predicted"]
         f1 = (2 * sums["right"] / either.clamp(min=1))[either > 0]
-        return Metrics(accuracy=plain.accuracy, macro_f1=f1.mean().item(), loss=plain.loss)
+        own = self.own_results(sums, samples)
+        return Metrics(accuracy=plain.accuracy, macro_f1=f1.mean().item(), loss=plain.loss, **own)
 
 
 ENTRY_POINT = SequenceClassification

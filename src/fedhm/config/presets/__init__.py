@@ -1,5 +1,6 @@
 """Presets: the TOML files in this folder."""
 
+import difflib
 from importlib import resources
 
 
@@ -12,3 +13,11 @@ def presets() -> dict[str, str]:
         if f.name.endswith(".toml")
     }
     return dict(sorted(texts.items()))
+
+
+def unknown_preset(name: str) -> str:
+    """Return the error sentence for a name that no preset has."""
+    known = presets()
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else "known are " + ", ".join(known)
+    return f"there is no preset '{name}': {hint}"
