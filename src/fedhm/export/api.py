@@ -1,6 +1,6 @@
 """`fedhm.export`: a tier of a run, or your own network, as a file for a device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from fedhm.assembly import dtype_of
+from fedhm.config.loading import parse
 from fedhm.config.objective import Objective
 from fedhm.config.registry import make
 from fedhm.data.convert import to_samples
 from fedhm.data.samples import Preprocessing
 from fedhm.errors import FedhmError
+from fedhm.export.formats import find_format
 from fedhm.export.source import COMPARED, ExportSource, sources_from_run
 from fedhm.export.write import Exported, write
 from fedhm.networks.inputs import require_tensor
@@ -33,6 +35,7 @@ def export(
     std: Sequence[float] = (),
     classes: Sequence[str] = (),
     objective: Objective | str = "classification",
+    train: bool | Mapping[str, Any] = False,
 ) -> Exported:
     """Write a network for a device's runtime, check the file with that runtime, and return the results.
 
@@ -43,7 +46,10 @@ def export(
     samples       pairs (inputs, labels) to compare and measure on; without, random inputs are compared
     mean, std     of a network's own images, by channel and for pixels in 0…1: the file then takes uint8 images
     classes       what the outputs stand for, kept in the file
+    train         a file that trains, for executorch (docs/on-device.md); for a network, perhaps its settings of [train]
     """
+    if train is not False:
+        return _export_training(model, sample_shape, to, tier, out, int8, samples, mean, std, objective, train)
     if isinstance(model, nn.Module):
         if tier is not None:
             raise FedhmError("tier= is for the folder of a run; a network is exported as it is")
@@ -57,6 +63,42 @@ def export(
     return write(source, to, Path(out or Path(model) / "export"), int8=int8)
 
 
+def _export_training(
+    model: nn.Module | str | Path,
+    shape: Sequence[int] | None,
+    to: str,
+    tier: str | None,
+    out: str | Path | None,
+    int8: bool,
+    samples: Any,
+    mean: Sequence[float],
+    std: Sequence[float],
+    objective: Objective | str,
+    train: bool | Mapping[str, Any],
+) -> Exported:
+    from fedhm.export.training import TrainingSource, network_example, training_sources, write_training
+
+    if to != "executorch" or int8:
+        raise FedhmError("train=True writes ExecuTorch files in 32 bits: it goes with to='executorch'")
+    find_format(to)
+    if not isinstance(model, nn.Module):
+        if train is not True or tier is None:
+            raise FedhmError("a run has its settings of [train] and its tiers: train=True, tier='1/8'")
+        (found,) = training_sources(Path(model), [tier])
+        return write_training(found, Path(out or Path(model) / "export"))
+    if samples is None:
+        raise FedhmError("a training graph is checked on samples: pass some with samples=(inputs, labels)")
+    source = _source_from_network(model, shape, samples, mean, std, (), objective)
+    assert source.test is not None
+    assert source.objective is not None
+    settings = {"nested": 0.0, **(train if isinstance(train, Mapping) else {})}
+    config = parse({"train": settings}, "train=").resolved()
+    inputs = require_tensor(source.test.inputs, "export")
+    example = network_example(model, inputs, source.test.labels, source.preprocessing, source.objective)
+    own = TrainingSource(model, "model", source.objective, config.train, example)
+    return write_training(own, Path(out or "export"))
+
+
 def _source_from_network(
     model: nn.Module,
     shape: Sequence[int] | None,
@@ -68,6 +110,10 @@ def _source_from_network(
 ) -> ExportSource:
     if shape is None:
         raise FedhmError("say the shape of one input, without the batch axis: sample_shape=(3, 32, 32)")
+    if not isinstance(shape, Sequence) or any(not hasattr(size, "__index__") or size < 1 for size in shape):
+        raise FedhmError(
+            f"sample_shape must be the shape of one input, such as (3, 32, 32), not {shape!r}; to= names the format"
+        )
     if len(mean) != len(std) or (mean and len(mean) != shape[0]):
         raise FedhmError(f"mean and std have a number for each of the {shape[0]} channels")
     if mean and len(shape) != 3:

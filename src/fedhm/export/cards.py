@@ -9,9 +9,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,15 +19,17 @@ from fedhm.config.objective import Metric
 from fedhm.errors import FedhmError
 from fedhm.export.formats import find_format
 from fedhm.export.source import ExportSource
+from fedhm.export.training import TrainingSource
 from fedhm.export.write import Exported
 from fedhm.machine.files import file_name, write_atomically
 from fedhm.machine.process import utf8_output
 from fedhm.measure.cost import Cost, measure
+from fedhm.ondevice.graph import TrainingStep, rows_for
 from fedhm.report.format import format_bytes, format_macs
-from fedhm.report.plot import COLOURS, Line, Plot, Symbol, save_png
+from fedhm.report.palette import tier_palette
+from fedhm.report.plot import SYMBOLS, Line, Plot, save_png
 from fedhm.report.sheets import Sheet, markdown_table, markdown_text
 
-SYMBOLS: tuple[Symbol, ...] = ("circle", "square", "diamond", "x", "circle-open")
 SECONDS = 1.0  # of measuring for each file
 MIN_CALLS, MAX_CALLS = 15, 200  # of each file
 WARM_UP = 3  # calls that do not count
@@ -131,23 +133,43 @@ def write_cards(
 
 
 def card_plots(rows: Sequence[Row], metric: Metric) -> list[Plot]:
-    """Return the metric by latency and by size on disk: a symbol for each kind of file, with the tier beside it."""
-    axes: dict[str, tuple[str, Callable[[Row], float]]] = {
-        "latency": ("latency of one sample, one thread (ms)", lambda row: 1e3 * row.speed.seconds),
-        "size": ("size on disk (kB)", lambda row: row.size / 1e3),
+    """Return the metric by latency and by size on disk: a colour for each tier, a symbol for each kind of file."""
+    axes: dict[str, tuple[str, str | None, Callable[[Row], float]]] = {
+        "latency": ("latency of one sample, one thread (ms)", None, lambda row: 1e3 * row.speed.seconds),
+        "size": ("size on disk", "B", lambda row: row.size),
     }
     kinds = list(dict.fromkeys(row.kind for row in rows))
+    largest_first = sorted({row.source.name: row.cost.parameters for row in rows}.items(), key=lambda tier: -tier[1])
+    colours = dict(zip((name for name, _ in largest_first), tier_palette(len(largest_first)), strict=True))
     plots: list[Plot] = []
-    for by, (x_label, position) in axes.items():
-        lines: list[Line] = []
-        for kind, colour, symbol in zip(kinds, COLOURS, cycle(SYMBOLS), strict=False):
-            own = [row for row in rows if row.kind == kind and metric.name in row.file.metrics]
-            values = [metric.scaled(row.file.metrics[metric.name]) for row in own]
-            tiers = [row.source.name for row in own]
-            x = [position(row) for row in own]
-            lines.append(Line(kind, x, values, colour, kind="points", texts=tiers, symbol=symbol))
-        summary = f"{metric.axis('test')} of each exported file by its {by}."
-        plots.append(Plot(f"{metric.name} by {by}", x_label, metric.axis("test"), lines, summary, log_x=True))
+    for by, (x_label, unit, position) in axes.items():
+        lines = [
+            Line(
+                f"{row.source.name}, {row.kind}",
+                [position(row)],
+                [metric.scaled(row.file.metrics[metric.name])],
+                colours[row.source.name],
+                kind="points",
+                run=row.kind,
+                tier=row.source.name,
+                symbol=SYMBOLS[kinds.index(row.kind) % len(SYMBOLS)],
+            )
+            for row in rows
+            if metric.name in row.file.metrics
+        ]
+        plots.append(
+            Plot(
+                title=f"{metric.name} by {by}",
+                x_label=x_label,
+                y_label=metric.axis("test"),
+                lines=lines,
+                summary=f"{metric.axis('test')} of each exported file by its {by}.",
+                log_x=True,
+                x_unit=unit,
+                legend_title="file",
+                run_labels={kind: kind for kind in kinds},
+            )
+        )
     return plots
 
 
@@ -173,6 +195,63 @@ def _card(source: ExportSource, rows: Sequence[Row], metric: Metric) -> str:
         facts.append(f"{row.file.path.name}: within {row.file.difference:.1e} of the network's outputs on {samples}")
     lines = [f"# Tier {markdown_text(source.name)}", "", *(f"- {markdown_text(fact)}" for fact in facts)]
     return "\n".join([*lines, "", markdown_table(card_sheet(rows, metric))])
+
+
+# ---- training ----
+
+TRAINING_COLUMNS = ("tier", "file", "parameters", "rows", "step", "PyTorch's step", "memory", "PyTorch's memory")
+
+
+def write_training_cards(
+    sources: Sequence[TrainingSource], exported: Sequence[Exported], out: Path
+) -> tuple[Sheet, Path]:
+    """Measure a training step of each tier in the runtime and in PyTorch, each in a process of its own."""
+    rows: list[list[list[str]]] = []
+    for source, file in zip(sources, exported, strict=True):
+        found = {runtime: _training_speed(source, file, runtime) for runtime in ("executorch", "torch")}
+        parameters = sum(p.numel() for p in source.network.parameters())
+        cells = [
+            source.tier,
+            format_bytes(file.path.stat().st_size),
+            f"{parameters:,}",
+            str(rows_for(source.train.batch)),
+        ]
+        cells += [f"{1e3 * each.seconds:.1f} ms" for each in found.values()]
+        cells += [format_bytes(each.memory) for each in found.values()]
+        rows.append([cells])
+    note = (
+        "A step is one batch forward and backward with its optimizer, the median on one thread in processor time; "
+        f"memory the most that loading and training add to a process with the runtime loaded; both on {_machine()}."
+    )
+    sheet = Sheet(list(TRAINING_COLUMNS), rows, left=1, note=note)
+    path = out / "training-cards.md"
+    write_atomically(path, markdown_table(sheet))
+    return sheet, path
+
+
+def _training_speed(source: TrainingSource, file: Exported, runtime: str) -> Speed:
+    """Return the seconds of a step and its peak of memory, measured in a process of its own."""
+    kind, nesting = source.example, source.nesting
+    step = TrainingStep(
+        source.network, source.objective, source.train.frobenius_decay, kind.preprocessing, nesting
+    ).train()
+    with tempfile.TemporaryDirectory() as folder:
+        network = Path(folder) / "network.pt2"
+        if runtime == "torch":
+            rows = rows_for(source.train.batch)
+            places = torch.arange(rows) % len(kind.targets)
+            bases = [torch.zeros(shape) for shape in (nesting.bases.values() if nesting else ())]
+            given = (kind.inputs[places], kind.targets[places], torch.ones(rows), torch.ones(kind.outputs), *bases)
+            torch.export.save(torch.export.export(step, given), network)
+        command = [sys.executable, "-m", "fedhm.export.training_peak", runtime, str(file.manifest), str(network)]
+        done = subprocess.run(
+            command, capture_output=True, env=utf8_output(), encoding="utf-8", errors="replace", check=False
+        )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:]
+        raise FedhmError(f"the process that measures {file.path} failed: {' '.join(said)}")
+    seconds, memory = json.loads(done.stdout.splitlines()[-1])
+    return Speed(seconds, memory)
 
 
 def _cost(source: ExportSource) -> Cost:

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from fedhm.errors import FedhmError
 from fedhm.machine.device import threads as torch_threads
+from fedhm.machine.extras import how_to_install
 
 Outputs = Callable[[Tensor], Tensor]  # a runtime: raw inputs → outputs of the network
 INPUT, OUTPUT = "inputs", "outputs"  # their names in ONNX files
@@ -48,7 +49,7 @@ class OnnxFormat(Format):
     suffix: ClassVar = ".onnx"
     runtime: ClassVar = "ONNX Runtime"
     modules: ClassVar = ("onnx", "onnxscript", "onnxruntime")
-    install: ClassVar = "pip install 'fedhm[export]'"
+    install: ClassVar = how_to_install("export")
 
     def write(self, program: ExportedProgram, path: Path, facts: Mapping[str, str]) -> None:
         with _quiet("torch.onnx"):  # the exporter mentions, for instance, that torchvision is not installed
@@ -133,7 +134,7 @@ class ExecutorchFormat(Format):
     suffix: ClassVar = ".pte"
     runtime: ClassVar = "ExecuTorch"
     modules: ClassVar = ("executorch",)
-    install: ClassVar = "pip install 'fedhm[executorch]'"
+    install: ClassVar = how_to_install("executorch")
     # The memory for a batch is planned in advance. From 16 samples on, torch chooses other kernels for convolutions,
     # and the graph that ExecuTorch makes is then for fewer than 16, whatever was asked for.
     max_batch: ClassVar = 8

@@ -29,14 +29,15 @@ def main() -> None:
     Path("/proc/self/clear_refs").write_text(
         "5", encoding="utf-8"
     )  # forget the peak so far, which was that of the imports
-    before = _bytes("VmRSS")
+    before = peak_bytes("VmRSS")
     outputs = made.load(Path(path), threads=1)
     for _ in range(CALLS):
         outputs(sample)
-    print(json.dumps(max(0, _bytes("VmHWM") - before)))
+    print(json.dumps(max(0, peak_bytes("VmHWM") - before)))
 
 
-def _bytes(name: str) -> int:
+def peak_bytes(name: str) -> int:
+    """Return a number of bytes that Linux tells of this process."""
     found = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return 1024 * int(found[1])

@@ -69,7 +69,7 @@ CALIBRATION = 512  # training samples, from all clients alike
 
 def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[str] = ()) -> list[ExportSource]:
     """Read the models of a run's tiers. Without names, all tiers."""
-    run = _finished(path)
+    run = finished_run(path)
     for tier in tiers:
         if tier not in run.tiers:
             raise FedhmError(f"{path} has no tier '{tier}', only {', '.join(run.tiers)}")
@@ -90,13 +90,14 @@ def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[st
             objective=run.config.objective,
             test=test,
             calibration=_calibration(federation.clients),
-            origin=_origin(run),
+            origin=model_origin(run.config) | {"training": _training(run)},
         )
         for tier in tiers or run.tiers
     ]
 
 
-def _finished(path: Path) -> Run:
+def finished_run(path: Path) -> Run:
+    """Return the run of a folder, or refuse a folder without models."""
     (run,) = read_runs([path])
     if run.config.model is None or run.config.data is None:
         raise FedhmError(
@@ -121,12 +122,15 @@ def _calibration(clients: Sequence[Samples]) -> Tensor:
     return torch.cat([require_tensor(samples.inputs, "export")[:each] for samples in clients])
 
 
-def _origin(run: Run) -> dict[str, str]:
-    config = run.config
+def model_origin(config: Config) -> dict[str, str]:
+    """Return what a config trains, for the metadata of files."""
     assert config.data is not None
     assert config.model is not None
     return {
         "model": f"{config.model.name}, width {config.model.width:g}",
         "data": f"{config.data.source}, {config.data.partition}, {config.federation.clients} clients",
-        "training": f"{config.method.name}, {len(run.records)} rounds, seed {config.seed}",
     }
+
+
+def _training(run: Run) -> str:
+    return f"{run.config.method.name}, {len(run.records)} rounds, seed {run.config.seed}"

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +35,7 @@ class Exported:
     difference: float  # from the network's outputs, relative to the largest of them
     random: bool  # it was compared on random inputs, because there were no samples
     metrics: dict[str, float]  # on the test samples, with the runtime; empty if there are none
+    manifest: Path | None = None  # of a training graph, whose `difference` is that of the gradients
 
 
 def write(source: ExportSource, to: str, folder: Path, *, int8: bool = False) -> Exported:
@@ -43,10 +46,9 @@ def write(source: ExportSource, to: str, folder: Path, *, int8: bool = False) ->
     if int8 and source.calibration is None:
         raise FedhmError("8 bits need samples for the ranges of the activations: pass some with samples=")
     program = as_program(source, target.max_batch)
-    make_folder(folder)
     name = f"{file_name(source.name)}{'.int8' if int8 else ''}{target.suffix}"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as beside:
-        written = Path(beside) / name
+    with temporary_folder(folder) as beside:
+        written = beside / name
         try:
             target.write(program, written, _facts(source, int8))
         except (
@@ -76,11 +78,20 @@ def write(source: ExportSource, to: str, folder: Path, *, int8: bool = False) ->
             plain.unlink()
             difference = _difference(source, target, written)
         metrics = _measure(source, target.load(written), target.max_batch)
-        for file in Path(beside).iterdir():
+    return Exported(folder / name, to, int8, difference, source.random, metrics)
+
+
+@contextmanager
+def temporary_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, whose files are moved into `folder` if nothing was raised."""
+    make_folder(folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=UNFINISHED) as name:
+        beside = Path(name)
+        yield beside
+        for file in beside.iterdir():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
             file.replace(folder / file.name)
-    return Exported(folder / name, to, int8, difference, source.random, metrics)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -112,7 +123,7 @@ def _difference(source: ExportSource, target: Format, path: Path) -> float:
 
 def _measure(source: ExportSource, outputs: Outputs, max_batch: int | None) -> dict[str, float]:
     """Return the metrics on the test samples, from the outputs of a runtime."""
-    if source.test is None or source.objective is None:
+    if source.test is None or source.objective is None or not source.objective.measurable:
         return {}
     sums: dict[str, torch.Tensor] = {}
     for indices in torch.arange(len(source.test)).split(max_batch or BATCH):

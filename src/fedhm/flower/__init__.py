@@ -7,7 +7,7 @@
     app = client_app(build_model, client_data)        app = server_app(build_model, test_data, CLASSES)
 
 `examples/flower-app` is a complete example, and docs/flower.md explains how to run it. Needs
-`pip install 'fedhm[flower]'`. `run_on_flower` and `up` are for the CLI.
+the extra `flower`. `run_on_flower` and `up` are for the CLI.
 """
 
 from importlib import import_module
@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fedhm.errors import FedhmError
+from fedhm.machine.extras import how_to_install
 
 if TYPE_CHECKING:
     from fedhm.flower.clients import client_app
@@ -32,5 +33,5 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'fedhm.flower' has no attribute '{name}'")
     if find_spec("flwr") is None or find_spec("cryptography") is None:
-        raise FedhmError("Flower is not installed: pip install 'fedhm[flower]'")
+        raise FedhmError(f"Flower is not installed: {how_to_install('flower')}")
     return getattr(import_module(f"fedhm.flower.{_MODULES[name]}"), name)

@@ -33,6 +33,7 @@ from fedhm.machine.device import find_device, set_threads
 from fedhm.machine.memory import MODEL_ADVICE, NotEnoughMemoryError, memory_errors
 from fedhm.machine.process import return_freed_memory
 from fedhm.models.build import build_model
+from fedhm.networks.inputs import Inputs
 from fedhm.networks.reuse import NetworkPool
 from fedhm.seeds import derive
 from fedhm.work.client import Client
@@ -254,10 +255,23 @@ def dtype_and_limits(model: Model) -> tuple[torch.dtype, TextLimits]:
 
 
 def _batch_spec(samples: Samples, preprocessing: Preprocessing) -> BatchSpec:
-    """Return the names, shapes and types in a batch of one input; a single tensor has the name ""."""
+    """Return the names, shapes and types in a batch of one input; tensors without names are called by numbers."""
     batch, _ = Feed(samples, preprocessing).one()
-    named = batch if isinstance(batch, dict) else {"": batch}
-    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named.items())
+    return tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in _named(batch).items())
+
+
+def _named(batch: Inputs) -> dict[str, torch.Tensor]:
+    if isinstance(batch, dict):
+        return batch
+    return {str(number): tensor for number, tensor in enumerate(batch)} if isinstance(batch, tuple) else {"": batch}
+
+
+def _zeros(spec: BatchSpec) -> Inputs:
+    """Return a batch of one input of zeros."""
+    named = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in spec}
+    if "" in named:
+        return named[""]
+    return tuple(named.values()) if all(name.isdecimal() for name in named) else named
 
 
 @lru_cache(maxsize=1)
@@ -267,8 +281,7 @@ def _federation(config: ResolvedConfig) -> Federation:
 
 @lru_cache(maxsize=1)
 def _design(model: Model, info: RunInfo, spec: BatchSpec) -> Design:
-    named = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in spec}
-    return design(info.config, model.build(), named.get("", named), info.classes)
+    return design(info.config, model.build(), _zeros(spec), info.classes)
 
 
 @lru_cache(maxsize=1)

@@ -52,6 +52,11 @@ Say = Callable[[str], None]
 def up(options: argparse.Namespace, console: Console) -> None:
     node_configs = _node_configs(options.clients, options.tiers, options.memory)
     folder = DeploymentFolder(options.folder.absolute())
+    _print_lines(
+        console,
+        "A federation starts here and needs this terminal until Ctrl-C. When it is up, type in another terminal:",
+        *_next_commands(options.folder, options.clients),
+    )
     with (
         _sigterm_as_ctrl_c(),
         console.status("") as status,
@@ -75,12 +80,14 @@ def _watch_until_ctrl_c(deployment: "Deployment", console: Console) -> None:
 
 
 def _print_usage(folder: Path, deployment: "Deployment", console: Console) -> None:
-    clients, where = len(deployment.nodes), shlex.quote(str(folder))
+    clients = len(deployment.nodes)
     superlink, *for_clients = deployment.commands
     for_one = for_clients[: len(for_clients) // clients]
-    lines = [
-        f"A SuperLink at {deployment.address} and {clients} SuperNode{'s' * (clients > 1)} are up. Run on them:",
-        f"  fedhm run digits --set engine.name=flower engine.superlink={where} federation.clients={clients}",
+    _print_lines(
+        console,
+        f"A SuperLink at {deployment.address} and {clients} SuperNode{'s' * (clients > 1)} are up. "
+        "Leave this terminal as it is, and type in another one:",
+        *_next_commands(folder, clients),
         "They were started by these commands of Flower; docs/flower.md has them for several hosts:",
         f"  export FLWR_HOME={shlex.quote(str(deployment.folder.connection.home))}",
         *(f"  {shlex.join(command)}" for command in [superlink, *for_one]),
@@ -88,7 +95,16 @@ def _print_usage(folder: Path, deployment: "Deployment", console: Console) -> No
         f"Unlike these commands, this SuperLink takes runs only from users who can read "
         f"{shlex.quote(str(folder / 'flower'))}.",
         f"Their logs are in {folder / 'logs'}. Ctrl-C ends them all.",
-    ]
+    )
+
+
+def _next_commands(folder: Path, clients: int) -> list[str]:
+    """Return what to type in another terminal, which may be in another folder."""
+    run = f"fedhm run digits --set engine.name=flower engine.superlink={shlex.quote(str(folder))}"
+    return [f"  cd {shlex.quote(str(Path.cwd()))}", f"  {run} federation.clients={clients}"]
+
+
+def _print_lines(console: Console, *lines: str) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

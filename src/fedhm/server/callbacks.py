@@ -41,6 +41,7 @@ class About:
     costs: Mapping[str, Cost]  # by tier
     records: Sequence[Record]  # of the rounds that are done already
     folder: Path | None  # None: the run has no folder
+    full: Cost | None = None  # of the whole model, if the method has it
 
 
 @runtime_checkable
@@ -68,6 +69,7 @@ class RunState:
     networks: dict[str, nn.Module] = field(default_factory=dict)  # every tier's model, as it was last evaluated
     best_round: int = 0  # of a run that may end early; 0: none
     best: dict[str, nn.Module] = field(default_factory=dict)  # every tier's model after that round
+    full: Cost | None = None  # of the whole model, if the method has it
 
     @property
     def record(self) -> Record:
@@ -108,7 +110,7 @@ class WatcherCallback(Callback):
 
     def run_begins(self, run: RunState) -> None:
         if self._run_watcher:
-            self._run_watcher.begun(About(run.config, run.costs, tuple(run.records), self._folder))
+            self._run_watcher.begun(About(run.config, run.costs, tuple(run.records), self._folder, run.full))
         self._watcher.started(len(run.records), run.config.train.rounds)
 
     def task_done(self, round_number: int, what: str, done: int, of: int) -> None:

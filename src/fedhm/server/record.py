@@ -87,7 +87,7 @@ class Tally:
         usable = {name: _usable(members, name) for name in members[0].one.metrics}
 
         def over(summary: Callable[[Metric, list[float]], float]) -> Metrics:
-            known = [metric for metric in self.objective.metrics if metric.name in usable]
+            known = [metric for metric in self.objective.reported if metric.name in usable]
             return Metrics({m.name: summary(m, [_or_nan(a.metric(m.name)) for a in usable[m.name]]) for m in known})
 
         return GroupMetrics(
@@ -193,6 +193,7 @@ class Record:
     clients: dict[str, ClientMetrics] = field(default_factory=dict)  # by tier of the network; empty: none evaluates
     evaluation: Traffic = field(default_factory=Traffic)  # of the clients that evaluate
     simulated: Simulated | None = None  # None: the config has no devices
+    device: str = ""  # on which networks ran; several are separated by commas; empty: Flower's nodes chose
     _losses: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)  # by tier
 
     def all_metrics(self) -> Iterator[Metrics]:
@@ -261,7 +262,7 @@ class Record:
         for name in ("epsilon", "simulated"):
             if table[name] is None:
                 del table[name]
-        for name in ("stopped", "norms", "plans", "clipped", "agreement"):  # empty in most runs
+        for name in ("stopped", "norms", "plans", "clipped", "agreement", "device"):  # empty in most runs
             if not table[name]:
                 del table[name]
         if not self.evaluation.clients:
@@ -311,3 +312,4 @@ class _RecordLine(BaseModel):
     clients: dict[str, ClientMetrics] = {}
     evaluation: Traffic = Traffic()
     simulated: Simulated | None = None
+    device: str = ""

@@ -14,6 +14,7 @@ from fedhm.seeds import Secret
 from fedhm.server.collect import Run
 from fedhm.server.facts import NetworkFacts, TaskFacts
 from fedhm.server.filters.admission import Admission
+from fedhm.server.filters.client_weights import ClientWeights, check_client_weights
 from fedhm.server.filters.defence import Defence
 from fedhm.server.filters.filter import RoundFilter
 from fedhm.server.filters.fleet import Fleet
@@ -38,7 +39,8 @@ class RoundFilters:
     """All filters of a run. Iterating gives them in the order in which their hooks run.
 
     The fleet leaves clients out before anything is sent. Admission comes before everything that computes with updates.
-    Defence compares updates as clients sent them, so it comes before privacy cuts them. The optimizer steps on the
+    Defence compares updates as clients sent them, so it comes before privacy cuts them. Weights go to updates that pass
+    both admission and defence. The optimizer steps on the
     state that privacy released, so that its step tells no more than that state does. Theory comes last: it changes
     nothing, and measures what is merged.
     """
@@ -50,10 +52,11 @@ class RoundFilters:
     privacy: Privacy | None = None  # None: nothing is hidden
     late: RoundFilter | None = None  # of a deployment: clients that were missing at the start; it changes sampling only
     own: Sequence[RoundFilter] = ()  # a user's, after all others that change anything
+    weights: ClientWeights | None = None  # None: all clients count alike
     theory: Theory | None = None  # None: the terms of the convergence bound are not measured
 
     def __iter__(self) -> Iterator[RoundFilter]:
-        known = (self.fleet, self.admission, self.defence, self.privacy, self.late, self.optimizer)
+        known = (self.fleet, self.admission, self.defence, self.weights, self.privacy, self.late, self.optimizer)
         ordered = (*known, *self.own, self.theory)
         return (each for each in ordered if each is not None)
 
@@ -76,6 +79,7 @@ def round_filters(
     """
     if config.evaluation.diagnostics == "theory":
         check_theory(config)
+    check_client_weights(config)
     networks = [facts.network(method.spec(tier)) for tier in method.tiers]
     not_weights = untrained_names(model).union(*(each.untrained for each in networks))
     admission = Admission(config, federation, facts)
@@ -91,6 +95,7 @@ def round_filters(
         ),
         Fleet(config, facts) if config.federation.devices else None,
         _privacy(config, method, federation, networks, secret, clients_test) if config.privacy.active else None,
+        weights=ClientWeights(config.federation.weights) if config.federation.weights else None,
         theory=Theory(config, method, facts, admission, run) if config.evaluation.diagnostics == "theory" else None,
     )
 

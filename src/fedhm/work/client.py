@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from fedhm.config.objective import Objective
 from fedhm.config.registry import find, make
-from fedhm.config.schema import PrivacyConfig, TrainConfig
+from fedhm.config.schema import ClientRuntime, PrivacyConfig, TrainConfig
+from fedhm.data.lazy import UnreadableSampleError
 from fedhm.data.samples import Feed, Preprocessing, SampleCache, Samples
 from fedhm.lowrank.delta import clip_delta
-from fedhm.machine.memory import EVALUATION_ADVICE, TRAINING_ADVICE, memory_errors
+from fedhm.machine.device import CPU
+from fedhm.machine.memory import DEVICE_ADVICE, EVALUATION_ADVICE, TRAINING_ADVICE, memory_errors
 from fedhm.machine.tensors import update_digest
 from fedhm.networks.batchnorm import running_statistic_names
 from fedhm.networks.exchange import Tensors, untrained_names
@@ -86,6 +88,7 @@ class Client:
     tests: Samples | None = None  # held out of its training; None or empty: it has none
     noise: LocalNoise | None = None  # None: it trusts its server
     cache: SampleCache | None = None  # samples of all clients that stay on the device; None: none do
+    runtime: ClientRuntime = "torch"  # what makes its local steps
 
     @property
     def feed(self) -> Feed:
@@ -120,12 +123,17 @@ class Client:
         except IndexError as error:  # an input has no row in an embedding table
             reason = f"its samples do not fit the network, which has no such number in a table ({error})"
             return Failure(task.client, reason, position, error)
+        except UnreadableSampleError as error:
+            return Failure(task.client, str(error), position, error)
 
     def run(self, task: Task, position: int = 0) -> Update:
         """Do a task by its kind of work."""
         work = find("work", task.kind)
-        whose = f"for client {task.client} (tier {task.tier}) in round {task.round}"
-        with memory_errors(whose, TRAINING_ADVICE if work.trains else EVALUATION_ADVICE):
+        device, whose = self.networks.device, f"for client {task.client} (tier {task.tier}) in round {task.round}"
+        advice = TRAINING_ADVICE if work.trains else EVALUATION_ADVICE
+        if device != CPU:
+            whose, advice = f"on {device} {whose}", advice + DEVICE_ADVICE
+        with memory_errors(whose, advice):
             return self._run(task, work, position)
 
     def _run(self, task: Task, work: "Work", position: int) -> Update:

@@ -55,9 +55,7 @@ class Evaluate:
     def validate(self, update: Update, task: Task, expected: Expected) -> str | None:
         assert expected.objective is not None
         for name, tensor in update.tensors.items():
-            lowest, highest = (
-                update.samples * bound for bound in expected.objective.sum_bounds.get(name, OF_ONE_SAMPLE)
-            )
+            lowest, highest = (update.samples * bound for bound in expected.objective.sum_bound(name) or OF_ONE_SAMPLE)
             # A network may give NaN for some samples. That is allowed here, and judged together with other clients.
             if reason := validate_bounds(name, tensor[tensor.isfinite()], lowest, highest):
                 return reason

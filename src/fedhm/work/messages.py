@@ -72,6 +72,7 @@ class Update:
     down: int | None = None  # bytes that really travelled for its task and for the update, if the engine knows
     up: int | None = None
     measured: TrainingMeasures | None = None  # of training, if the task asked for it
+    weight: float = 1.0  # how much the client counts in the mean (federation.weights); the server sets it
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ Reply = Update | Failure
 
 # All engines share one codec: the fields of a message without its tensors, as plain values for JSON. An engine carries
 # the tensors in its own way, and adds the position and the bytes that travelled, which only the engine knows.
-_NOT_VALUES = {"tensors", "kept", "position", "down", "up"}
+_NOT_VALUES = {"tensors", "kept", "position", "down", "up", "weight"}
 UPDATE_VALUES = {each.name for each in fields(Update)} - _NOT_VALUES
 
 

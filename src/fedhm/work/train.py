@@ -41,7 +41,12 @@ class Train(TrainingWork):
         measures = measures_for(task, ready.network)
         with task_seed(client, task):
             labels = client.loss_labels
-            loss = fit(client, task, ready, labels, measures=measures)
+            if client.runtime == "executorch":
+                from fedhm.work.runtime import fit_in_runtime  # it imports torch.export, which takes long
+
+                loss = fit_in_runtime(client, task, ready, labels)
+            else:
+                loss = fit(client, task, ready, labels, measures=measures)
         measured = measures.result() if measures else None  # before the tensors are handed over
         return WorkResult(ready.hand_over(task.tensors), loss, labels, measured=measured)
 
@@ -65,6 +70,8 @@ def fit(
     next_loss  returns the loss for the next batch, in the given precision; None: the objective's loss
     measures   what is measured at every step; None: nothing
     """
+    if client.runtime != "torch":
+        raise FedhmError(f"engine.client = '{client.runtime}' cannot do '{task.kind}', only 'train' and 'nested'")
     train, feed = task_train_config(client.train, task), client.feed
     generator = torch_generator(client.seed, "batches", task.round, task.client, str(task.network))
     precision = MixedPrecision(train.precision, feed.device)

@@ -15,6 +15,7 @@ from typing import Self
 
 from fedhm.errors import FedhmError
 from fedhm.flower.processes.secrets import OWNER_ONLY_UMASK, owner_only_files
+from fedhm.machine.extras import how_to_install
 from fedhm.machine.printable import printable
 from fedhm.machine.process import utf8_output
 
@@ -56,7 +57,7 @@ def replaced_commands(home: Path) -> Path:
 def executable(name: str, home: Path) -> str:
     found = which(name, path=environment(home)["PATH"])
     if found is None:
-        raise FedhmError(f"Flower's command '{name}' is not installed: pip install 'fedhm[flower]'")
+        raise FedhmError(f"Flower's command '{name}' is not installed: {how_to_install('flower')}")
     return found
 
 

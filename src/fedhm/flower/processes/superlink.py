@@ -20,7 +20,7 @@ from fedhm.flower.processes.process import HOST, Process, environment, executabl
 from fedhm.flower.processes.resident_flwr import can_run, run_resident
 from fedhm.flower.processes.secrets import Secrets, ensure_certificates, owner_only_files
 from fedhm.machine.files import write_atomically
-from fedhm.machine.printable import printable
+from fedhm.machine.printable import printable, quoted_command
 
 # ---- connections ----
 
@@ -66,9 +66,10 @@ def named_connection(name: str) -> Connection:
         raise FedhmError(f"Flower's configuration {home / 'config.toml'} is damaged: {error}") from None
     known = [key for key, value in table.get("superlink", {}).items() if isinstance(value, dict)]
     if name not in known:
-        others = f"; it has {', '.join(known)}" if known else ""
+        others = f", which has {', '.join(known)}" if known else ""
         raise FedhmError(
-            f"'{name}' is neither the folder of a 'fedhm flower up' nor a SuperLink in {home / 'config.toml'}{others}"
+            f"'{name}' is neither the folder of a 'fedhm flower up' nor a SuperLink in {home / 'config.toml'}{others}: "
+            f"start one with {quoted_command('fedhm', 'flower', 'up', '--folder', name)} in another terminal"
         )
     return Connection(home, name)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedhm.lowrank.delta import FactorizedDelta, inner_product
+from fedhm.lowrank.layers import dense_weight_name
 from fedhm.lowrank.svd import Form, to_matrix_factors, unroll
 from fedhm.networks.exchange import is_averageable, upcast_half
 from fedhm.networks.spec import NetworkSpec
@@ -52,7 +53,7 @@ def recovered_delta(change: FactorizedDelta, factorized: Collection[str]) -> Rec
         u, v = f"{layer}.u", f"{layer}.v"
         left, right = to_matrix_factors(change.returned[u], change.returned[v])
         left_sent, right_sent = to_matrix_factors(change.sent[u], change.sent[v])
-        found[f"{layer}.weight"] = (
+        found[dense_weight_name(layer)] = (
             torch.cat([left, -left_sent], 1).double(),
             torch.cat([right, right_sent], 0).double(),
         )

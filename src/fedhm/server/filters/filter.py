@@ -7,6 +7,7 @@
                 updates    refuse answers that are broken, too far off or not finite; count the traffic
     defence     updates    cut and drop updates by comparison with other clients
                 finish     remember how far clients moved, and which way
+    weights     updates    say how much each client counts
     privacy     sampling   draw clients independently
                 tasks      refuse tasks whose answers the guarantee does not cover
                 updates    cut every change to the bound

@@ -32,6 +32,8 @@ from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.lowrank.delta import clip_delta
 from fedhm.lowrank.hybrid import plan_of
+from fedhm.lowrank.layers import dense_weight_name
+from fedhm.machine.extras import how_to_install
 from fedhm.machine.tensors import update_digest
 from fedhm.networks.exchange import Tensors, is_averageable
 from fedhm.networks.spec import NetworkSpec
@@ -52,7 +54,7 @@ def check_accountant() -> None:
     try:
         import dp_accounting.rdp  # noqa: F401
     except ImportError:
-        raise FedhmError("privacy.noise needs an accountant: install it with pip install 'fedhm[privacy]'") from None
+        raise FedhmError(f"privacy.noise needs the package dp-accounting: {how_to_install('privacy')}") from None
 
 
 @cache
@@ -214,7 +216,7 @@ class Privacy(RoundFilter):
     def _is_fixed_factor(self, name: str, layers: Set[str]) -> bool:
         """Tell whether a tensor is a factor of a fixed weight."""
         layer, _, _ = name.rpartition(".")
-        return layer in layers and f"{layer}.weight" in self._fixed
+        return layer in layers and dense_weight_name(layer) in self._fixed
 
     def merged(self, before: S, merged: S, record: Record) -> S:
         """Return the state with noise. It gets noise even if nobody took part, since that must stay hidden too."""

@@ -222,7 +222,7 @@ def bound_terms(records: Sequence[Record], config: ResolvedConfig) -> dict[str, 
     steps, layers, kappa_g = here("steps"), here("layers"), here("kappa_g")
     squared_uv, sigma_1, sigma_2 = here("kappa_uv") ** 2, found["kappa_sigma1"], found["kappa_sigma2"]
     total_steps = sum(record.diagnostics.get(f"{PREFIX}steps", 0.0) for record in records)
-    initial, lowest = records[0].diagnostics.get(f"{PREFIX}initial_loss"), config.objective.lowest_loss
+    initial, lowest = records[0].diagnostics.get(f"{PREFIX}initial_loss"), config.objective.loss_bound
     above = math.nan if initial is None or lowest is None else initial - lowest
     terms = {
         "start": 2 * above / (total_steps * rate),
