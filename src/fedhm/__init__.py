@@ -38,10 +38,15 @@ if TYPE_CHECKING:
     from fedhm.lowrank.plan import RankPlan, plan_ranks
     from fedhm.measure.cost import Cost, measure, training_memory
     from fedhm.measure.fit import Fit, fit
-    from fedhm.methods.method import Method, ModelState, State
+    from fedhm.methods.method import Method, ModelState, Setup, State
+    from fedhm.networks.exchange import Tensors
     from fedhm.networks.spec import NetworkSpec
+    from fedhm.objectives.classification import Classification
+    from fedhm.objectives.multilabel import MultiLabel
+    from fedhm.objectives.regression import Regression
+    from fedhm.objectives.segmentation import Segmentation
+    from fedhm.report.result import Result
     from fedhm.run import prepare, resume, run
-    from fedhm.runs.history import Result
     from fedhm.runs.models import load_tier
     from fedhm.server.callbacks import About, RunWatcher, Watcher
     from fedhm.server.record import Record
@@ -50,10 +55,12 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "About", "Config", "Cost", "Experiment", "Exported", "Federation", "FedhmError", "Fit", "LowRankConv1d",
-    "LowRankConv2d", "LowRankLinear", "Method", "MethodConfig", "Metric", "Metrics", "ModelState", "NetworkSpec",
+    "About", "Classification", "Config", "Cost", "Experiment", "Exported", "Federation", "FedhmError", "Fit",
+    "LowRankConv1d", "LowRankConv2d", "LowRankLinear", "Method", "MethodConfig", "Metric", "Metrics", "ModelState",
+    "MultiLabel", "NetworkSpec",
     "Objective",
-    "Participant", "Preprocessing", "RankPlan", "Record", "Result", "RunWatcher", "Samples", "State", "Task", "Update",
+    "Participant", "Preprocessing", "RankPlan", "Record", "Regression", "Result", "RunWatcher", "Samples",
+    "Segmentation", "Setup", "State", "Task", "Tensors", "Update",
     "Watcher", "assemble", "export", "fit",
     "load_config", "load_tier", "measure", "models", "plan_ranks", "prepare", "resume", "run", "to_full", "to_hybrid",
     "tracking", "training_memory",
@@ -77,10 +84,15 @@ _HOMES = {
     "lowrank.plan": "RankPlan plan_ranks",
     "measure.cost": "Cost measure training_memory",
     "measure.fit": "Fit fit",
-    "methods.method": "Method ModelState State",
+    "methods.method": "Method ModelState Setup State",
+    "networks.exchange": "Tensors",
+    "objectives.classification": "Classification",
+    "objectives.multilabel": "MultiLabel",
+    "objectives.regression": "Regression",
+    "objectives.segmentation": "Segmentation",
     "networks.spec": "NetworkSpec",
     "run": "prepare resume run",
-    "runs.history": "Result",
+    "report.result": "Result",
     "runs.models": "load_tier",
     "server.record": "Record",
     "server.callbacks": "About RunWatcher Watcher",

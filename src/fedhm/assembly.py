@@ -3,21 +3,23 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from warnings import warn
 
 import torch
 from torch import nn
 
-from fedhm.config.schema import Config, EngineConfig, ResolvedConfig
-from fedhm.data.federation import Federation, load_federation
+from fedhm.config.schema import Config, DataConfig, EngineConfig, ResolvedConfig
+from fedhm.data.federation import Federation, expected_federation, load_federation
 from fedhm.data.images import downscale_shape
 from fedhm.data.samples import Feed, Preprocessing, SampleCache, Samples
-from fedhm.data.sources import SOURCES
+from fedhm.data.sources import SOURCES, is_found
 from fedhm.data.text import text_limits
 from fedhm.engines.engine import Engine, FlowerOnlyEngine, LocalEngine, find_devices, workers_for
-from fedhm.errors import FedhmError
+from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.experiment import Experiment
 from fedhm.lowrank.hadamard import Hadamard
 from fedhm.lowrank.hybrid import plan_of
+from fedhm.lowrank.layers import dense_weight_name
 from fedhm.machine.device import CPU
 from fedhm.machine.files import check_file_names
 from fedhm.machine.memory import DATA_ADVICE, MODEL_ADVICE, lacks_memory, memory_errors
@@ -25,9 +27,12 @@ from fedhm.measure.self_written import find_self_written
 from fedhm.methods.means import mean_of
 from fedhm.methods.method import AnyMethod, Setup
 from fedhm.models.build import build_model
+from fedhm.models.own import OwnModel, build_own
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.inputs import Inputs, probe_model
 from fedhm.networks.reuse import NetworkPool, check_compiler
+from fedhm.ondevice.executorch import require_executorch
+from fedhm.ondevice.settings import check_train_settings
 from fedhm.seeds import Secret
 from fedhm.server.callbacks import EarlyStopping, Watcher
 from fedhm.server.evaluation import Evaluation
@@ -49,14 +54,14 @@ class Design:
     model: nn.Module
     method: AnyMethod
     sample: Inputs  # a batch of one input
-    classifier: str | None = None  # the layer that gives the outputs, where there is one
+    classifiers: tuple[str, ...] = ()  # the layers that give the outputs
 
 
 def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, public: Feed | None = None) -> Design:
     """Put a method around a model; `outputs` is how many classes there are, or numbers to predict."""
-    classifier = probe_model(model, sample, lambda output: config.objective.check_output(output, outputs))
+    classifiers = probe_model(model, sample, lambda output: config.objective.check_output(output, outputs))
     setup = Setup(
-        classifier,
+        classifiers[-1] if classifiers else None,
         sample,
         config.seed,
         public,
@@ -67,10 +72,11 @@ def design(config: Config, model: nn.Module, sample: Inputs, outputs: int, publi
         make_mean=mean_of(config.server, config.method),
         train=config.train,
         optimizer_follows=config.server.optimizer != "none" or config.privacy.at_server,
+        classifiers=classifiers,
     )
     method = config.method.build(model, setup)
     _check_training(model, method, sample, frozen=bool(config.method.adapters))
-    return Design(config, model, method, sample, classifier)
+    return Design(config, model, method, sample, classifiers)
 
 
 def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs, frozen: bool) -> None:
@@ -89,7 +95,8 @@ def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs, frozen:
         )
     for tier in method.tiers if written else ():
         network = method.network(method.spec(tier))
-        factorized = {f"{layer}.weight" for layer in (*plan_of(network), *plan_of(network, Hadamard))}
+        layers = (*plan_of(network), *plan_of(network, Hadamard))
+        factorized = {dense_weight_name(layer) for layer in layers}
         if lost := sorted(written & factorized):
             raise FedhmError(
                 f"the model's forward changes '{lost[0]}' itself, which has no effect in tier {tier}, where it "
@@ -97,8 +104,14 @@ def _check_training(model: nn.Module, method: AnyMethod, sample: Inputs, frozen:
             )
 
 
-def named_design(config: Config) -> Design:
-    """Put the method around the model that a config names, without reading data where the source is a known one."""
+def named_design(config: Config, model: OwnModel | None = None) -> Design:
+    """Put the method around the model that a config names, without reading data where the source is a known one.
+
+    model  a user's own, in place of the config's
+    """
+    if model is not None:
+        shape, outputs = input_format(config)
+        return design(config, build_own(model, config.seed), torch.zeros(1, *shape), outputs)
     if config.model is not None and config.model.base:  # how long texts are is not known without them
         federation = read_federation(config)
         sample, _ = Feed(federation.example, federation.preprocessing).one()
@@ -129,12 +142,18 @@ def assemble(
             "set data.public to a source or to 'held-out', or give fedhm.run some with public="
         )
     check_optimizer(model, settings.train)
+    if settings.engine.client == "executorch":
+        _check_runtime(settings, federation.size, devices)
     federation.check_targets(settings.objective)
     given, federation = federation, federation.map_samples(text_limits(model).fitted)
-    public, preprocessing = federation.public_feed(), federation.preprocessing
+    cache, preprocessing = sample_cache(settings.engine, devices[0]), federation.preprocessing
+    public = federation.public_feed()
+    public = public and public.on(devices[0], cache)
     sample = Feed(federation.example, preprocessing).one()
     check_memory_savings(model, settings, sample[0])
     method = design(settings, model, sample[0], federation.classes, public).method
+    for sentence in method.remarks():
+        warn(sentence, FedhmWarning, stacklevel=2)
     check_assignment(settings.federation, federation.size, method.tiers, method.levels)
     check_file_names(method.tiers)
     check_min_updates(settings.federation, federation.size)
@@ -145,7 +164,6 @@ def assemble(
     initial = exchanged_tensors(model)
     if not settings.method.adapters:  # a frozen base is not trained, and a copy of it may fill the memory
         initial = {name: tensor.clone() for name, tensor in initial.items()}
-    cache = sample_cache(settings.engine, devices[0])
     test = None if federation.test is None else Feed(federation.test, preprocessing, devices[0], cache)
     holders = federation.client_tests.holders([federation.samples_of(client) for client in range(federation.size)])
     if test is None and not holders:
@@ -179,6 +197,24 @@ def assemble(
         engine=engine,
         watchers=[*watchers, *trackers(settings.tracking)],
     )
+
+
+def _check_runtime(config: ResolvedConfig, clients: int, devices: Sequence[torch.device]) -> None:
+    """Refuse settings that clients on ExecuTorch's runtime cannot follow."""
+    why = "engine.client = 'executorch'"
+    if config.engine.name == "local":
+        require_executorch(why)
+    check_train_settings(config.train, why)
+    if config.engine.name == "local" and devices[0] != CPU:
+        raise FedhmError(f"{why} computes on the processor: set engine.device = 'cpu'")
+    if config.engine.compile:
+        raise FedhmError(f"{why} does not go with engine.compile, which is PyTorch's")
+    if config.evaluation.diagnostics == "theory":
+        raise FedhmError(f"{why} measures no steps: leave evaluation.diagnostics = 'theory' out")
+    if config.method.adapters:
+        raise FedhmError(f"{why} trains whole networks, and method.name = '{config.method.name}' trains adapters")
+    if wrong := [number for number in config.engine.executorch_clients if number >= clients]:
+        raise FedhmError(f"engine.executorch_clients names client {wrong[0]}, and there are {clients}, from 0")
 
 
 def _own_engine(
@@ -228,8 +264,9 @@ def make_client(
     """Put a client together, in whichever process it does its tasks; `secret` is where noise of its own comes from."""
     noise = LocalNoise(config.privacy, secret or Secret()) if config.privacy.at_clients else None
     return Client(
-        samples, preprocessing, networks, config.train, config.seed, public, config.objective, tests, noise, cache
-    )
+        samples, preprocessing, networks, config.train, config.seed, public, config.objective, tests, noise, cache,
+        config.engine.client,
+    )  # fmt: skip
 
 
 @memory_errors("to read the data", DATA_ADVICE)
@@ -246,6 +283,20 @@ def read_federation(config: Config) -> Federation:
         )
     base = config.model.base if config.model else ""
     return load_federation(config.data, config.federation.clients, config.seed, base, config.objective.per_token)
+
+
+def planned_federation(config: Config) -> Federation:
+    """Return the federation that a plan is made for. If the data's files are missing, its published size counts."""
+    data = config.data
+    if data is None or not lacks_files(data):
+        return read_federation(config)
+    return expected_federation(data, config.federation.clients, config.seed)
+
+
+def lacks_files(data: DataConfig) -> bool:
+    """Tell whether the files of a data set of known size are missing."""
+    known = SOURCES.get(data.source)
+    return bool(known and known.train_samples) and not is_found(data.source, data.folder)
 
 
 def input_format(config: Config) -> tuple[tuple[int, ...], int]:

@@ -18,10 +18,10 @@ from fedhm.methods.adapting import check_travelling
 from fedhm.methods.method import AnyMethod
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.structure import unshare_base
+from fedhm.report.result import Result
 from fedhm.runs.callbacks import BestModels, Checkpoints, PlanFiles
 from fedhm.runs.fingerprint import data_facts, fingerprint
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.history import Result
 from fedhm.runs.privacy import new_secret
 from fedhm.server.callbacks import Callback, DivergenceWarning, EarlyStopping, RunState, Watcher, WatcherCallback
 from fedhm.server.collect import CountedUpdates, collect, last_reason
@@ -74,10 +74,11 @@ class Experiment:
 
     def _run(self, folder: RunFolder | None, watchers: Sequence[Callback]) -> Result:
         run, callbacks = self._begin(folder, watchers)
+        device = self.config.engine.device_names if self.config.engine.name == "local" else ""
         for number in range(len(run.records) + 1, self.config.train.rounds + 1):
             if run.records and run.record.stopped:
                 break
-            self._round(run, Record(number), callbacks)
+            self._round(run, Record(number, device=device), callbacks)
         if not run.networks:  # the run was complete already, and is asked for its models once more
             weights = self.evaluation.weights(run.state, deepcopy(run.record), self.engine.run, self._sample)
             run.networks = self.evaluation.networks(run.state, weights)
@@ -85,7 +86,7 @@ class Experiment:
             callback.run_ends(run)
         unshare_base({id(network): network for network in [*run.networks.values(), *run.best.values()]}.values())
         best_round = run.best_round if run.best else 0
-        return Result(run.records, run.networks, self._costs(run.state), best_round, run.best)
+        return Result(run.records, run.networks, self._costs(run.state), best_round, run.best, self.config)
 
     def _begin(self, folder: RunFolder | None, watchers: Sequence[Callback]) -> tuple[RunState, Sequence[Callback]]:
         """Return where the run is, at its start or after the last round in its folder, and the callbacks in order."""
@@ -106,7 +107,9 @@ class Experiment:
             tier = self.method.tiers[0]
             sent = self.facts.network(self.method.spec(tier)).travels
             check_travelling(sent, self.method.weights(state, tier), tier)
-        run = RunState(self.config, self.costs, state, records)
+        whole = self.method.full_spec()
+        full = self.facts.network(whole).cost if whole else None
+        run = RunState(self.config, self.costs, state, records, full=full)
         # of remote clients, some may be missing when a run is resumed: what was known at its start stays
         data = None if checkpoint and self.federation.remote else data_facts(self.federation)
         callbacks = [

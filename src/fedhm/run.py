@@ -11,9 +11,10 @@ from fedhm.assembly import assemble, dtype_of, read_federation
 from fedhm.config.loading import parse
 from fedhm.config.method import MethodConfig
 from fedhm.config.objective import Objective
+from fedhm.config.placeholder import is_placeholder
 from fedhm.config.registry import Group, UnknownNameError, find, register
 from fedhm.config.schema import Config, EngineConfig
-from fedhm.data.convert import DataLike, PublicLike
+from fedhm.data.convert import DataLike, PublicLike, check_clients, named_client_tests
 from fedhm.data.federation import default_test_share, from_arrays
 from fedhm.data.text import TextReader, TokenizingBar, check_tokenizer, count_samples, text_limits, with_padding_token
 from fedhm.engines.engine import FlowerOnlyEngine
@@ -21,17 +22,19 @@ from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.machine.memory import ROUND_ADVICE, memory_errors
 from fedhm.models.build import build_model
+from fedhm.models.own import OwnModel, build_own
 from fedhm.report import save_report
 from fedhm.report.progress import show_rounds
+from fedhm.report.result import Result
 from fedhm.runs.folder import RunFolder, read_config, read_settings
-from fedhm.runs.history import Result, read_runs
+from fedhm.runs.history import read_runs
 from fedhm.server.callbacks import Watcher
 
 
 @memory_errors("for the run", ROUND_ADVICE)
 def run(
     model: nn.Module,
-    clients: Sequence[DataLike],
+    clients: Sequence[DataLike] | Mapping[str, DataLike],
     test: DataLike | None = None,
     config: Mapping[str, Any] | Config | None = None,
     out: str | Path | None = None,
@@ -41,7 +44,7 @@ def run(
     crop: int = 0,
     flip: bool = False,
     public: PublicLike | None = None,
-    client_test: float | Sequence[DataLike | None] | None = None,
+    client_test: float | Sequence[DataLike | None] | Mapping[str, DataLike | None] | None = None,
     from_round: int | None = None,
     tokenizer: Any = None,
     watchers: Sequence[Watcher] = (),
@@ -60,7 +63,8 @@ def run(
                    `test` it is 0.2 unless it is said, and metrics are those of all clients' test samples together
     tokenizer      of transformers, the model's own: clients and test may be texts then, pairs (texts, labels) or data
                    sets with a column `text`
-    out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed
+    out            a folder for records, checkpoints and models; an unfinished run of this config there is resumed, and
+                   one with fewer rounds is lengthened
     from_round     of a run in `out`, take back the rounds after this one first: what came of them is moved to a folder
                    there
     progress       show on stderr how far tokenizing and the rounds are; None: if that is a terminal
@@ -68,16 +72,20 @@ def run(
     if not isinstance(model, nn.Module):
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise FedhmError(f"model must be an nn.Module, ready to be trained, not {kind}")
-    if isinstance(clients, tuple) and len(clients) == 2 and hasattr(clients[0], "shape"):
-        raise FedhmError("clients must be a list with an entry for each client, not one pair of arrays")
-    clients = list(clients)
+    own_tests: float | Sequence[DataLike | None]
+    if client_test is None:
+        own_tests = default_test_share(test is not None)
+    elif isinstance(client_test, Mapping):
+        own_tests = named_client_tests(client_test, clients)
+    else:
+        own_tests = client_test
     table = _own_table(config, method=method, objective=objective)
+    clients = check_clients(clients)
     federation_table = table.get("federation") or {}
     if not isinstance(federation_table, Mapping):
         raise FedhmError(f"config: federation: input should be a mapping (got {federation_table!r})")
     table["federation"] = {**federation_table, "clients": len(clients)}
     settings = parse(table, "config")
-    client_test = default_test_share(test is not None) if client_test is None else client_test
     if settings.engine.name == "flower":
         raise FedhmError(FlowerOnlyEngine.SENTENCE)
     path = None if out is None else Path(out)
@@ -99,7 +107,7 @@ def run(
                 dtype=dtype_of(model),
                 public=public,
                 objective=settings.objective,
-                client_test=client_test,
+                client_test=own_tests,
                 seed=settings.seed,
                 reader=reader,
             )
@@ -130,32 +138,49 @@ def resume(
     *,
     workers: int | Literal["auto"] | None = None,
     from_round: int | None = None,
+    rounds: int | None = None,
+    model: OwnModel | None = None,
     watchers: Sequence[Watcher] = (),
     progress: bool | None = None,
 ) -> Result:
     """Finish the run in the folder `out`, whose config names its model and data; it ends as if never interrupted.
 
+    With `rounds`, the run gets more rounds than it began with, even if it was finished. A run that began with a model
+    of your own needs it again, as `model`.
     With `from_round`, rounds after that one are taken back first: what came of them is moved to a folder in `out`.
     `progress` is as for `run`.
     """
     with show_rounds(is_shown(progress), read_config(Path(out)).objective.headline) as bars:
-        result = finish(Path(out), workers, from_round, [*bars, *watchers])
+        result = finish(Path(out), workers, from_round, [*bars, *watchers], rounds, model)
     report_on(Path(out))
     return result
 
 
 def finish(
-    path: Path, workers: int | Literal["auto"] | None, from_round: int | None, watchers: Sequence[Watcher]
+    path: Path,
+    workers: int | Literal["auto"] | None,
+    from_round: int | None,
+    watchers: Sequence[Watcher],
+    rounds: int | None = None,
+    model: OwnModel | None = None,
 ) -> Result:
-    """Run the rounds that are left of the run in a folder, without a report."""
+    """Run the rounds that are left of the run in a folder, or up to `rounds`, without a report."""
+    if rounds is not None:
+        lengthen(path, rounds)
     config = read_config(path)
     if config.engine.name == "flower":
         raise FedhmError(FlowerOnlyEngine.SENTENCE)
-    experiment = prepare(config if workers is None else config.with_workers(workers), watchers)
+    experiment = prepare(config if workers is None else config.with_workers(workers), watchers, model=model)
     with RunFolder.open(path) as folder:
         if from_round is not None:
             _rewind(experiment, folder, from_round)
         return experiment.run(folder)
+
+
+def lengthen(path: Path, rounds: int) -> None:
+    """Give the run in a folder more rounds."""
+    with RunFolder.open(path) as folder:
+        folder.lengthen(rounds)
 
 
 def _rewind(experiment: Experiment, folder: RunFolder, last: int) -> None:
@@ -163,11 +188,17 @@ def _rewind(experiment: Experiment, folder: RunFolder, last: int) -> None:
     folder.rewind(last, experiment.fingerprint())
 
 
-def prepare(config: Config, watchers: Sequence[Watcher] = ()) -> Experiment:
-    """Read the data and build the model that a config names."""
+def prepare(config: Config, watchers: Sequence[Watcher] = (), *, model: OwnModel | None = None) -> Experiment:
+    """Read the data that a config names, and build its model; `model` is a model of your own, in place of [model].
+
+    It may be a function that makes the model: it is called once the generators are seeded by the config's seed.
+    """
     federation = read_federation(config)
-    model = build_model(config, federation.input_shape, federation.classes)
-    return assemble(model, federation, config, watchers=watchers)
+    if model is None:
+        built = build_model(config, federation.input_shape, federation.classes)
+    else:
+        built, config = build_own(model, config.seed), config.without_model()
+    return assemble(built, federation, config, watchers=watchers)
 
 
 def _own_table(config: Mapping[str, Any] | Config | None, **sections: Any) -> dict[str, Any]:
@@ -197,6 +228,8 @@ def _made_known(kind: str, given: Any) -> Any:
     name = str(getattr(given, "name", ""))  # what is no settings at all is refused with the others
     try:
         known = find(group, name) if name else type(given)
+        if is_placeholder(known):  # of a run that was read here before
+            raise UnknownNameError(name)
         again = (known.__module__, known.__qualname__) == (type(given).__module__, type(given).__qualname__)
         if again:  # a notebook's cell that was run again makes the class anew
             register(group, name, type(given))
@@ -226,6 +259,15 @@ def resumed_settings(settings: Config, path: Path | None) -> Config:
     changes["federation"] = settings.federation.model_copy(
         update={name: getattr(begun.federation, name) for name in kept}
     )
+    if settings.train.rounds > begun.train.rounds:  # the same run, with more rounds
+        as_begun = {"rounds": begun.train.rounds, "begun_rounds": begun.train.begun_rounds}
+        shorter = changes | {"train": settings.train.model_copy(update=as_begun)}
+        if not stored.difference(settings.model_copy(update=shorter).resolved()):
+            lengthen(path, settings.train.rounds)
+            stored = read_settings(path)
+            begun = stored.config
+    if settings.train.rounds == begun.train.rounds:
+        changes["train"] = settings.train.model_copy(update={"begun_rounds": begun.train.begun_rounds})
     settings = settings.model_copy(update=changes)
     if found := stored.difference(settings.resolved()):
         raise FedhmError(

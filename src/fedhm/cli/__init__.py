@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-from fedhm.cli import check_device, compare, export, fit, flower, paper, profile, report, run, verify
+from fedhm.cli import check_device, compare, data, export, fit, flower, paper, presets, profile, report, run, verify
 from fedhm.errors import FedhmError, show_warnings
 from fedhm.machine.files import os_error_sentence
 from fedhm.machine.memory import (
@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     Each verb sets two defaults: `action`, a function of the options, and `imports`, the heavy module that it needs.
     """
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="fedhm",
         description="Federated learning for devices that are not alike: every client trains the largest "
         "low-rank version of one model that it can afford.",
@@ -67,7 +67,9 @@ def make_parser() -> argparse.ArgumentParser:
         report.add_watch,
         verify.add_verify,
         export.add_export,
-        report.add_presets,
+        presets.add_presets,
+        presets.add_init,
+        data.add_data,
         flower.add_flower,
     ):
         add_verb(verbs)
@@ -139,6 +141,15 @@ def _failed(sentence: str, code: int, before: str = "") -> int:
 def _resume_hint(options: argparse.Namespace) -> str:
     hint: str = getattr(options, "resume_hint", "")
     return hint
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say how settings are written, if some stand where --set was left out."""
+        unknown, settings = message.partition("unrecognized arguments: ")[1:]
+        if unknown and all("=" in word and not word.startswith("-") for word in settings.split()):
+            message += f" (settings follow --set: --set {settings})"
+        super().error(message)
 
 
 class _Version(argparse.Action):

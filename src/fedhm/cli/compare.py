@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from fedhm.cli.options import Verbs, add_config, number, one_of, terminal, whole_number
+from fedhm.cli.options import Verbs, add_config, add_model, number, one_of, terminal, whole_number
 from fedhm.compare import METHODS, TUNE_SHARE
 
 DESCRIPTION = """\
-Runs several methods on the same data with the same seeds and prints the paper's table: a row for each capability
+Runs several methods on the same data with the same seeds and prints one table: a row for each capability
 level, accuracy or another headline metric as mean ± deviation over the seeds. The same command again runs only what is
 missing."""
 
@@ -63,6 +63,7 @@ def add_compare(verbs: Verbs) -> None:
         metavar="SHARE",
         help=f"of each client's training samples, held out to choose by (default: {TUNE_SHARE})",
     )
+    add_model(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: runs/compare-PRESET-SETTING-DATA")
     parser.add_argument(
         "--runs",

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedhm.cli.options import Verbs, one_of, terminal
+from fedhm.cli.options import Verbs, add_changes, one_of, terminal
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_folder
 
@@ -19,7 +19,9 @@ They take raw images, and each is read again by its own runtime and compared wit
 
 def add_export(verbs: Verbs) -> None:
     parser = verbs.add_parser("export", help="models as files for devices", description=DESCRIPTION)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="of a finished run")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="of a finished run; with --train also a preset or a config file"
+    )
     parser.add_argument(
         "--tier", dest="tiers", nargs="+", default=[], metavar="TIER", help="such as 1/8 (default: all of the run)"
     )
@@ -35,6 +37,10 @@ def add_export(verbs: Verbs) -> None:
     parser.add_argument(
         "--card", action="store_true", help="measure latency and memory here: a card for each tier, and a plot"
     )
+    parser.add_argument(
+        "--train", action="store_true", help="files that train on a device, in place of files that predict"
+    )
+    add_changes(parser)
     parser.add_argument("--classes", nargs="+", default=[], metavar="NAME", help="names of the classes, in order")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: export in the run's folder)")
     parser.set_defaults(action=export, imports="fedhm.export.write")
@@ -45,9 +51,45 @@ def export(options: argparse.Namespace) -> None:
     from fedhm.cli import exit_on_interrupt
     from fedhm.export.write import remove_unfinished
 
-    out = options.out or options.folder / "export"
+    out = options.out or (options.folder if options.folder.is_dir() else Path()) / "export"
     with exit_on_interrupt(lambda: remove_unfinished(out)):
-        _export(options, out)
+        (_export_training if options.train else _export)(options, out)
+
+
+def _export_training(options: argparse.Namespace, out: Path) -> None:
+    from fedhm.config.loading import load_config
+    from fedhm.export.cards import write_training_cards
+    from fedhm.export.formats import find_format
+    from fedhm.export.training import training_sources, write_training
+    from fedhm.report.format import format_bytes
+    from fedhm.report.sheets import rich_table
+
+    if options.to != ["executorch"] or options.int8:
+        raise FedhmError("--train writes ExecuTorch files in 32 bits: it goes with --to executorch")
+    if options.classes:
+        raise FedhmError("--classes names the outputs of files that predict: it does not go with --train")
+    find_format("executorch")
+    if options.out:
+        check_folder(out)
+    is_run = options.folder.is_dir()
+    if is_run and options.changes:
+        raise FedhmError("a finished run has its settings: --set is for a preset or a config file")
+    origin = options.folder if is_run else load_config(str(options.folder), options.changes)
+    console = terminal()
+    sources = training_sources(origin, list(dict.fromkeys(options.tiers)))
+    exported = []
+    for source in sources:
+        done = write_training(source, out)
+        exported.append(done)
+        size = format_bytes(done.path.stat().st_size)
+        line = f"{done.path}: {size}, gradients within {done.difference:.1e} of PyTorch's on the clients' samples"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if options.card:
+        table, written = write_training_cards(sources, exported, out)
+        for part in table.split(console.width):
+            console.print(rich_table(part))
+        console.print(table.note, highlight=False, markup=False)
+        console.print(str(written), highlight=False, markup=False, soft_wrap=True)
 
 
 def _export(options: argparse.Namespace, out: Path) -> None:
@@ -56,6 +98,8 @@ def _export(options: argparse.Namespace, out: Path) -> None:
     from fedhm.export.write import write
     from fedhm.report.sheets import rich_table
 
+    if options.changes:
+        raise FedhmError("--set is for --train with a preset or a config file")
     formats = [(to, False) for to in dict.fromkeys(options.to)]
     for to, _ in formats:
         find_format(to)  # refuses a missing package before anything is read

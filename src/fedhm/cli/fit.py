@@ -62,7 +62,8 @@ def fit(options: argparse.Namespace) -> None:
     training = TrainingSetup(tuple(sample.shape[1:]), config.train.batch, config.train.optimizer, sample.dtype)
     keep, form = getattr(config.method, "keep", 1), cast("Form", getattr(config.method, "form", "spatial"))
     by: Literal["parameters", "macs"] = "macs" if set(limits) == {"macs"} else "parameters"
-    versions = ModelVersions(design.model, training, keep, design.classifier or "auto", form, by=by)
+    dense: tuple[str, ...] = getattr(config.method, "dense", ())
+    versions = ModelVersions(design.model, training, keep, design.classifiers or "auto", form, by=by, dense=dense)
     console = terminal()
 
     def seconds(found: "Fit") -> float:
@@ -108,7 +109,7 @@ def add_plan(verbs: Verbs) -> None:
 
 def plan(options: argparse.Namespace) -> None:
     """Print the plan of a config with devices. If a run would refuse it, the error comes after the table."""
-    from fedhm.assembly import design, read_federation
+    from fedhm.assembly import design, lacks_files, planned_federation
     from fedhm.config.loading import load_config
     from fedhm.data.samples import Feed
     from fedhm.models.build import build_model
@@ -124,7 +125,7 @@ def plan(options: argparse.Namespace) -> None:
         raise FedhmError(
             f"{options.config} lists no devices: docs/devices.md shows how to write [[federation.devices]]"
         )
-    federation = read_federation(config)
+    federation = planned_federation(config)
     model = build_model(config, federation.input_shape, federation.classes)
     sample = next(Feed(federation.example, federation.preprocessing).ordered(1))
     method = design(config, model, sample[0], federation.classes, federation.public_feed()).method
@@ -134,4 +135,12 @@ def plan(options: argparse.Namespace) -> None:
     for part in sheet.split(console.width):
         console.print(rich_table(part))
     console.print(sheet.note, highlight=False, markup=False)
+    if config.data is not None and lacks_files(config.data):
+        samples = sum(federation.remote)
+        console.print(
+            f"The files of {config.data.source} are not here: the plan is for its published size, "
+            f"{samples:,} training samples at the clients.",
+            highlight=False,
+            markup=False,
+        )
     with_fleet_plan(config, lambda: planned)

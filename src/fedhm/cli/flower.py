@@ -6,16 +6,20 @@ from pathlib import Path
 from fedhm.cli.options import Verbs, terminal, whole_number
 
 DESCRIPTION = """\
-Starts a Flower SuperLink and SuperNodes on this machine and keeps them up until Ctrl-C. Certificates and the clients'
-keys are made in the folder and used again the next time, as is the SuperLink's database."""
+Starts a Flower SuperLink and SuperNodes on this machine and keeps them up until Ctrl-C. It needs a terminal of its own.
+When it is up, type in another terminal, in the same folder: 'fedhm run digits --set engine.name=flower
+engine.superlink=federation federation.clients=4'. Certificates and the clients' keys are made in the folder and used
+again the next time, as is the SuperLink's database."""
 
 
 def add_flower(verbs: Verbs) -> None:
     flower = verbs.add_parser(
-        "flower", help="a Flower federation on this machine", description="Flower, to try it out."
+        "flower",
+        help="a Flower federation on this machine",
+        description="Flower, to try it out: 'fedhm flower up' in one terminal, 'fedhm run' in another.",
     )
     parser = flower.add_subparsers(required=True, metavar="VERB").add_parser(
-        "up", help="start a SuperLink and SuperNodes", description=DESCRIPTION
+        "up", help="start a SuperLink and SuperNodes, in a terminal of their own", description=DESCRIPTION
     )
     parser.add_argument(
         "--clients",

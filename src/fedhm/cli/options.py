@@ -41,6 +41,15 @@ def accept_negative_sizes(parser: argparse.ArgumentParser) -> None:
     parser._negative_number_matcher = re.compile(r"-\d")
 
 
+def print_text(text: str) -> None:
+    """Print a text as it is, also to a reader that does not read all of it, as `head` does."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def terminal() -> "Console":
     """Return the terminal that verbs print to."""
     from rich.console import Console
@@ -52,6 +61,15 @@ def terminal() -> "Console":
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     return Terminal()
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add --model: a user's own model."""
+    parser.add_argument(
+        "--model",
+        metavar="FILE.py:FUNCTION",
+        help="a model of your own, in place of [model]: a function without arguments that makes it",
+    )
 
 
 def whole_number(option: str, largest: int | None = None) -> Callable[[str], int]:

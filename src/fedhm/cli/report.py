@@ -1,4 +1,4 @@
-"""`fedhm report` and `fedhm watch` show runs, `fedhm sizes` shows what tiers cost, `fedhm presets` lists presets."""
+"""`fedhm report` and `fedhm watch` show runs, `fedhm sizes` shows what tiers cost."""
 
 import argparse
 import sys
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from fedhm.cli.options import Verbs, add_config, terminal, whole_number
 from fedhm.compare import is_comparison
-from fedhm.config.presets import presets
 from fedhm.errors import FedhmError
 
 if TYPE_CHECKING:
@@ -34,7 +33,28 @@ def report(options: argparse.Namespace) -> None:
         rewrite_report(options, terminal())
         return
     default = options.folders[0] if len(options.folders) == 1 else Path("report")
-    show_report(options.folders, options.out or default, terminal())
+    show_report(_runs_among(options.folders), options.out or default, terminal())
+
+
+def _runs_among(folders: Sequence[Path]) -> Sequence[Path]:
+    """Return the folders of runs: `runs/*` also names comparisons, which have a page of their own, and other files."""
+    from fedhm.machine.printable import quoted_command
+    from fedhm.runs.folder import CONFIG_FILE
+
+    if len(folders) == 1:
+        return folders  # the one that the user means: reading it says what it is not
+    runs = []
+    for folder in folders:
+        if is_comparison(folder):
+            own = quoted_command("fedhm", "report", folder)
+            print(f"fedhm: {folder} is left out: it is a comparison, which {own} shows", file=sys.stderr)
+        elif folder.exists() and not (folder / CONFIG_FILE).exists():
+            print(f"fedhm: {folder} is left out: it is not the folder of a run", file=sys.stderr)
+        else:
+            runs.append(folder)
+    if not runs:
+        raise FedhmError("there is no run among these folders")
+    return runs
 
 
 def show_report(folders: Sequence[Path], out: Path, console: "Console") -> None:
@@ -84,10 +104,11 @@ def watch(options: argparse.Namespace) -> None:
     from fedhm.report.page import LivePages, PageServer
     from fedhm.runs.folder import read_config
 
-    for folder in options.folders:
+    folders = _runs_among(options.folders)
+    for folder in folders:
         read_config(folder)  # refuses a folder of something else; records may still be missing
     console = terminal()
-    with PageServer(LivePages(options.folders), options.port) as server, suppress(KeyboardInterrupt):
+    with PageServer(LivePages(folders), options.port) as server, suppress(KeyboardInterrupt):
         console.print(f"{server.address} shows how it goes; Ctrl-C ends this", highlight=False, soft_wrap=True)
         server.serve_forever()
 
@@ -106,13 +127,3 @@ def sizes(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.changes)
     design = named_design(config)
     terminal().print(size_table(options.config, config, design.model, design.method, design.sample))
-
-
-def add_presets(verbs: Verbs) -> None:
-    parser = verbs.add_parser("presets", help="list the presets")
-    parser.set_defaults(action=list_presets, imports="")
-
-
-def list_presets(_: argparse.Namespace) -> None:
-    for name, text in presets().items():
-        print(f"{name:24}{text.splitlines()[0].removeprefix('# ')}")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedhm.cli.options import Verbs, add_config, terminal, whole_number, whole_number_or_auto
+from fedhm.cli.options import Verbs, add_config, add_model, terminal, whole_number, whole_number_or_auto
 from fedhm.cli.report import show_report
 from fedhm.compare import is_comparison
 from fedhm.errors import FedhmError
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedhm.config.schema import Config
+    from fedhm.models.own import OwnModel
 
 
 def add_run(verbs: Verbs) -> None:
     parser = verbs.add_parser("run", help="run an experiment", description="Run a preset or a config file.")
     add_config(parser)
+    add_model(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: a new one below runs/)")
     parser.set_defaults(action=run, imports="fedhm.run")
 
@@ -39,6 +41,13 @@ def add_resume(verbs: Verbs) -> None:
         metavar="ROUND",
         help="resume from the checkpoint of this round; results of later rounds are moved aside",
     )
+    add_model(parser)
+    parser.add_argument(
+        "--rounds",
+        type=whole_number("--rounds"),
+        metavar="N",
+        help="lengthen the run to this many rounds, even if it is finished",
+    )
     parser.set_defaults(action=resume, imports="fedhm.run")
 
 
@@ -50,6 +59,8 @@ def run(options: argparse.Namespace) -> None:
     from fedhm.runs.folder import RunFolder, how_to_resume
 
     config = load_config(options.config, options.changes).resolved()
+    own = _own_model(options)
+    config = config if own is None else config.without_model()
     path = options.out or _new_folder(Path(options.config).stem)
     RunFolder.check_free(path)
     if config.engine.name == "flower":
@@ -57,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
         return
     console = _announce_reading(config)
     with progress(console, config.objective.headline) as bar:
-        experiment = prepare(config, [bar])
+        experiment = prepare(config, [bar], model=own)
         with RunFolder.create(path, config) as folder:
             options.resume_hint = how_to_resume(path)
             try:
@@ -72,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
 
 def resume(options: argparse.Namespace) -> None:
     from fedhm.report.progress import progress
-    from fedhm.run import finish
+    from fedhm.run import finish, lengthen
     from fedhm.runs.folder import RunFolder, how_to_resume, read_config
 
     if is_comparison(options.folder):
@@ -82,6 +93,8 @@ def resume(options: argparse.Namespace) -> None:
             f"{options.folder} is the folder of a comparison, which the same command resumes: "
             f"{read_spec(options.folder).command}"
         )
+    if options.rounds is not None:
+        lengthen(options.folder, options.rounds)
     config = read_config(options.folder)
     if config.engine.name == "flower":
         with RunFolder.open(options.folder) as folder:  # fails while another process writes there
@@ -95,12 +108,22 @@ def resume(options: argparse.Namespace) -> None:
     console = _announce_reading(config)
     options.resume_hint = how_to_resume(options.folder)
     with progress(console, config.objective.headline) as bar:
-        finish(options.folder, options.workers, options.from_round, [bar])
+        finish(options.folder, options.workers, options.from_round, [bar], model=_own_model(options))
     show_report([options.folder], options.folder, console)
+
+
+def _own_model(options: argparse.Namespace) -> "OwnModel | None":
+    if options.model is None:
+        return None
+    from fedhm.models.own import load_function
+
+    return load_function(options.model)
 
 
 def _run_on_flower(options: argparse.Namespace, config: "Config", path: Path, from_round: int | None = None) -> None:
     """Let Flower's processes do the work and write the folder."""
+    if options.model is not None:
+        raise FedhmError("on Flower, a model of your own belongs into an app: see docs/flower.md")
     from fedhm.flower import run_on_flower
     from fedhm.report.progress import progress
     from fedhm.run import prepare
@@ -124,8 +147,9 @@ def _run_on_flower(options: argparse.Namespace, config: "Config", path: Path, fr
 def _announce_reading(config: "Config") -> "Console":
     console = terminal()
     if config.data is not None:
-        where = ", ".join(config.engine.devices) or config.engine.device
-        console.print(f"reading {config.data.source} … (device: {where})", highlight=False, markup=False)
+        console.print(
+            f"reading {config.data.source} … (device: {config.engine.device_names})", highlight=False, markup=False
+        )
     return console
 
 

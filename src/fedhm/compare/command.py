@@ -102,7 +102,18 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     if options.runs:
         if options.config is not None:
             raise FedhmError(f"--runs takes runs that exist, and needs no preset: leave '{options.config}' out")
-        for name in ("methods", "seeds", "setting", "data", "jobs", "tune", "tune_rounds", "tune_share", "changes"):
+        for name in (
+            "methods",
+            "model",
+            "seeds",
+            "setting",
+            "data",
+            "jobs",
+            "tune",
+            "tune_rounds",
+            "tune_share",
+            "changes",
+        ):
             if getattr(options, name):
                 option = "set" if name == "changes" else name.replace("_", "-")
                 raise FedhmError(f"--runs takes runs as they are: --{option} does not go with it")
@@ -121,7 +132,7 @@ def compare(options: argparse.Namespace, console: Console) -> None:
     config = _config(options)
     jobs = options.jobs or default_jobs(config)
     target = read_target(options.target, config.objective.headline)
-    reference = Reference(config)
+    reference = Reference(config, options.model or "")
     names = (
         [n.strip() for n in options.methods.split(",") if n.strip()] if options.methods else default_names(reference)
     )
@@ -238,8 +249,10 @@ def _config(options: argparse.Namespace) -> Config:
     if options.data is not None:
         changes.append(f"data.partition={options.data}")
     if options.setting is None:
-        return load_config(options.config, changes)
-    return config_in_setting(options.config, changes, options.setting)
+        config = load_config(options.config, changes)
+    else:
+        config = config_in_setting(options.config, changes, options.setting)
+    return config.without_model() if options.model else config
 
 
 def config_in_setting(name: str, changes: Sequence[str], setting: str) -> Config:

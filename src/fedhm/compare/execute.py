@@ -32,6 +32,7 @@ from fedhm.machine.files import file_name
 from fedhm.machine.printable import printable, printable_lines
 from fedhm.machine.process import usable_cores, utf8_output
 from fedhm.models.build import build_model
+from fedhm.models.own import build_own, load_function
 from fedhm.runs.folder import RunFolder, is_complete, read_config, rounds_done
 
 # a run with other values of these is the same run: they say where and how it runs, or follow from other settings
@@ -150,7 +151,12 @@ def check_buildable(planned: Sequence[Cell]) -> None:
                 continue  # the networks do not depend on the seed
             checked.add(parts)
             try:
-                model = build_model(cell.config, federation.input_shape, federation.classes)
+                own = cell.entry.model
+                model = (
+                    build_own(load_function(own), cell.config.seed)
+                    if own
+                    else build_model(cell.config, federation.input_shape, federation.classes)
+                )
                 assemble(model, federation, cell.config)
             except FedhmError as error:
                 tuned = f" --tune {settings_text(cell.entry.changes)}" if cell.entry.changes else ""
@@ -203,10 +209,11 @@ class _Child:
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
         cell.open()
+        own = ["--model", cell.entry.model] if cell.entry.model else []
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         # A session of its own: Ctrl-C reaches it from here, once, and not from the terminal as well.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fedhm", "resume", str(cell.folder)],
+            [sys.executable, "-m", "fedhm", "resume", str(cell.folder), *own],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
@@ -340,8 +347,9 @@ class _LogLines:
     """A line for each run that begins or ends, for logs."""
 
     def __init__(self, console: Console, cells: Sequence[Cell]) -> None:
-        self._console, self._of = console, len(cells)
+        self._console, self._of, self._cells = console, len(cells), cells
         self._done = sum(cell.complete for cell in cells)
+        self._rounds, self._began = sum(cell.rounds_done for cell in cells), time.monotonic()
         self._begun: dict[str, float] = {}
 
     def __enter__(self) -> "_LogLines":
@@ -360,7 +368,16 @@ class _LogLines:
     def ended(self, cell: Cell, failure: str | None) -> None:
         self._done += failure is None
         seconds = time.monotonic() - self._begun[cell.name]
-        self._say(failure or f"{cell.name} done in {seconds:.0f} s, {self._done} of {self._of} runs")
+        self._say(failure or f"{cell.name} done in {seconds:.0f} s, {self._done} of {self._of} runs{self._left()}")
+
+    def _left(self) -> str:
+        """Return how long the other runs take if their rounds take as long as those so far."""
+        left = sum(cell.config.train.rounds - cell.rounds_done for cell in self._cells if not cell.complete)
+        done = sum(cell.rounds_done for cell in self._cells) - self._rounds
+        if not left or not done:
+            return ""
+        seconds = round((time.monotonic() - self._began) * left / done)
+        return f", about {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
 
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -1,6 +1,7 @@
 """The plots of a comparison: convergence, the metric by cost, costs to reach a target, and costs by layer.
 
-They are those of the paper. The page and the PNG files show the same plots.
+The page and the PNG files show the same plots. Colours are methods, in the order of the table's columns, except by
+layer, where they are tiers.
 """
 
 import math
@@ -12,7 +13,8 @@ from fedhm.compare.tables import Comparison, TableCell
 from fedhm.config.objective import Metric
 from fedhm.measure.cost import LayerCost
 from fedhm.report.format import format_parameters
-from fedhm.report.plot import COLOURS, DARK_COLOURS, Line, Plot, last_values
+from fedhm.report.palette import MEASURES, category_look, tier_palette
+from fedhm.report.plot import Line, Plot, last_values
 from fedhm.runs.history import Run
 
 
@@ -36,20 +38,20 @@ def cost_plots(comparison: Comparison) -> dict[str, list[Plot]]:
             comparison,
             "communication",
             partial(cumulative, cost=bytes_sent),
-            "sent by server and clients for training so far, all together",
+            "sent and received by all clients",
             "B",
         ),
         "computation": _pair(
             comparison,
             "computation",
             partial(cumulative, cost=macs_computed),
-            "MACs of all clients together for training so far",
+            "MACs of all clients",
             "",
         ),
     }
     cells = [cell for column in comparison.columns.values() for cell in column.values()]
     if all(run.seconds_so_far() for cell in cells for run in cell.entry.runs):
-        label = "simulated time of training so far"
+        label = "simulated time of training"
         plots["time"] = _pair(comparison, "simulated time", Run.seconds_so_far, label, "s")
     return plots
 
@@ -69,14 +71,15 @@ def _pair(
 
 
 def method_line(number: int, name: str, cell: TableCell, positions: Sequence[float]) -> Line:
-    """Return the mean over the seeds with a band of ± one deviation."""
+    """Return the mean over the seeds with a band of ± one deviation, in the look of the n-th method."""
     spreads = [spread for _, spread in cell.curve]
+    colour, dash = category_look(number)
     return Line(
         f"{name}, {format_parameters(cell.parameters)}",
         positions,
         [spread.mean for spread in spreads],
-        COLOURS[number % len(COLOURS)],
-        number // len(DARK_COLOURS) % 2,  # a light line is also a dashed one
+        colour,
+        dash,
         run=name,
         band=[spread.deviation or 0.0 for spread in spreads],
     )
@@ -92,8 +95,8 @@ def method_plot(
         x_label=x_label,
         y_label=metric.axis(evaluated_on),
         lines=lines,
-        summary=f"A line for each method, with a band of one deviation over the seeds. They end at: "
-        f"{last_values(lines, metric.decimals)}.",
+        summary=f"A line for each method{_band_sentence(lines)}.{_whose_cost(unit)} "
+        f"They end at: {last_values(lines, metric.decimals)}.",
         log_x=not rounds,
         whole_x=rounds,
         x_unit=unit,
@@ -103,31 +106,32 @@ def method_plot(
     )
 
 
+def _band_sentence(lines: Sequence[Line]) -> str:
+    return ", with a band of one deviation over the seeds" if any(any(line.band) for line in lines) else ""
+
+
+def _whose_cost(unit: str | None) -> str:
+    """Return the sentence that keeps readers from taking the cost for that of one model."""
+    return "" if unit in (None, "s") else " The cost is that of all clients together, with models of all sizes, so far."
+
+
 def target_plot(comparison: Comparison, target: float, costs: Sequence[TargetCost]) -> Plot:
-    """Return the costs until the target is reached, relative to the full model on every client."""
-    names = [f"{cost.entry.label}, {format_parameters(cost.entry.first.costs[cost.tier].parameters)}" for cost in costs]
+    """Return the costs of all clients until a tier reaches the target, relative to the full model on every client."""
+    names = [f"{cost.entry.label}\nuntil {cost.tier} reaches it" for cost in costs]
     ratios = {
         "communication": [cost.communication for cost in costs],
         "computation": [cost.computation for cost in costs],
     }
-    lines = [
-        Line(
-            kind,
-            [float(place) for place in range(len(names))],
-            [math.nan if ratio is None else ratio for ratio in values],
-            colour,
-            kind="bars",
-        )
-        for (kind, values), colour in zip(ratios.items(), DARK_COLOURS, strict=False)
-    ]
-    never = ", ".join(name for name, cost in zip(names, costs, strict=True) if cost.communication is None)
+    goal = comparison.metric.goal(target)
+    never = ", ".join(f"{cost.entry.label} ({cost.tier})" for cost in costs if cost.communication is None)
     return Plot(
-        title=f"cost to first reach {comparison.metric.goal(target)}",
-        x_label="entry, parameters",
-        y_label="relative to the full model on every client",
-        lines=lines,
-        summary="Communication and computation of all clients until the target is first reached, relative to the full "
-        f"model on every client.{f' Not reached by: {never}.' if never else ''}",
+        title=f"cost of all clients until a tier first reaches {goal}",
+        x_label="method, and the tier that reaches it",
+        y_label="cost of all clients, relative to the full model on every client",
+        lines=measure_bars({kind: [math.nan if r is None else r for r in found] for kind, found in ratios.items()}),
+        summary=f"What all clients of a method send and compute together, with models of all sizes, until the model of "
+        f"the named tier first reaches {goal}. 1 is the cost of training the full model on every client until it does. "
+        f"It is not the cost of the named tier alone.{f' Not reached by: {never}.' if never else ''}",
         categories=names,
         horizontal=True,
         reference=1.0,
@@ -136,8 +140,30 @@ def target_plot(comparison: Comparison, target: float, costs: Sequence[TargetCos
     )
 
 
-def layer_plots(tiers: Mapping[str, Mapping[str, LayerCost]], each: str = "tier") -> list[Plot]:
-    """Return the parameters and the MACs of the model's layers, a bar for each tier, or for each of something else."""
+def measure_bars(values: Mapping[str, Sequence[float]]) -> list[Line]:
+    """Return bars of two measures, such as communication and computation: grey, and the second is hatched."""
+    return [
+        Line(name, [float(place) for place in range(len(found))], found, colour, kind="bars", hatched=number > 0)
+        for number, ((name, found), colour) in enumerate(zip(values.items(), MEASURES, strict=False))
+    ]
+
+
+def layer_plots(tiers: Mapping[str, Mapping[str, LayerCost]], colours: Mapping[str, str] | None = None) -> list[Plot]:
+    """Return the parameters and the MACs of the model's layers, a bar for each tier.
+
+    colours  those that the tiers have in other plots of the page; otherwise they are made for these tiers
+    """
+    if colours is None or not set(tiers) <= set(colours):
+        colours = dict(zip(tiers, tier_palette(len(tiers)), strict=True))
+    return _bars_by_layer(tiers, colours, "tier")
+
+
+def network_plots(networks: Mapping[str, Mapping[str, LayerCost]], each: str) -> list[Plot]:
+    """Return the parameters and the MACs of several networks that have the same layers, a bar for each network."""
+    return _bars_by_layer(networks, {name: category_look(n)[0] for n, name in enumerate(networks)}, each)
+
+
+def _bars_by_layer(tiers: Mapping[str, Mapping[str, LayerCost]], colours: Mapping[str, str], each: str) -> list[Plot]:
     first = next(iter(tiers.values()))
     layers = [name for name in first if any(costs[name].macs for costs in tiers.values())]  # norms would be invisible
     amounts: dict[str, Callable[[LayerCost], int]] = {
@@ -151,10 +177,11 @@ def layer_plots(tiers: Mapping[str, Mapping[str, LayerCost]], each: str = "tier"
                 tier,
                 [float(place) for place in range(len(layers))],
                 [amount(costs[layer]) for layer in layers],
-                DARK_COLOURS[number % len(DARK_COLOURS)],
+                colours[tier],
                 kind="bars",
+                tier=tier,
             )
-            for number, (tier, costs) in enumerate(tiers.items())
+            for tier, costs in tiers.items()
         ]
         total = "; ".join(f"{line.label} {sum(line.y):,.0f}" for line in lines)
         plot = Plot(

@@ -31,7 +31,7 @@ from fedhm.machine.files import write_atomically
 from fedhm.measure.cost import LayerCost
 from fedhm.report.page import save_sections
 from fedhm.report.plot import Plot, save_png
-from fedhm.report.plots import energy_plot
+from fedhm.report.plots import energy_plot, tier_colours
 from fedhm.report.sections import Section, Switch
 from fedhm.report.sheets import Sheet, markdown_code, markdown_paragraph, markdown_picture, markdown_table
 
@@ -73,13 +73,23 @@ class ComparisonReport:
 
     @property
     def sheets(self) -> list[Sheet]:
+        return [*self._metric_sheets, *([self._tuning] if self._tuning else []), *self._cost_sheets]
+
+    @property
+    def _metric_sheets(self) -> list[Sheet]:
         seeds = len(self.entries[0].runs)
         tables = [metric_sheet(self.comparison, seeds)]
         if seeds > 1 and len(self.comparison.columns) > 1:
             tables.append(difference_sheet(self.comparison))
-        if self.tuned and self.tuned.tried:
-            tables.append(self.tuned.sheet)
-        tables.append(cost_sheet(self.entries))
+        return tables
+
+    @property
+    def _tuning(self) -> Sheet | None:
+        return self.tuned.sheet if self.tuned and self.tuned.tried else None
+
+    @property
+    def _cost_sheets(self) -> list[Sheet]:
+        tables = [cost_sheet(self.entries)]
         if self.reached:
             tables.append(target_cost_sheet(self.comparison.metric, self.target, self.reached))
         if timed := times_to_reach(self.target, self.entries):
@@ -94,10 +104,11 @@ class ComparisonReport:
         plots |= {f"{stem}-by-{cost}.png": pair for cost, pair in cost_plots(self.comparison).items()}
         if self.reached:
             plots[TARGET_PNG] = [target_plot(self.comparison, self.target, self.reached)]
-        if self.layers:
-            plots[LAYERS_PNG] = layer_plots(self.layers)
         several_tiers = [entry.first for entry in self.entries if len(entry.tiers) > 1]
-        if energy := energy_plot([run for run in several_tiers if run.config.method.rank_ratios]):
+        factorized = [run for run in several_tiers if run.config.method.rank_ratios]
+        if self.layers:
+            plots[LAYERS_PNG] = layer_plots(self.layers, tier_colours(factorized))
+        if energy := energy_plot(factorized):
             plots[ENERGY_PNG] = [energy]
         return plots
 
@@ -118,13 +129,15 @@ class ComparisonReport:
 
     def _sections(self) -> list[Section]:
         """Return the content of the comparison's page."""
-        paper, *others = self.sheets
+        metric = self.comparison.metric.name
+        heading = f"{metric[0].upper()}{metric[1:]} by tier and method"
         apart = (LAYERS_PNG, ENERGY_PNG)
         figures = [plot for name, plots in self.plots.items() if name not in apart for plot in plots]
         sections = [
-            Section("The paper's table", [self._summary, paper]),
-            Section("The paper's figures", figures),
-            Section("Tables", others),
+            Section(heading, [self._summary, *self._metric_sheets]),
+            Section("Curves and costs", figures),
+            Section("Costs in numbers", self._cost_sheets),
+            Section("Tuning", [self._tuning] if self._tuning else []),
             Section("Spectrum", self.plots.get(ENERGY_PNG, [])),
             Section("Layers", self.plots.get(LAYERS_PNG, [])),
             Section("Settings", [f"Made by: {self.command}", self._entry_sheet]),

@@ -4,7 +4,7 @@ import difflib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self, TypeVar
 
@@ -21,7 +21,7 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import plan_ranks
 from fedhm.measure.cost import LayerCost, cost_by_layer, sample_spec
-from fedhm.methods.plans import has_budgets
+from fedhm.models.own import load_function
 from fedhm.widths.narrow import narrow_network
 from fedhm.widths.plan import plan_widths
 
@@ -33,8 +33,8 @@ RATIOS = [parts / 64 for parts in range(1, 65)]  # all have a name that is a fra
 class Reference:
     """FedHM's tiers on the config's model: the `Sizes` that other methods match theirs to."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, model: str = "") -> None:
+        self._config, self._model = config, model
         self._given = config.compare or CompareConfig()
         self.rounds = config.train.rounds
 
@@ -47,6 +47,11 @@ class Reference:
     @property
     def config(self) -> Config:
         return self._config
+
+    @property
+    def model(self) -> str:
+        """Return a user's own model, as --model names it."""
+        return self._model
 
     @cached_property
     def fedhm(self) -> Settings:
@@ -72,7 +77,8 @@ class Reference:
         A budget is replaced by the ratio with the same number of parameters as the network that the budget affords.
         """
         tiers: list[float | str] = self.fedhm["tiers"]
-        sizes = self._sizes if has_budgets(tiers) else [0] * len(tiers)  # without budgets, no model is needed
+        named = any(isinstance(tier, str) for tier in tiers)  # budgets and shares: only the model tells their sizes
+        sizes = self._sizes if named else [0] * len(tiers)
         both = zip(tiers, sizes, strict=True)
         return sorted((self._nearest_ratio(n) if isinstance(tier, str) else tier for tier, n in both), reverse=True)
 
@@ -110,7 +116,8 @@ class Reference:
     @cached_property
     def _design(self) -> Design:
         method = make("methods", "fedhm").model_validate(self.fedhm)
-        return named_design(self._config.model_copy(update={"method": method}))
+        own = load_function(self._model) if self._model else None
+        return named_design(self._config.model_copy(update={"method": method}), own)
 
     @cached_property
     def _sizes(self) -> list[int]:
@@ -120,17 +127,18 @@ class Reference:
         return [sizes[tier] for tier in method.levels]
 
     def _narrow_size(self, width: float) -> int:
-        model, sample, classifier = self._design.model, self._design.sample, self._design.classifier
+        model, sample, classifiers = self._design.model, self._design.sample, self._design.classifiers
         if not isinstance(sample, Tensor):
             raise FedhmError("methods of widths are for models whose input is one tensor: leave them out of --methods")
-        return _parameters(narrow_network(model, plan_widths(model, width, sample, classifier)))
+        return _parameters(narrow_network(model, plan_widths(model, width, sample, classifiers)))
 
     def _nearest_width(self, size: int) -> float:
         return _nearest(WIDTHS, self._narrow_size, size)
 
     def _ratio_size(self, ratio: float) -> int:
-        model, classifier = self._design.model, self._design.classifier or "auto"
-        plan = plan_ranks(model, ratio, self.keep, classifier=classifier, form=self.fedhm["form"])
+        model, classifiers = self._design.model, self._design.classifiers or "auto"
+        fedhm = self.fedhm
+        plan = plan_ranks(model, ratio, self.keep, classifier=classifiers, form=fedhm["form"], dense=fedhm["dense"])
         return _parameters(to_hybrid(model, plan, spectral=False))
 
     def _nearest_ratio(self, size: int) -> float:
@@ -169,6 +177,7 @@ class Entry:
     method: Settings
     changes: Settings = field(default_factory=dict)  # tuned settings by dotted key
     declared: tuple[Change, ...] = ()  # other settings outside [method] that are its own
+    model: str = ""  # a user's own model, as --model names it; empty: the config's
 
     def is_same_run(self, other: "Entry") -> bool:
         """Tell whether two entries differ in nothing but their names."""
@@ -184,7 +193,7 @@ def resolve_entries(names: Sequence[str], reference: Reference) -> list[Entry]:
             found.setdefault(entry.label, entry)
     if not found:
         raise FedhmError(f"there is no method to compare: known are {', '.join(known_names())}")
-    return list(found.values())
+    return [replace(entry, model=reference.model) for entry in found.values()]
 
 
 def default_names(reference: Reference) -> list[str]:

@@ -1,4 +1,4 @@
-"""The tables of a comparison. The first is the paper's: rows are capability levels, columns are methods."""
+"""The tables of a comparison. The rows of the first are capability levels, its columns are methods."""
 
 import math
 import statistics
@@ -20,10 +20,12 @@ from fedhm.report.format import format_bytes, format_macs, format_parameters, fo
 from fedhm.report.sheets import Sheet, csv_text
 from fedhm.runs.history import Run
 
+MIN_SEEDS_FOR_BOLD = 3  # the deviation of two differences says next to nothing
+
 
 @dataclass(frozen=True)
 class TableCell:
-    """One tier of an entry: a cell of the paper's table."""
+    """One tier of an entry: a cell of the first table."""
 
     entry: EntryRuns
     tier: str
@@ -54,7 +56,7 @@ class TableCell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The paper's table. A column is a method, or a family of methods with one tier each."""
+    """The first table. A column is a method, or a family of methods with one tier each."""
 
     rows: Sequence[str]  # the capability levels, named as the reference's tiers, strongest first
     columns: dict[str, dict[int, TableCell]]  # column → row number → cell
@@ -72,7 +74,12 @@ class Comparison:
         return next(name for name, cells in self.columns.items() if entry in (p.entry for p in cells.values()))
 
     def best(self, row: int) -> TableCell | None:
-        """Return the cell that is better than every other in its row by more than one deviation of their difference."""
+        """Return the cell that is better than every other in its row by more than one deviation of their difference.
+
+        With fewer than three seeds there is none.
+        """
+        if len(self.reference.runs) < MIN_SEEDS_FOR_BOLD:
+            return None
         cells = [cells[row] for cells in self.columns.values() if row in cells]
         for cell in cells:
             others = [other for other in cells if other is not cell]
@@ -82,7 +89,6 @@ class Comparison:
 
     def _better(self, difference: Spread) -> bool:
         gain = difference.mean if self.metric.more_is_better else -difference.mean
-        # with one seed, the deviation is unknown
         return difference.deviation is not None and gain > difference.deviation
 
 
@@ -124,7 +130,7 @@ CSV = (
 
 
 def metric_sheet(comparison: Comparison, seeds: int) -> Sheet:
-    """Return the paper's table: the metric by capability level, a column for each method."""
+    """Return the metric by capability level, a column for each method, as in the tables of the FedHM paper."""
     rows = [
         [level, *(_cell_text(comparison, cells.get(number), number) for cells in comparison.columns.values())]
         for number, level in enumerate(comparison.rows)
@@ -132,8 +138,8 @@ def metric_sheet(comparison: Comparison, seeds: int) -> Sheet:
     over = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
     bold = (
         "Bold: better than every other entry in the row by more than one standard deviation of the paired difference"
-        if seeds > 1
-        else "Nothing is bold, because one seed does not show what is chance"
+        if seeds >= MIN_SEEDS_FOR_BOLD
+        else f"Nothing is bold: it takes at least {MIN_SEEDS_FOR_BOLD} seeds to tell a difference from chance"
     )
     note = (
         f"Parameters, and {comparison.evaluated_on} {comparison.metric.quoted} after the last round{over}. "
@@ -198,11 +204,12 @@ def _cost_rows(entry: EntryRuns) -> list[list[str]]:
 def target_cost_sheet(metric: Metric, target: float, reached: Sequence[TargetCost]) -> Sheet:
     rows = [[r.entry.label, r.tier, _ratio(r.communication), _ratio(r.computation)] for r in reached]
     note = (
-        "Communication and computation of all clients until the tier first reaches the target, relative to the full "
-        "model on every client."
+        "Communication and computation of all clients together, with models of all sizes, until the tier first reaches "
+        "the target. They are relative to the full model on every client. They are not the cost of the tier alone."
     )
     title = f"Cost of {metric.goal(target)}"
-    return Sheet(["entry", "tier", "communication", "computation"], [rows], left=2, title=title, note=note)
+    columns = ["entry", "until tier", "communication of all clients", "computation of all clients"]
+    return Sheet(columns, [rows], left=2, title=title, note=note)
 
 
 def target_time_sheet(metric: Metric, target: float, timed: Sequence[TargetTime]) -> Sheet:
@@ -224,7 +231,7 @@ def target_time_sheet(metric: Metric, target: float, timed: Sequence[TargetTime]
 
 def comparison_csv(entries: Sequence[EntryRuns]) -> str:
     """Return plain numbers: a line for each entry, seed, evaluated round and tier."""
-    metrics = [metric.name for metric in entries[0].first.config.objective.metrics]
+    metrics = [metric.name for metric in entries[0].first.config.objective.reported]
     timed = any(run.seconds_so_far() for entry in entries for run in entry.runs)
     rows: list[list[object]] = [[*CSV, *metrics, *(["simulated_seconds_so_far"] if timed else [])]]
     for entry in entries:

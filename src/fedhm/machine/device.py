@@ -13,6 +13,7 @@ from fedhm.errors import FedhmError
 
 CPU = torch.device("cpu")
 AUTO_KINDS = ("cuda", "mps", "xpu")  # that `auto` chooses; ROCm's devices are called cuda, too
+PINNED_KINDS = ("cuda", "xpu")  # whose copies run beside the host's work if they come from pinned memory
 UNKNOWN_MEMORY = 2 << 30  # bytes that a device is taken to have free if it does not tell
 
 
@@ -58,9 +59,50 @@ def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. The host does not wait for the copy."""
     if tensor.device == device:
         return tensor
-    if device.type == "cuda" and tensor.device == CPU:
+    if device.type in PINNED_KINDS and tensor.device == CPU:
         tensor = tensor.pin_memory()  # only from there is a copy asynchronous
     return tensor.to(device, non_blocking=True)
+
+
+class CopyStream:
+    """Copies tensors to a device beside its other work, where the device has streams: CUDA, ROCm and XPU.
+
+    A copy on the stream of the computations would begin when these are done. On a stream of its own it begins at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, None if device == CPU else _streams(device)
+        self._stream: Any = self._module.Stream(device=device) if self._module else None
+
+    def copy(self, tensors: Sequence[Tensor]) -> "CopiedTensors":
+        """Begin to copy tensors from the host."""
+        if self._module is None:
+            return CopiedTensors([copy_to_device(tensor, self._device) for tensor in tensors])
+        with self._module.stream(self._stream):
+            copied = [copy_to_device(tensor, self._device) for tensor in tensors]
+            return CopiedTensors(copied, self._module, self._stream.record_event())
+
+
+class CopiedTensors:
+    """Tensors on their way to a device. `copied` is the event of their arrival; None: no stream has to wait for it."""
+
+    def __init__(self, tensors: Sequence[Tensor], module: Any = None, copied: Any = None) -> None:
+        self._tensors, self._module, self._copied = tensors, module, copied
+
+    def wait(self) -> Sequence[Tensor]:
+        """Return the tensors. The device's later work waits for their copies, and the host does not."""
+        if self._copied is not None:
+            stream = self._module.current_stream(self._tensors[0].device)
+            stream.wait_event(self._copied)
+            for tensor in self._tensors:
+                tensor.record_stream(stream)  # their memory is not used again before this work is done
+        return self._tensors
+
+
+def _streams(device: torch.device) -> Any:
+    """Return torch's module of a device that has streams; None if it has none."""
+    module = torch.get_device_module(device)
+    return module if all(hasattr(module, name) for name in ("Stream", "stream", "current_stream")) else None
 
 
 def move_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

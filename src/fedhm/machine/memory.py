@@ -30,6 +30,8 @@ TRAINING_ADVICE = (
     "(model.width)"
 )
 EVALUATION_ADVICE = "lower evaluation.batch, engine.workers or the size of the model (model.width)"
+DISTILLATION_ADVICE = "lower method.batch or the size of the model (model.width)"
+DEVICE_ADVICE = ", or set engine.data_on_device = false"  # behind the other advice, if tasks run on an accelerator
 MODEL_ADVICE = "choose a smaller model, such as a lower model.width"
 DATA_ADVICE = "lower data.train_samples"
 ROUND_ADVICE = "lower engine.workers, train.batch or the size of the model (model.width)"

@@ -5,6 +5,7 @@ import ctypes
 import math
 import os
 import platform
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -95,9 +96,14 @@ def in_child(compute: Callable[[], int]) -> int:
             os.write(into, str(compute()).encode())
         os._exit(0)
     os.close(into)
-    with os.fdopen(out, "rb") as answer:
-        found = answer.read()
-    os.waitpid(pid, 0)
+    try:
+        with os.fdopen(out, "rb") as answer:
+            found = answer.read()
+    except BaseException:  # Ctrl-C
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        os.waitpid(pid, 0)
     return int(found) if found else 0
 
 

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 
 from rich.console import Console
 
-from fedhm.compare.plots import method_line, method_plot
+from fedhm.compare.plots import measure_bars, method_line, method_plot
 from fedhm.compare.results import (
     EntryRuns,
     Spread,
@@ -37,7 +37,8 @@ from fedhm.paper.numbers import (
 from fedhm.paper.scale import ScaleName
 from fedhm.report.format import MISSING, format_parameters
 from fedhm.report.page import render_page
-from fedhm.report.plot import COLOURS, DARK_COLOURS, Line, Plot, last_values, save_png
+from fedhm.report.palette import category_look, tier_palette
+from fedhm.report.plot import Line, Plot, last_values, save_png
 from fedhm.report.sections import Part, Section
 from fedhm.report.sheets import (
     Sheet,
@@ -221,7 +222,7 @@ class RunsReport:
         times = f" ×{row.levels}" if row.levels > 1 else ""
         return [
             *(row.column.title, row.tier, format_parameters(row.cell.parameters) + times),
-            f"{row.size.millions:.2f} M{times}" if row.size else MISSING,
+            f"{format_parameters(1e6 * row.size.millions)}{times}" if row.size else MISSING,
             MISSING if row.published is None else f"{row.published:.2f}",
             spread_text(row.best, row.metric),
             MISSING if row.difference is None else f"{row.difference:+.2f}",
@@ -303,9 +304,9 @@ class RunsReport:
                 continue
             x, y = ([point[axis] for point in known] for axis in (0, 1))
             x = [100 * size / relative_to for size in x] if relative_to else x
-            name, colour = column.column.title, COLOURS[number % len(COLOURS)]
+            name, (colour, dash) = column.column.title, category_look(number)
             if len(known) > 1:
-                lines.append(Line(name, x, y, colour, run=name, in_legend=False))
+                lines.append(Line(name, x, y, colour, dash, run=name, in_legend=False))
             lines.append(Line(name, x, y, colour, kind="points", run=name))
         whose = "ours" if ours else "the paper's"
         measured = "best " if ours else "published "
@@ -365,10 +366,10 @@ class RunsReport:
     def _communication(self) -> PaperReport:
         sent = partial(cumulative, cost=bytes_sent)
         lines = [
-            method_line(number, _rank_name(row), row.cell, row.cell.spent_so_far(sent))
-            for number, row in enumerate(self.rows)
+            replace(method_line(0, _rank_name(row), row.cell, row.cell.spent_so_far(sent)), colour=colour)
+            for row, colour in zip(self.rows, tier_palette(len(self.rows)), strict=True)
         ]
-        label = "sent by server and clients for training so far, all together"
+        label = "sent and received by all clients"
         plot = self._line_plot("accuracy by communication, one model for all clients", label, lines, "B")
         return self._report(
             [self._curve_sheet([(_rank_name(row), row) for row in self.rows])], [plot], comparison_csv(self.entries)
@@ -404,16 +405,13 @@ class RunsReport:
             "computation": [*(_saving(cost.computation) for cost in costs), paper.computation],
         }
         names = [*(f"γ = {cost.tier}" for cost in costs), "the paper"]
-        places = [float(place) for place in range(len(names))]
         return Plot(
             title=f"savings until {self.metric.goal(target)}, one model for all clients",
             x_label="model",
             y_label="times less than the full model",
-            lines=[
-                Line(kind, places, values, colour, kind="bars")
-                for (kind, values), colour in zip(amounts.items(), DARK_COLOURS, strict=False)
-            ],
-            summary="How many times less each low-rank model sends and computes than the full model.",
+            lines=measure_bars(amounts),
+            summary="How many times less all clients together send and compute with each low-rank model than with the "
+            "full model, until it reaches the target.",
             categories=names,
             horizontal=True,
             reference=1.0,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedhm.assembly import Design, named_design
-from fedhm.compare.plots import layer_plots
+from fedhm.compare.plots import network_plots
 from fedhm.config.schema import Config
 from fedhm.config.section import tier_name
 from fedhm.lowrank.hybrid import to_hybrid
@@ -68,7 +68,7 @@ class UntrainedReport:
             f"{config.model.name if config.model else ''}, {DATA_TITLES[data]}": stages_of(named_design(config))
             for data, config in ((data, self._config(data)) for data in ALL_DATA)
         }
-        return [stage_sheet(networks)], layer_plots(networks, each="network and data set")
+        return [stage_sheet(networks)], network_plots(networks, each="network and data set")
 
 
 # Table 1: formulas
@@ -209,8 +209,9 @@ def network_sheet(config: Config, published: Sequence[float]) -> Sheet:
     plans = {
         ratio: plan_ranks(
             *(design.model, ratio, own["keep"]),
-            classifier=design.classifier,
+            classifier=design.classifiers or None,
             form=own["form"],
+            dense=own["dense"],
             max_rank=own["max_rank"],
         )
         for ratio in ratios
@@ -232,7 +233,15 @@ def network_sheet(config: Config, published: Sequence[float]) -> Sheet:
     sizes, macs = ([f"{whole[r].parameters:,}" for r in ratios], [format_macs(whole[r].macs) for r in ratios])
     totals = [["all, with BatchNorm", "", *blank, *sizes, *macs]]
     if len(published) == len(ratios):
-        totals.append(["the paper", "", *blank, *(f"{each:.2f} M" for each in published), *([MISSING] * len(ratios))])
+        totals.append(
+            [
+                "the paper",
+                "",
+                *blank,
+                *(format_parameters(1e6 * each) for each in published),
+                *([MISSING] * len(ratios)),
+            ]
+        )
     named = [tier_name(ratio) for ratio in ratios]
     columns = ["layer", "shape", *(f"rank at {name}" for name in named if name != "full")]
     columns += [*(f"parameters, {name}" for name in named), *(f"MACs, {name}" for name in named)]

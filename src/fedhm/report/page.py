@@ -26,6 +26,7 @@ from markupsafe import Markup, escape
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.machine.printable import printable
+from fedhm.report.palette import dark_twins_css
 from fedhm.report.plot import Plot, render_plotly, render_svg, render_table
 from fedhm.report.sections import Section, Switch, run_sections
 from fedhm.report.sheets import BOLD, Sheet
@@ -57,7 +58,7 @@ def _render_frame(title: str, body: Markup, *, live: bool) -> str:
     return _template("page.html.jinja").render(
         title=title,
         body=body,
-        css=Markup(_asset("page.css")),
+        css=Markup(dark_twins_css() + _asset("page.css")),
         scripts=[Markup(script) for script in scripts],
         rules=_content_security_policy(scripts, live),
         live=live,
@@ -92,8 +93,15 @@ def _render_body(title: str, sections: Sequence[Section], switches: Sequence[Swi
 
 
 def _cell(text: str) -> Markup:
-    """Return a table's cell with its **bold** parts. Everything in it is escaped before."""
-    return Markup(BOLD.sub(r"<strong>\1</strong>", str(escape(text))))
+    """Return a table's cell with its **bold** parts. Everything in it is escaped before.
+
+    A narrow screen may put a remark at the end, such as `(best 93.4)`, below the number.
+    """
+    bold = BOLD.sub(r"<strong>\1</strong>", str(escape(text)))
+    return Markup(_REMARK.sub(r'<span class="value">\1</span> <span class="remark">\2</span>', bold))
+
+
+_REMARK = re.compile(r"^(.*) (\(best [^()<>]*\))$")
 
 
 def _content_security_policy(scripts: Sequence[str], live: bool) -> str:

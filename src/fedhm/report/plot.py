@@ -9,14 +9,15 @@ import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
 from fedhm.machine.files import write_atomically
-from fedhm.report.format import format_si
+from fedhm.report.format import AxisScale, axis_scale, format_si
+from fedhm.report.palette import DARK_TWINS, MEASURE, NEUTRAL, css_variable
 from fedhm.report.sheets import Sheet
 
 if TYPE_CHECKING:
@@ -24,19 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# matplotlib's tab10, and the light twin of each colour. Tiers and methods take them in order.
-COLOURS = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
-    *("#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#c7c7c7", "#dbdb8d", "#9edae5"),
-)
-DARK_COLOURS = COLOURS[:10]
-NEUTRAL = "#888888"  # a tier without a network
-REFERENCE = "#333333"  # lines that others are compared with
-REFUSED = "#d62728"
-CHANGED = "#ff7f0e"
-
 Symbol = Literal["circle", "x", "circle-open", "square", "diamond"]
+SYMBOLS: tuple[Symbol, ...] = ("circle", "square", "diamond", "x", "circle-open")
+LARGE_SYMBOLS = ("x", "circle-open")  # which can then be seen on top of a circle
 DASHES = ("solid", "dash", "dot", "dashdot")  # plotly's names
+FEW_POINTS = 12  # a line with no more of them has a mark on each
 HEIGHT, LEGEND_ROW, MAX_LEGEND_ROWS = 420, 19, 16  # of the page: pixels, pixels, rows
 MAX_TABLE_ROWS = 200  # a longer table would outweigh the page
 
@@ -55,14 +48,19 @@ class Line:
     tier: str = ""
     band: Sequence[float] = ()  # half the height of a band around the line, for each value
     hints: Sequence[str] = ()  # shown under the pointer beside each value
-    texts: Sequence[str] = ()  # written beside each point
     symbol: Symbol = "circle"
+    hatched: bool = False  # bars
     detail: str = ""  # follows the label in the legends of pictures
     in_legend: bool = True
 
     @property
     def full_label(self) -> str:
         return f"{self.label}, {self.detail}" if self.detail else self.label
+
+    @property
+    def has_marks(self) -> bool:
+        """Tell whether each value has a mark. The ends of a broken line, such as a median's, are no values."""
+        return len(self.x) <= FEW_POINTS and not any(map(math.isnan, self.x))
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,11 @@ class Plot:
     log_y: bool = False
     whole_x: bool = False  # rounds and clients are counted
     whole_y: bool = False
-    x_unit: str | None = None  # B or s: numbers on the axis have SI prefixes
+    x_unit: str | None = None  # such as B: the axis is labelled with it and an SI prefix, and its numbers are in MB
     y_unit: str | None = None
     y_includes: Sequence[float] = ()  # values that the axis reaches in any case
-    categories: Sequence[str] = ()  # names below the axis in place of 0, 1, …
-    horizontal: bool = False  # pictures draw bars to the right, which leaves room for long names
+    categories: Sequence[str] = ()  # names below the axis in place of 0, 1, …; they may have several lines
+    horizontal: bool = False  # bars go to the right, which leaves room for long names
     reference: float | None = None  # a dotted line across all bars
     missing: str = ""  # stands for NaN in tables and beside bars
     decimals: int = 4
@@ -90,7 +88,7 @@ class Plot:
     shared_pointer: bool = False  # the pointer shows the values of all lines, which share their x
     legend_title: str = ""
     legend_below: bool = False  # pictures: long names would cover the lines
-    run_labels: Mapping[str, str] = field(default_factory=dict)  # if given, pictures explain dashes and colours apart
+    run_labels: Mapping[str, str] = field(default_factory=dict)  # if given, pictures explain runs and tiers apart
     table: Sheet | None = None  # in place of a row for each place on the axis
 
     @property
@@ -119,6 +117,35 @@ class Plot:
     @property
     def y_values(self) -> list[float]:
         return [y for line in self.lines for y in line.y]
+
+
+def in_axis_units(plot: Plot) -> Plot:
+    """Return the plot with numbers in the units that its axes are labelled with: `sent (MB)`, and 12 for 12,000,000."""
+    if plot.x_unit is not None:
+        scale = axis_scale(plot.x_values, plot.x_unit)
+        lines = [replace(line, x=[x / scale.size for x in line.x]) for line in plot.lines]
+        plot = replace(plot, lines=lines, x_label=_with_name(plot.x_label, scale), x_unit=scale.name)
+    if plot.y_unit is not None:
+        scale = axis_scale(plot.y_values, plot.y_unit)
+        lines = [
+            replace(line, y=[y / scale.size for y in line.y], band=[d / scale.size for d in line.band])
+            for line in plot.lines
+        ]
+        plot = replace(plot, lines=lines, y_label=_with_name(plot.y_label, scale), y_unit=scale.name)
+    return plot
+
+
+def _with_name(label: str, scale: AxisScale) -> str:
+    return f"{label} ({scale.name})" if scale.name else label
+
+
+def bar_limits(plot: Plot) -> tuple[float, float, bool]:
+    """Return the ends of the axis of horizontal bars, with room for a number beside each, and if it is logarithmic."""
+    reference = [plot.reference] if plot.reference is not None else []
+    lengths = [*reference, *(y for y in plot.y_values if y > 0)] or [1.0]
+    if max(lengths) > 5:  # one long bar would leave slivers of the others
+        return 0.7 * min(lengths), 3 * max(lengths), True
+    return 0.0, 1.2 * max(lengths), False
 
 
 def last_values(lines: Sequence[Line], decimals: int, most: int = 8, *, significant: int = 0) -> str:
@@ -150,7 +177,7 @@ def render_table(plot: Plot) -> Sheet:
 
 def _place_text(plot: Plot, place: float) -> str:
     if plot.categories:
-        return plot.categories[int(place)]
+        return plot.categories[int(place)].replace("\n", ", ")
     if plot.x_unit is not None:
         return format_si(place, plot.x_unit)
     return f"{place:,.0f}" if plot.whole_x else f"{place:,.4g}"
@@ -170,10 +197,12 @@ def _value_text(plot: Plot, value: float | None) -> str:
 
 FEW = 12  # so many rounds or clients each have their number beside the axis
 CLEAR = "rgba(0,0,0,0)"  # the page's own colours show through, light or dark
+HATCH = "rgba(90,90,90,1)"
 
 
 def render_plotly(plot: Plot) -> dict[str, Any]:
     """Return data and layout as JSON for `Plotly.react`."""
+    plot = in_axis_units(plot)
     traces = [trace for line in plot.lines for trace in (*_band_trace(line), _trace(plot, line))]
     return {"data": traces, "layout": _layout(plot), "height": plot.height}
 
@@ -181,7 +210,7 @@ def render_plotly(plot: Plot) -> dict[str, Any]:
 def _trace(plot: Plot, line: Line) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "name": _wrapped(line.label),
-        "x": [plot.categories[int(x)] for x in line.x] if line.kind == "bars" else _json_numbers(line.x),
+        "x": [_wrapped_name(plot.categories[int(x)]) for x in line.x] if line.kind == "bars" else _json_numbers(line.x),
         "y": _json_numbers(line.y),
         "meta": {"run": line.run, "tier": line.tier},
         "hovertemplate": _hover_template(plot, line),
@@ -191,14 +220,23 @@ def _trace(plot: Plot, line: Line) -> dict[str, Any]:
     if not line.in_legend:
         trace["showlegend"] = False
     if line.kind == "bars":
-        return trace | {"type": "bar", "marker": {"color": line.colour}}
-    mode = "markers" if line.kind == "points" else "lines+markers" if len(line.x) < 3 else "lines"
-    if line.texts:
-        trace |= {"text": [escape(text) for text in line.texts], "textposition": "top right"}
-        mode += "+text"
+        return trace | _bars_look(plot, line, trace)
+    mode = "markers" if line.kind == "points" else "lines+markers" if line.has_marks else "lines"
     look = {"color": line.colour, "dash": DASHES[line.dash % len(DASHES)], "width": 2}
-    marker = {"color": line.colour, "symbol": line.symbol, "size": 7}
+    size = 11 if line.symbol in LARGE_SYMBOLS else 7 if line.kind == "points" else 5
+    marker = {"color": line.colour, "symbol": line.symbol, "size": size}
     return trace | {"type": "scatter", "mode": mode, "line": look, "marker": marker}
+
+
+def _bars_look(plot: Plot, line: Line, trace: Mapping[str, Any]) -> dict[str, Any]:
+    hatch = {"shape": "/", "size": 6, "solidity": 0.25, "fillmode": "overlay", "fgcolor": HATCH}
+    pattern = hatch if line.hatched else {"shape": ""}
+    look: dict[str, Any] = {"type": "bar", "marker": {"color": line.colour, "pattern": pattern}}
+    if not plot.horizontal:
+        return look
+    values = ["" if math.isnan(y) else f"{y:.2f}" for y in line.y]
+    turned = {"orientation": "h", "x": trace["y"], "y": trace["x"]}
+    return look | turned | {"text": values, "textposition": "outside", "cliponaxis": False}
 
 
 def _band_trace(line: Line) -> list[dict[str, Any]]:
@@ -226,38 +264,47 @@ def _band_trace(line: Line) -> list[dict[str, Any]]:
 
 
 def _hover_template(plot: Plot, line: Line) -> str:
-    value = f"%{{y:{_format_spec(plot.decimals, plot.significant)}}}"
+    spec = _format_spec(plot.decimals, plot.significant) if plot.y_unit is None else ",.4~g"
+    value = f"%{{{'x' if plot.horizontal else 'y'}:{spec}}}" + (f" {plot.y_unit}" if plot.y_unit else "")
     hint = " %{customdata}" if line.hints else ""
     if plot.shared_pointer:
         return f"{value}{hint}"
     if plot.x_unit is not None:
-        place = f"%{{x:.4~s}}{plot.x_unit}"
+        place = f"%{{x:,.4~g}} {plot.x_unit}"
     else:
         place = "%{x}" if plot.categories or plot.whole_x else "%{x:,.4g}"
+    place = "%{y}" if plot.horizontal else place
     return f"{value} at {place}{hint}<extra>%{{fullData.name}}</extra>"
 
 
 def _layout(plot: Plot) -> dict[str, Any]:
-    across: dict[str, Any] = {"title": {"text": _wrapped(plot.x_label)}, "automargin": True, "zeroline": False}
+    gap = {"ticks": "outside", "ticklen": 5, "tickcolor": CLEAR}  # so that the numbers of both axes do not overlap
+    across: dict[str, Any] = {
+        "title": {"text": _wrapped(plot.x_label, 40)},
+        "automargin": True,
+        "zeroline": False,
+        **gap,
+    }
     if plot.log_x:
         across |= _plotly_log_axis(plot.x_values)
     if plot.whole_x:
         across |= _plotly_whole_axis(plot.x_values) | {"minallowed": 0}
-    if plot.x_unit is not None:
-        across |= {"tickformat": "~s", "ticksuffix": plot.x_unit}
     if plot.shared_pointer:
         title = {"text": f"{escape(plot.x_label)} %{{x}}"}
         across |= {"unifiedhovertitle": title, "spikethickness": 1, "spikedash": "dot"}
     if plot.categories and not any(line.kind == "bars" for line in plot.lines):
         names = [escape(name) for name in plot.categories]
         across |= {"tickvals": list(range(len(names))), "ticktext": names}
-    up: dict[str, Any] = {"title": {"text": _wrapped(plot.y_label, 28)}, "automargin": True, "zeroline": False}
+    up: dict[str, Any] = {"title": {"text": _wrapped(plot.y_label, 28)}, "automargin": True, "zeroline": False, **gap}
     if plot.log_y:
         up |= _plotly_log_axis(plot.y_values)
     elif 0 in plot.y_includes:
         up |= {"rangemode": "tozero"}
     if plot.whole_y:
         up |= _plotly_whole_axis(plot.y_values) | {"minallowed": -0.5}  # with room below client 0
+    if plot.horizontal:
+        up["title"] = {"text": _wrapped(plot.y_label, 30)}
+        across, up = up | _plotly_bar_range(plot), {"autorange": "reversed", "automargin": True, **gap}
     layout = {
         "height": plot.height,
         "xaxis": across,
@@ -276,9 +323,18 @@ def _layout(plot: Plot) -> dict[str, Any]:
     }
     if plot.reference is not None:
         dotted = {"color": NEUTRAL, "width": 1, "dash": "dot"}
-        ends = {"xref": "paper", "x0": 0, "x1": 1, "y0": plot.reference, "y1": plot.reference}
-        layout["shapes"] = [{"type": "line", "line": dotted, **ends}]
+        along, at = ("y", "x") if plot.horizontal else ("x", "y")
+        ends = {f"{along}ref": "paper", f"{along}0": 0, f"{along}1": 1}
+        layout["shapes"] = [
+            {"type": "line", "line": dotted, **ends, f"{at}0": plot.reference, f"{at}1": plot.reference}
+        ]
     return layout
+
+
+def _plotly_bar_range(plot: Plot) -> dict[str, Any]:
+    """Return an axis with room for the numbers at the ends of bars."""
+    low, high, log = bar_limits(plot)
+    return {"type": "log", "range": [math.log10(low), math.log10(high)]} if log else {"range": [low, high]}
 
 
 def _plotly_log_axis(values: Sequence[float]) -> dict[str, Any]:
@@ -302,6 +358,11 @@ def _wrapped(text: str, longest: int = 36) -> str:
     return "<br>".join(escape(line) for line in textwrap.wrap(text, longest))
 
 
+def _wrapped_name(name: str) -> str:
+    """Return a category's name with its own lines."""
+    return "<br>".join(escape(line) for line in name.split("\n"))
+
+
 def _json_numbers(values: Sequence[float]) -> list[float | None]:
     """Return values as JSON can hold them: NaN and infinities leave gaps."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
@@ -311,15 +372,24 @@ def _json_numbers(values: Sequence[float]) -> list[float | None]:
 
 STYLES: dict[str, Literal["-", "--", ":", "-."]] = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 MARKERS = {"circle": "o", "x": "x", "circle-open": "o", "square": "s", "diamond": "D"}
+GRID_ALPHA = 0.18
 PANEL = (7.2, 4.4)  # inches of a PNG file with one plot
 PAIR = (11.0, 4.6)  # of one with two plots side by side
 MANY = 8  # more lines than this have their legend outside, where it covers none of them
 MAX_IN_LEGEND = 40
+LEGEND_HANDLE = 3.2  # font sizes: dashes can be seen beside a mark
+MAX_LOG_TICKS = 9
+LOG_STEPS: dict[tuple[float, ...], int] = {  # numbers in each decade → how many must be on an axis if it has only them
+    (1,): 4,
+    (1, 2, 5): 3,
+    (1, 1.5, 2, 3, 5, 7): 3,
+    (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9): 3,
+}
 
 SVG_INK = "#010203"  # stands for the page's own colour of text, which a file cannot know
-SVG_WIDTH, SVG_LEGEND_ROW = 7.2, 0.2  # inches
+SVG_WIDTH, SVG_HEIGHT, SVG_LEGEND_ROW = 6.0, 3.4, 0.2  # inches
 LEGEND_COLUMNS, LEGEND_SIGN = 4, 6  # columns, and the characters that the sign beside a name takes
-AXIS_CHARACTERS, NAME_CHARACTERS = 90, 18  # that fit below the axis side by side, and of one name there
+AXIS_CHARACTERS, NAME_CHARACTERS = 75, 18  # that fit below the axis side by side, and of one name there
 
 
 def save_png(plots: Sequence[Plot], path: Path, *, side_by_side: bool = False) -> Path:
@@ -339,6 +409,7 @@ def render_matplotlib(plots: Sequence[Plot], *, side_by_side: bool = False) -> "
     figure = Figure(figsize=size, dpi=150, layout="constrained")
     rows, columns = (1, len(plots)) if side_by_side else (len(plots), 1)
     panels = figure.subplots(rows, columns, squeeze=False, sharey=side_by_side and len({p.y_label for p in plots}) == 1)
+    plots = [in_axis_units(plot) for plot in plots]
     for plot, axes in zip(plots, panels.flat, strict=True):
         _draw(axes, plot)
         axes.set_title(escape_dollars(plot.heading), fontsize=10)
@@ -355,21 +426,30 @@ def render_svg(plot: Plot) -> str:
 
     inked = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), SVG_INK)
     look: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": plot.key, "font.size": 9, **inked}
+    plot = in_axis_units(plot)
     with rc_context(look):
         # margins of fixed sizes: matplotlib's layout engines draw everything twice to find them
         named = [line for line in plot.lines if line.in_legend]
         has_legend = 1 < len(named) <= MAX_IN_LEGEND
         legend = SVG_LEGEND_ROW * -(-len(named) // _legend_columns(plot)) if has_legend else 0.0
         below = legend + (1.3 if _is_turned(plot) else 0.5)
-        left = 0.4 + 0.07 * max(map(len, plot.categories)) if plot.horizontal else 0.8
-        height = HEIGHT / 96 + legend
+        longest = max((len(part) for name in plot.categories for part in name.split("\n")), default=0)
+        left = 0.4 + 0.07 * longest if plot.horizontal else 0.8
+        height = SVG_HEIGHT + legend
         figure = Figure(figsize=(SVG_WIDTH, height))
         box = (left / SVG_WIDTH, below / height, 1 - (left + 0.2) / SVG_WIDTH, 1 - (below + 0.1) / height)
         axes = figure.add_axes(box)
         _draw(axes, plot, ink=SVG_INK)
         if has_legend:
             columns = _legend_columns(plot)
-            figure.legend(loc="lower left", ncols=columns, fontsize=8, frameon=False, borderaxespad=0.1)
+            figure.legend(
+                loc="lower left",
+                ncols=columns,
+                fontsize=8,
+                frameon=False,
+                borderaxespad=0.1,
+                handlelength=LEGEND_HANDLE,
+            )
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     return _within_a_page(out.getvalue(), plot)
@@ -396,9 +476,9 @@ def _draw_line(axes: "Axes", line: Line) -> None:
         line.x,
         line.y,
         linestyle="none" if points else STYLES[DASHES[line.dash % len(DASHES)]],
-        marker=MARKERS[line.symbol] if points else "o" if len(line.x) < 3 else None,
+        marker=MARKERS[line.symbol] if points else "o" if line.has_marks else None,
         markerfacecolor="none" if line.symbol == "circle-open" else line.colour,
-        markersize=5 if len(line.x) < 60 else 3 if len(line.x) < 200 else 2,
+        markersize=_marker_size(line),
         color=line.colour,
         linewidth=1.6,
         alpha=0.85,
@@ -408,8 +488,13 @@ def _draw_line(axes: "Axes", line: Line) -> None:
         above = [y + d for y, d in zip(line.y, line.band, strict=True)]
         below = [y - d for y, d in zip(line.y, line.band, strict=True)]
         axes.fill_between(line.x, below, above, color=line.colour, alpha=0.15, linewidth=0)
-    for text, x, y in zip(line.texts, line.x, line.y, strict=False):
-        axes.annotate(escape_dollars(text), (x, y), textcoords="offset points", xytext=(5, 4), fontsize=8)
+
+
+def _marker_size(line: Line) -> float:
+    if line.kind == "line":
+        return 3.5
+    size = 5 if len(line.x) < 60 else 3 if len(line.x) < 200 else 2
+    return size + 3 if line.symbol in LARGE_SYMBOLS else size
 
 
 def _draw_bars(axes: "Axes", plot: Plot, line: Line, number: int, of: int) -> None:
@@ -418,18 +503,19 @@ def _draw_bars(axes: "Axes", plot: Plot, line: Line, number: int, of: int) -> No
     places = [x + (number + 0.5) * width - 0.4 for x in line.x]
     lengths = [0.0 if math.isnan(y) else y for y in line.y]
     label = escape_dollars(line.label)
+    look: dict[str, Any] = {"color": line.colour, "label": label}
+    if line.hatched:
+        look |= {"hatch": "////", "edgecolor": MEASURE, "linewidth": 0}
     if not plot.horizontal:
-        axes.bar(places, lengths, width, color=line.colour, label=label)
+        axes.bar(places, lengths, width, **look)
         return
-    bars = axes.barh(places, lengths, width, color=line.colour, label=label)
+    bars = axes.barh(places, lengths, width, **look)
     axes.bar_label(bars, [f" {plot.missing if math.isnan(y) else f'{y:.2f}'}" for y in line.y], fontsize=8)
 
 
 def _finish_axes(axes: "Axes", plot: Plot, ink: str) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
-    if any(line.texts for line in plot.lines):
-        axes.margins(x=0.12, y=0.1)  # room for the texts
     if plot.log_x:
         if around := _decade_around(plot.x_values):
             axes.set_xlim(around)
@@ -444,9 +530,8 @@ def _finish_axes(axes: "Axes", plot: Plot, ink: str) -> None:
         _label_log_axis(axes.yaxis, axes.get_ylim())
     for axis in [axes.xaxis] * plot.whole_x + [axes.yaxis] * plot.whole_y:
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    for axis, unit in ((axes.xaxis, plot.x_unit), (axes.yaxis, plot.y_unit)):
-        if unit is not None:
-            axis.set_major_formatter(EngFormatter(unit=unit))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
     if plot.horizontal:
         _finish_horizontal(axes, plot, ink)
         return
@@ -458,7 +543,7 @@ def _finish_axes(axes: "Axes", plot: Plot, ink: str) -> None:
         axes.axhline(plot.reference, color=ink, linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xlabel(escape_dollars(plot.x_label))
     axes.set_ylabel(escape_dollars(plot.y_label))
-    axes.grid(axis="y" if plot.categories else "both", alpha=0.25, color=ink, linewidth=0.5)
+    axes.grid(axis="y" if plot.categories else "both", alpha=GRID_ALPHA, color=ink, linewidth=0.5)
     axes.set_axisbelow(True)
 
 
@@ -466,20 +551,16 @@ def _finish_horizontal(axes: "Axes", plot: Plot, ink: str) -> None:
     names = [escape_dollars(name) for name in plot.categories]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.4, -0.6)  # the first on top
-    lengths = [y for y in plot.y_values if y > 0]
-    reference = [plot.reference] if plot.reference is not None else []
-    longest = max([*reference, *lengths], default=1.0)
-    if longest > 5:  # one long bar would leave slivers of the others
+    low, high, log = bar_limits(plot)
+    if log:
         axes.set_xscale("log")
-        limits = 0.7 * min([*reference, *lengths]), 3 * longest
-        axes.set_xlim(limits)
-        _label_log_axis(axes.xaxis, limits)
-    else:
-        axes.set_xlim(0, 1.2 * longest)  # with room for the number beside the bar
+    axes.set_xlim(low, high)
+    if log:
+        _label_log_axis(axes.xaxis, (low, high))
     if plot.reference is not None:
         axes.axvline(plot.reference, color=ink, linewidth=0.8, linestyle=":", zorder=0)
     axes.set_xlabel(escape_dollars(plot.y_label))
-    axes.grid(axis="x", alpha=0.25, color=ink, linewidth=0.5)
+    axes.grid(axis="x", alpha=GRID_ALPHA, color=ink, linewidth=0.5)
     axes.set_axisbelow(True)
 
 
@@ -502,24 +583,33 @@ def _decade_around(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _label_log_axis(axis: "Axis", limits: tuple[float, float]) -> None:
-    """Give an axis numbers that can be read, also if there is no power of ten on it."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+    """Give a logarithmic axis numbers that can be read, also if there is no power of ten on it."""
+    from matplotlib.ticker import FixedLocator, NullLocator
 
-    decades = math.log10(limits[1] / limits[0])
-    if decades < 0.8:
-        axis.set_major_locator(MaxNLocator(4))
-    elif decades < 3:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(FixedLocator(log_ticks(*limits)))
     axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return at least two and at most nine round numbers between the limits of a logarithmic axis."""
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps, enough in LOG_STEPS.items():
+        ticks = [float(f"{step * 10.0**exponent:.3g}") for exponent in exponents for step in steps]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= enough:
+            return ticks[:: -(-len(ticks) // MAX_LOG_TICKS)]
+    step = 10.0 ** math.floor(math.log10((high - low) / 2))  # so narrow that the axis is almost linear
+    step *= next(nice for nice in (5, 2, 1) if nice * step * 2 <= high - low)
+    first = math.ceil(low / step)
+    return [float(f"{number * step:.12g}") for number in range(first, math.floor(high / step) + 1)]
 
 
 def _add_legends(figure: "Figure", plots: Sequence[Plot], panels: Sequence["Axes"]) -> None:
     """Give each panel a legend, or one for all panels beside them if it would cover the lines."""
     most = max(sum(line.in_legend for line in plot.lines) for plot in plots)
     if any(plot.run_labels for plot in plots):
-        for plot, axes in zip(plots, panels, strict=True):
-            _add_run_and_tier_legends(figure, axes, plot)
+        _add_run_and_tier_legends(figure, panels[0], plots[0])
     elif most > MANY:
         if most <= MAX_IN_LEGEND:
             handles, _ = panels[0].get_legend_handles_labels()
@@ -527,7 +617,7 @@ def _add_legends(figure: "Figure", plots: Sequence[Plot], panels: Sequence["Axes
             # in several panels the same name stands for models of several sizes
             labels = [line.run or line.label if len(plots) > 1 else line.full_label for line in named]
             names = [escape_dollars(label) for label in labels]
-            figure.legend(handles, names, loc="outside right center", fontsize=8, handlelength=3)
+            figure.legend(handles, names, loc="outside right center", fontsize=8, handlelength=LEGEND_HANDLE)
     else:
         alike = len({tuple(line.label for line in plot.lines) for plot in plots}) == 1 and len(plots) > 1
         below = any(
@@ -543,26 +633,41 @@ def _add_legend(axes: "Axes", plot: Plot, *, below: bool) -> None:
     if not handles:
         return
     labels = [escape_dollars(line.full_label) for line in plot.lines if line.in_legend]
-    # points by category fill the whole panel
-    where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.13), "frameon": False} if below else {}
+    # points by category fill the whole panel; "best" is also the default, but only where it is named does a slow
+    # search for the place not warn
+    where: dict[str, Any] = {"loc": "best"}
+    if below:
+        where = {"loc": "upper left", "bbox_to_anchor": (0, -0.13), "frameon": False}
     columns = _legend_columns(plot) if below else 1
     axes.legend(handles, labels, title=plot.legend_title, fontsize=8, title_fontsize=8, ncols=columns,
-                alignment="left", **where)  # fmt: skip
+                alignment="left", handlelength=LEGEND_HANDLE, **where)  # fmt: skip
 
 
 def _add_run_and_tier_legends(figure: "Figure", axes: "Axes", plot: Plot) -> None:
-    """Explain dashes, which are runs, above the panel, and colours, which are tiers, inside it."""
+    """Explain dashes or symbols, which are runs, and colours, which are tiers."""
     from matplotlib.lines import Line2D
 
-    styles = {line.run: STYLES[DASHES[line.dash % len(DASHES)]] for line in plot.lines}
-    colours = {line.tier: line.colour for line in plot.lines}
-    runs = [
-        Line2D([], [], color="0.3", linestyle=style, label=escape_dollars(plot.run_labels.get(run, run)))
-        for run, style in styles.items()
+    def sign(line: Line, colour: str, label: str, *, of_run: bool) -> Line2D:
+        if line.kind == "points":
+            marker = MARKERS[line.symbol] if of_run else "o"
+            face = "none" if of_run and line.symbol == "circle-open" else colour
+            return Line2D([], [], color=colour, linestyle="none", marker=marker, markerfacecolor=face, label=label)
+        style = STYLES[DASHES[line.dash % len(DASHES)]] if of_run else "-"
+        return Line2D([], [], color=colour, linestyle=style, label=label)
+
+    runs = {line.run: line for line in plot.lines}
+    tiers = {line.tier: line for line in plot.lines}
+    of_runs = [
+        sign(line, MEASURE, escape_dollars(plot.run_labels.get(run, run)), of_run=True) for run, line in runs.items()
     ]
-    tiers = [Line2D([], [], color=colour, label=escape_dollars(tier)) for tier, colour in colours.items()]
-    figure.legend(handles=runs, loc="outside upper left", fontsize=8, frameon=False)
-    axes.legend(handles=tiers, title="tier", fontsize=8)
+    of_tiers = [sign(line, line.colour, escape_dollars(tier), of_run=False) for tier, line in tiers.items()]
+    if any(line.kind == "points" for line in plot.lines):  # a legend inside might cover some
+        headings = [Line2D([], [], linestyle="none", label=text) for text in ("tier", plot.legend_title)]
+        handles = [headings[0], *of_tiers, headings[1], *of_runs]
+        figure.legend(handles=handles, loc="outside right center", fontsize=8, frameon=False)
+        return
+    figure.legend(handles=of_runs, loc="outside upper left", fontsize=8, frameon=False, handlelength=LEGEND_HANDLE)
+    axes.legend(handles=of_tiers, title="tier", fontsize=8, loc="best")
 
 
 def _legend_columns(plot: Plot) -> int:
@@ -575,8 +680,12 @@ def _is_turned(plot: Plot) -> bool:
     return not plot.horizontal and sum(map(len, plot.categories)) > AXIS_CHARACTERS
 
 
+_COLOUR = re.compile(rf"\b(fill|stroke): ({'|'.join(DARK_TWINS)})\b")
+
+
 def _within_a_page(svg: str, plot: Plot) -> str:
     element = svg[svg.index("<svg") :].replace(SVG_INK, "currentColor")
+    element = _COLOUR.sub(lambda found: f"{found[1]}: var({css_variable(found[2])}, {found[2]})", element)
     element = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", element, flags=re.DOTALL)  # styles would be the page's
     # ids belong to the whole page: matplotlib numbers them from 1 in each picture, so they would be there many times
     element = re.sub(r'id="[A-Za-z][\w.]*_\d+"', "", element)

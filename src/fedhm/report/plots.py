@@ -6,25 +6,14 @@ Each function makes one kind of plot, for the page and for PNG files alike.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import cycle
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedhm.config.objective import Metric
 from fedhm.measure.cost import ROOT
 from fedhm.report.format import format_parameters
-from fedhm.report.plot import (
-    CHANGED,
-    COLOURS,
-    DARK_COLOURS,
-    MAX_TABLE_ROWS,
-    NEUTRAL,
-    REFERENCE,
-    REFUSED,
-    Line,
-    Plot,
-    last_values,
-    save_png,
-)
+from fedhm.report.palette import CATEGORIES, INK, NEUTRAL, tier_palette
+from fedhm.report.plot import DASHES, MAX_TABLE_ROWS, SYMBOLS, Line, Plot, last_values, save_png
 from fedhm.report.sheets import Sheet
 from fedhm.runs.history import Run
 from fedhm.server.record import ClientMetrics, GroupMetrics, Record
@@ -57,7 +46,7 @@ def tier_colours(runs: Sequence[Run]) -> dict[str, str]:
     """Return a colour for each tier, largest first. Plots of the same tiers have the same colours."""
     sizes = {tier: cost.parameters for run in runs for tier, cost in run.costs.items()}
     tiers = sorted(sizes, key=lambda tier: -sizes[tier])
-    return dict(zip(tiers, cycle(DARK_COLOURS), strict=False))
+    return dict(zip(tiers, tier_palette(len(tiers)), strict=True))
 
 
 def _known(plots: Iterable[Plot | None]) -> list[Plot]:
@@ -71,22 +60,36 @@ Positions = Callable[[Run, str], list[float] | None]  # where a tier's rounds ar
 
 def metric_plots(runs: Sequence[Run], metric: Metric) -> dict[str, Plot]:
     """Return a metric of every tier by round, bytes, MACs and simulated time. Some may have no lines."""
-    axes: dict[str, tuple[str, str, Positions]] = {
-        "round": ("round", "round", _rounds),
-        "bytes": ("bytes", "sent to and from one client of the tier so far, if it trains every round (MB)", _megabytes),
-        "macs": ("computation", "computed by one client of the tier so far, if it trains every round (GMACs)", _gmacs),
-        "time": ("simulated time", "simulated time of training (s)", _seconds),
+    axes = {
+        "round": _Axis("round", "round", _rounds),
+        "bytes": _Axis("bytes", "sent and received by one client", _bytes, "B", _IF_IT_TRAINS),
+        "macs": _Axis("computation", "MACs of one client", _macs, "", _IF_IT_TRAINS),
+        "time": _Axis("simulated time", "simulated time of training", _seconds, "s"),
     }
-    return {name: _metric_plot(runs, metric, by, label, positions) for name, (by, label, positions) in axes.items()}
+    return {name: _metric_plot(runs, metric, axis) for name, axis in axes.items()}
 
 
-def _metric_plot(runs: Sequence[Run], metric: Metric, by: str, x_label: str, positions: Positions) -> Plot:
+@dataclass(frozen=True)
+class _Axis:
+    """The horizontal axis of a metric."""
+
+    by: str
+    label: str
+    positions: Positions
+    unit: str | None = None
+    remark: str = ""  # a sentence of the summary
+
+
+_IF_IT_TRAINS = " The cost is that of one client of the tier so far, if it trains in every round."
+
+
+def _metric_plot(runs: Sequence[Run], metric: Metric, axis: _Axis) -> Plot:
     colours, several = tier_colours(runs), len(runs) > 1
     lines: list[Line] = []
     for number, run in enumerate(runs):
         for tier in run.tiers:
             evaluated = [record for record in run.evaluated if metric.name in record.metrics[tier]]
-            places = positions(run, tier)
+            places = axis.positions(run, tier)
             if not evaluated or places is None:
                 continue
             line = Line(
@@ -100,17 +103,18 @@ def _metric_plot(runs: Sequence[Run], metric: Metric, by: str, x_label: str, pos
                 detail=format_parameters(run.costs[tier].parameters),
             )
             lines.append(line)
-    axis = metric.axis(" or ".join(dict.fromkeys(run.config.evaluated_on for run in runs)))
+    y_label = metric.axis(" or ".join(dict.fromkeys(run.config.evaluated_on for run in runs)))
     return Plot(
-        title=f"{metric.name} by {by}",
-        x_label=x_label,
-        y_label=axis,
+        title=f"{metric.name} by {axis.by}",
+        x_label=axis.label,
+        y_label=y_label,
         lines=lines,
-        summary=f"{axis} by {by}, a line for each tier{' and run' if several else ''}. "
-        f"They end at: {last_values(lines, metric.decimals)}.",
-        log_x=by in ("bytes", "computation"),  # tiers differ by an order of magnitude
-        whole_x=by == "round",
-        shared_pointer=by == "round",
+        summary=f"{y_label[0].upper()}{y_label[1:]} by {axis.by}, a line for each tier{' and run' if several else ''}."
+        f"{axis.remark} They end at: {last_values(lines, metric.decimals)}.",
+        log_x=axis.by in ("bytes", "computation"),  # tiers differ by an order of magnitude
+        whole_x=axis.by == "round",
+        x_unit=axis.unit,
+        shared_pointer=axis.by == "round",
         decimals=metric.decimals,
         legend_title="run, tier, parameters" if several else "tier, parameters",
     )
@@ -120,14 +124,14 @@ def _rounds(run: Run, _: str) -> list[float]:
     return [float(record.round) for record in run.records]
 
 
-def _megabytes(run: Run, tier: str) -> list[float] | None:
+def _bytes(run: Run, tier: str) -> list[float] | None:
     sent = run.bytes_per_client(tier)  # None or 0: no client of the tier has trained yet
-    return [record.round * sent / 1e6 for record in run.records] if sent else None
+    return [record.round * sent for record in run.records] if sent else None
 
 
-def _gmacs(run: Run, tier: str) -> list[float] | None:
+def _macs(run: Run, tier: str) -> list[float] | None:
     computed = run.macs_per_client(tier)
-    return [record.round * computed / 1e9 for record in run.records] if computed else None
+    return [record.round * computed for record in run.records] if computed else None
 
 
 def _seconds(run: Run, _: str) -> list[float] | None:
@@ -193,7 +197,8 @@ def epsilon_plot(runs: Sequence[Run]) -> Plot | None:
         if counted:
             label = f"{run.name}, noise {run.config.privacy.noise:g}, δ = {run.config.privacy.delta:g}"
             rounds, epsilons = zip(*counted, strict=True)
-            lines.append(Line(label, rounds, epsilons, COLOURS[number % len(COLOURS)], number, run=run.name))
+            colour = (INK, NEUTRAL)[number // len(DASHES) % 2]  # colours are for tiers, runs have dashes
+            lines.append(Line(label, rounds, epsilons, colour, number, run=run.name))
     if not lines:
         return None
     return Plot(
@@ -250,7 +255,7 @@ def theory_plots(runs: Sequence[Run]) -> list[Plot]:
 def _theory_plot(runs: Sequence[Run], names: Mapping[str, str], title: str, y_label: str, what: str) -> Plot:
     lines: list[Line] = []
     for number, run in enumerate(runs):
-        for colour, (name, label) in zip(DARK_COLOURS, names.items(), strict=False):
+        for colour, (name, label) in zip((*CATEGORIES, NEUTRAL), names.items(), strict=False):
             values = [
                 (r.round, r.diagnostics[f"{THEORY}{name}"]) for r in run.records if f"{THEORY}{name}" in r.diagnostics
             ]
@@ -259,7 +264,12 @@ def _theory_plot(runs: Sequence[Run], names: Mapping[str, str], title: str, y_la
                 shown = [value if value > 0 else GAP for value in found]  # 0 has no place on a logarithmic axis
                 lines.append(
                     Line(
-                        f"{run.name}, {label}" if len(runs) > 1 else label, rounds, shown, colour, number, run=run.name
+                        f"{run.name}, {label}" if len(runs) > 1 else label,
+                        rounds,
+                        shown,
+                        colour,
+                        number,
+                        run=run.name,
                     )
                 )
     return Plot(
@@ -284,14 +294,15 @@ MODEL_WIDTH = 0.8  # of the distance between two models: the clients of all grou
 def client_plot(run: Run, runs: Sequence[Run]) -> Plot | None:
     """Return a point for each model and client after the last evaluation; None if no client evaluates.
 
-    Clients are grouped by their devices, or by their tiers if devices are unknown. Each group has its median.
+    Clients are grouped by their devices, or by their tiers if devices are unknown. Each group has its median. Colours
+    are those of the clients' tiers; devices have symbols.
     """
     last = next((record for record in reversed(run.evaluated) if record.clients), None)
     if last is None:
         return None
     metric = run.config.objective.headline
     devices = [device.name for device in run.config.federation.device_of]
-    colours = dict(zip(dict.fromkeys(devices), cycle(DARK_COLOURS), strict=False)) or tier_colours(runs)
+    colours = tier_colours(runs)
     groups = list(dict.fromkeys(name for found in last.clients.values() for name in _groups(found)))
     step = MODEL_WIDTH / len(groups)
     lines: list[Line] = []
@@ -317,10 +328,11 @@ def client_plot(run: Run, runs: Sequence[Run]) -> Plot | None:
                 median = metric.scaled(group.median[metric.name])
                 median_x += [middle - 0.45 * step, middle + 0.45 * step, GAP]
                 median_y += [median, median, GAP]
-        colour = colours.get(name, NEUTRAL)
         tier = tiers.pop() if len(tiers) == 1 else ""
+        colour = colours.get(tier, NEUTRAL)
+        symbol = SYMBOLS[number % len(SYMBOLS)] if devices else "circle"
         lines.append(Line(f"median of {name}", median_x, median_y, colour, run=run.name, tier=tier, in_legend=False))
-        lines.append(Line(name, x, y, colour, kind="points", run=run.name, tier=tier, hints=hints))
+        lines.append(Line(name, x, y, colour, kind="points", run=run.name, tier=tier, hints=hints, symbol=symbol))
     lines.append(_pooled_line(run, metric, last.clients))
     kind = "device" if devices else "tier"
     spread = "; ".join(
@@ -333,8 +345,8 @@ def client_plot(run: Run, runs: Sequence[Run]) -> Plot | None:
         x_label="model of tier",
         y_label=f"{metric.axis('').strip()} at each client, round {last.round}",
         lines=lines,
-        summary=f"A point for each model and client, in the colour of the client's {kind}, with the median of each "
-        f"{kind}. {spread}.",
+        summary="A point for each model and client, in the colour of the client's tier"
+        f"{' and with the symbol of its device' if devices else ''}, and the median of each {kind}. {spread}.",
         categories=list(last.clients),
         decimals=metric.decimals,
         legend_title=f"clients {'with device' if devices else 'of tier'}, and their median",
@@ -353,7 +365,7 @@ def _pooled_line(run: Run, metric: Metric, clients: Mapping[str, ClientMetrics])
         pooled = metric.scaled(found.overall.pooled[metric.name])
         x += [place - MODEL_WIDTH / 2, place + MODEL_WIDTH / 2, GAP]
         y += [pooled, pooled, GAP]
-    return Line("all samples of all clients", x, y, REFERENCE, 1, run=run.name)
+    return Line("all samples of all clients", x, y, INK, 1, run=run.name)
 
 
 def _client_values_sheet(clients: Mapping[str, ClientMetrics], metric: Metric) -> Sheet:
@@ -403,6 +415,7 @@ def layer_plot(run: Run, runs: Sequence[Run]) -> Plot | None:
         y_label="parameters",
         lines=lines,
         summary=f"Parameters of the largest layers, a bar for each tier. All layers together: {total}.",
+        y_unit="",
         categories=shown,
         decimals=0,
         table=_layer_sheet(run),
@@ -445,12 +458,10 @@ def participation_plot(run: Run, runs: Sequence[Run]) -> Plot:
             lines.append(Line(f"{tier} took part", rounds, clients, colour, kind="points", run=run.name, tier=tier))
     if dropped := [(r.round, entry["client"], entry.get("reason", "")) for r in records for entry in r.dropped]:
         rounds, clients, hints = zip(*dropped, strict=True)
-        lines.append(Line("dropped", rounds, clients, REFUSED, kind="points", run=run.name, hints=hints, symbol="x"))
+        lines.append(Line("dropped", rounds, clients, INK, kind="points", run=run.name, hints=hints, symbol="x"))
     if cut := [(r.round, entry["client"], describe_cut(entry)) for r in records for entry in r.clipped]:
         rounds, clients, hints = zip(*cut, strict=True)
-        lines.append(
-            Line("cut", rounds, clients, CHANGED, kind="points", run=run.name, hints=hints, symbol="circle-open")
-        )
+        lines.append(Line("cut", rounds, clients, INK, kind="points", run=run.name, hints=hints, symbol="circle-open"))
     tasks = sum(len(record.participants) for record in records)
     return Plot(
         title=f"who took part in {run.name}",

@@ -1,6 +1,6 @@
 """The progress of a run: a live bar in a terminal, a line for each round elsewhere."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,18 +11,56 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from torch import nn
 
 from fedhm.config.objective import Metric
 from fedhm.machine.printable import accept_any_text
+from fedhm.report.format import format_bytes, format_macs, format_parameters
+from fedhm.server.callbacks import About
 from fedhm.server.record import Record
 from fedhm.work.work import work_of
 
 
-class LiveBar:
+def tier_lines(about: About) -> list[str]:
+    """Return a line for each tier: its parameters, MACs and bytes, and their shares of the whole model's."""
+    width = max(map(len, about.costs), default=0)
+    lines: list[str] = []
+    for tier, cost in about.costs.items():
+        whole = about.full
+        parameters, macs, size = format_parameters(cost.parameters), format_macs(cost.macs), format_bytes(cost.bytes)
+        if whole is not None:
+            parameters += _share(cost.parameters, whole.parameters)
+            macs += _share(cost.macs, whole.macs)
+            size += _share(cost.bytes, whole.bytes)
+        lines.append(f"tier {tier:<{width}}  parameters {parameters}  MACs {macs}  bytes {size}")
+    return lines
+
+
+def _share(part: int, whole: int) -> str:
+    return f" ({100 * part / whole:.0f} %)" if whole else ""
+
+
+class _RunLines:
+    """Prints a line for each tier at the start of a run."""
+
+    console: Console
+
+    def begun(self, about: About) -> None:
+        for line in tier_lines(about):
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def ended(self, networks: Mapping[str, nn.Module]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LiveBar(_RunLines):
     """A bar of rounds, with the tasks of the current round and the headline metric of the last evaluation."""
 
     def __init__(self, console: Console, headline: Metric) -> None:
-        self._headline = headline
+        self.console, self._headline = console, headline
         self._progress = Progress(
             TextColumn("[bold]round"),
             MofNCompleteColumn(),
@@ -57,11 +95,11 @@ class LiveBar:
             self._progress.console.print(f"stopped: {record.stopped}", markup=False, highlight=False)
 
 
-class LogLines:
+class LogLines(_RunLines):
     """One line for each round, for logs."""
 
     def __init__(self, console: Console, headline: Metric) -> None:
-        self._console, self._headline = console, headline
+        self.console, self._headline = console, headline
         self._rounds = 0
 
     def __enter__(self) -> "LogLines":
@@ -73,7 +111,7 @@ class LogLines:
     def started(self, done: int, rounds: int) -> None:
         self._rounds = rounds
         if done:
-            self._console.print(f"{done} of {rounds} rounds are done", markup=False)
+            self.console.print(f"{done} of {rounds} rounds are done", markup=False)
 
     def task_done(self, *_: object) -> None:
         return
@@ -86,9 +124,9 @@ class LogLines:
         what = "  ".join(evaluated) if record.metrics else trained
         took = f"{sum(record.seconds.values()):.1f} s"
         line = f"round {record.round}/{self._rounds}  {what}{_epsilon(record)}  {took}"
-        self._console.print(line, markup=False)
+        self.console.print(line, markup=False)
         if record.stopped:
-            self._console.print(f"stopped: {record.stopped}", markup=False)
+            self.console.print(f"stopped: {record.stopped}", markup=False)
 
 
 def _epsilon(record: Record) -> str:

@@ -79,7 +79,7 @@ def _tiers(runs: Sequence[Run]) -> list[Part]:
 def _metric_sections(runs: Sequence[Run]) -> list[Section]:
     """Return a section for each metric, headlines first; the others are folded."""
     headlines = [run.config.objective.headline for run in runs]
-    others = [metric for run in runs for metric in run.config.objective.metrics]
+    others = [metric for run in runs for metric in run.config.objective.reported]
 
     def section(metric: Metric) -> Section:
         plots = [plot for plot in metric_plots(runs, metric).values() if plot.lines]

@@ -256,7 +256,7 @@ def run_sheet(runs: Sequence[Run]) -> Sheet:
 
 def metric_names(runs: Sequence[Run]) -> list[str]:
     """Return the metrics of all runs, each once. Runs may have different objectives."""
-    return list(dict.fromkeys(metric.name for run in runs for metric in run.config.objective.metrics))
+    return list(dict.fromkeys(metric.name for run in runs for metric in run.config.objective.reported))
 
 
 def _best_column(runs: Sequence[Run], metrics: Sequence[str]) -> int:
@@ -272,7 +272,7 @@ def _tier_rows(run: Run, metrics: Sequence[str], place: int) -> list[list[str]]:
         cost = run.costs[tier]
         costs = (f"{cost.parameters:,}", format_macs(cost.macs), format_bytes(run.bytes_per_client(tier)))
         of_tier = last.metrics[tier]
-        shown = {m.name: m.shown(of_tier[m.name]) for m in run.config.objective.metrics if m.name in of_tier}
+        shown = {m.name: m.shown(of_tier[m.name]) for m in run.config.objective.reported if m.name in of_tier}
         headline = run.config.objective.headline
         best = headline.best(record.metrics[tier][headline.name] for record in run.evaluated)
         values = [shown.get(name, "") for name in metrics]
@@ -289,7 +289,7 @@ def run_caption(runs: Sequence[Run]) -> str:
     for run in runs:
         whose = f" of {run.name}" if len(runs) > 1 else ""
         if run.evaluated_at_clients:
-            names = " and ".join(metric.name for metric in run.config.objective.metrics)
+            names = " and ".join(metric.name for metric in run.config.objective.reported)
             text += f" {names}{whose}: on the clients' own test samples, all together."
         text += _privacy_sentence(run) + _ending(run)
         if gathering := run.statistics_bytes():

@@ -8,7 +8,6 @@ from torch import Tensor
 from fedhm.config.schema import Config
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Samples
-from fedhm.data.tokens import Tokens
 from fedhm.machine.tensors import update_digest
 from fedhm.networks.exchange import Tensors
 
@@ -61,10 +60,10 @@ def _add_data(digest: "hashlib._Hash", federation: Federation) -> None:
 
 
 def _add_inputs(digest: "hashlib._Hash", name: str, samples: Samples) -> None:
-    if isinstance(samples.inputs, Tokens):
-        samples.inputs.update_digest(digest)
-    else:
+    if isinstance(samples.inputs, Tensor):
         _add(digest, name, samples.inputs)
+    else:
+        samples.inputs.update_digest(digest)
 
 
 def _add(digest: "hashlib._Hash", name: str, tensor: Tensor) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter
 from torch import nn
 
-from fedhm.config.loading import parse_resolved, read_text
+from fedhm.config.loading import parse_resolved, parse_toml, read_text
+from fedhm.config.objective import Metric
+from fedhm.config.placeholder import stand_in
 from fedhm.config.schema import Config, ResolvedConfig
 from fedhm.errors import FedhmError
 from fedhm.machine.files import (
@@ -67,6 +69,7 @@ class RunFacts:
     run: str  # the fingerprint of the run
     settings: str  # a digest of the settings in config.toml
     data: DataFacts
+    metrics: tuple[Metric, ...] = ()  # of the objective, which a reader may not know
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def read_settings(path: Path) -> RunSettings:
         )
     try:
         read_sealed(file)
+        stand_in(parse_toml(text, str(file)), _metrics_of(path))
         return RunSettings(parse_resolved(text, str(file)), versions, _digest_of_settings(text))
     except ValueError as error:
         raise FedhmError(
@@ -127,6 +131,14 @@ def read_settings(path: Path) -> RunSettings:
         ) from None
     except FedhmError as error:
         raise FedhmError(f"{error}{_version_remark(versions)}") from None
+
+
+def _metrics_of(path: Path) -> tuple[Metric, ...]:
+    """Return the metrics that a run wrote at its start; empty if it wrote none yet."""
+    try:
+        return read_run_facts(path).metrics
+    except FedhmError:  # whoever needs the file says what is wrong with it
+        return ()
 
 
 def _what_is_there(path: Path) -> str:
@@ -250,6 +262,39 @@ class RunFolder:
         _write_settings(self.path, config)
         self.settings = read_settings(self.path)
 
+    def lengthen(self, rounds: int) -> None:
+        """Give the run more rounds than it began with. Its records and checkpoints stay what they are."""
+        train = self.config.train
+        if rounds == train.rounds:
+            return
+        if rounds < train.rounds:
+            raise FedhmError(
+                f"{self.path} has {train.rounds} rounds, and a run can only become longer: to repeat its last rounds, "
+                "resume from an earlier one"
+            )
+        if self.config.privacy.active:
+            raise FedhmError(
+                f"{self.path} holds a private run, whose ε is for {train.rounds} rounds: start another run"
+            )
+        if train.schedule == "cosine":
+            raise FedhmError(
+                f"the learning rate of {self.path} ends with round {train.rounds} (train.schedule = 'cosine'): start "
+                f"another run with train.rounds = {rounds}"
+            )
+        if _stopped(self.path):
+            raise FedhmError(f"{self.path} stopped early, by [stop]: more rounds would not change that")
+        more = {"rounds": rounds, "begun_rounds": train.begun_rounds or train.rounds}
+        config = self.config.model_copy(update={"train": train.model_copy(update=more)})
+        head = [line for line in read_text(self.path / CONFIG_FILE).splitlines() if line.startswith("#")]
+        text = "\n".join([*head, config.to_toml()])
+        parse_resolved(text, str(self.path / CONFIG_FILE))
+        write_atomically(self.path / CONFIG_FILE, seal_again(text.encode()))
+        self.settings = read_settings(self.path)
+        if (self.path / DATA_FILE).exists():
+            facts = read_run_facts(self.path)
+            self.run = facts.run
+            self.save_data_facts(facts.data)
+
     def write_plan(self, config: ResolvedConfig) -> None:
         """Write which tier each client has by its device, if that was found when the run was put together."""
         if self.config.federation.plan != config.federation.plan:
@@ -367,7 +412,8 @@ class RunFolder:
         self._save(PLANS_FILE, plans={tier: dict(plan) for tier, plan in plans.items()})
 
     def save_data_facts(self, facts: DataFacts) -> None:
-        self._save(DATA_FILE, settings=self.settings.digest, data=vars(facts))
+        metrics = [asdict(metric) for metric in self.config.objective.reported]
+        self._save(DATA_FILE, settings=self.settings.digest, data=vars(facts), metrics=metrics)
 
     def _save(self, name: str, **content: Any) -> None:
         write_sealed_json(self.path / name, {"run": self.run, **content})
@@ -401,7 +447,7 @@ def is_complete(path: Path, config: Config) -> bool:
 
 
 def _stopped(path: Path) -> bool:
-    records = read_records(path / RECORDS_FILE)
+    records = read_records(path / RECORDS_FILE) if (path / RECORDS_FILE).exists() else []
     return bool(records) and bool(records[-1].stopped)
 
 

@@ -1,14 +1,10 @@
-"""Runs as values: `Result`, which `fedhm.run` returns, and `Run`, which is read back from a run's folder."""
+"""Runs as values: `Run`, which is read back from a run's folder."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
-from torch import nn
-
-from fedhm.adapters.adapted import save_adapter
-from fedhm.config.objective import Metrics
 from fedhm.config.schema import Config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_utf8_name
@@ -25,34 +21,7 @@ from fedhm.runs.folder import (
 )
 from fedhm.runs.models import Layer, best_round_on_disk, read_layers, tier_file
 from fedhm.runs.rounds import check_records, existing_checkpoints, read_records, round_of
-from fedhm.server.record import ClientMetrics, Record, Traffic
-
-
-@dataclass(frozen=True)
-class Result:
-    """The records, models and costs of a finished run."""
-
-    records: list[Record]
-    networks: dict[str, nn.Module]  # the final model of every tier
-    costs: dict[str, Cost]
-    best_round: int = 0  # of a run that may stop early ([stop]); 0: none
-    best: dict[str, nn.Module] = field(default_factory=dict)  # every tier's model after the best round
-
-    def save_adapter(self, tier: str, folder: str | Path) -> None:
-        """Save a tier's adapter, if the method trains adapters, for `PeftModel.from_pretrained(base, folder)`."""
-        if tier not in self.networks:
-            raise FedhmError(f"there is no tier '{tier}', known are {', '.join(self.networks)}")
-        save_adapter(self.networks[tier], Path(folder))
-
-    @property
-    def metrics(self) -> dict[str, Metrics]:
-        """Return the metrics of every tier's final model."""
-        return self.records[-1].metrics
-
-    @property
-    def clients(self) -> dict[str, ClientMetrics]:
-        """Return the metrics of every tier's final model at the clients; empty if they have no test samples."""
-        return self.records[-1].clients
+from fedhm.server.record import Record, Traffic
 
 
 @dataclass(frozen=True)

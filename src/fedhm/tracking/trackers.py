@@ -22,6 +22,7 @@ from torch import nn
 
 from fedhm.config.schema import Config, TrackingConfig
 from fedhm.errors import FedhmError, FedhmWarning
+from fedhm.machine.extras import how_to_install
 from fedhm.machine.files import file_name, os_error_sentence
 from fedhm.machine.printable import printable
 from fedhm.machine.seal import read_sealed_json, write_sealed_json
@@ -110,7 +111,7 @@ class Tracker(ABC):
 
     def __init__(self, place: str, *, models: bool = True) -> None:
         if find_spec(self.module) is None:
-            raise FedhmError(f"{self.called} is not installed: pip install 'fedhm[{self.extra}]'")
+            raise FedhmError(f"{self.called} is not installed: {how_to_install(self.extra)}")
         self._key = f"{self.extra} {place}"
         self._models = models
         self._folder: Path | None = None

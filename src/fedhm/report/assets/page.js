@@ -6,13 +6,23 @@
 
   const unchecked = () => [...document.querySelectorAll(".switches input:not(:checked)")].map((box) => [box.name, box.value]);
 
+  // The figures have the colours of light pages. A dark page's style sheet names the twin of each.
+  const twin = (colour) => getComputedStyle(document.documentElement).getPropertyValue(`--c${colour.slice(1)}`).trim() || colour;
+  function coloured(trace) {
+    const changed = { ...trace };
+    for (const part of ["line", "marker"]) if (trace[part]?.color) changed[part] = { ...trace[part], color: twin(trace[part].color) };
+    if (trace.fillcolor) changed.fillcolor = twin(trace.fillcolor);
+    return changed;
+  }
+
   function draw(figure) {
     const place = figure.querySelector(".interactive"), { data, layout } = figures[figure.id];
     const off = unchecked();
     const isOff = (trace) => off.some(([name, value]) => trace.meta[name] === value);
     place.hidden = false;
     figure.classList.add("drawn");
-    return Plotly.react(place, data.map((trace) => ({ ...trace, visible: !isOff(trace) })), layout, options);
+    const traces = data.map((trace) => ({ ...coloured(trace), visible: !isOff(trace) }));
+    return Plotly.react(place, traces, layout, options);
   }
 
   function drawAll() {
@@ -25,6 +35,8 @@
 
   document.addEventListener("change", (event) => { if (event.target.closest(".switches")) drawAll(); });
   document.addEventListener("toggle", (event) => { if (event.target.matches("details.folded[open]")) drawAll(); }, true);
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 
   // A run that goes on: what is new takes the place of what was, with the same switches off, tables open and zoom.
   async function renew(address, known) {
