@@ -24,7 +24,7 @@ from fedhm.config.loading import load_config
 from fedhm.errors import FedhmError
 from fedhm.machine.files import write_atomically
 from fedhm.models.build import build_model
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.work.work import work_of
 from hostile import ATTACKS, ORDER, Hostile, mislabelled
 from remembered import Remembering

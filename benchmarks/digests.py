@@ -114,7 +114,7 @@ def cases() -> Iterator[tuple[str, list[str]]]:
 
 
 def digest(folder: Path) -> str:
-    """Return the digest of a finished run: its model files as they are, its records without seconds.
+    """Return the digest of a finished run: its model files as they are, its records without seconds and device.
 
     On Flower the settings travel too, so bytes differ by the length of their text: there they are left out.
     """
@@ -128,7 +128,7 @@ def digest(folder: Path) -> str:
     for line in (folder / "records.jsonl").read_text().splitlines():
         record = json.loads(line)
         record["metrics"] = record.pop("scores", None) or record.pop("metrics", {})  # as earlier versions call them
-        for name in ("seconds", "chain", "digest"):
+        for name in ("seconds", "chain", "digest", "device"):
             record.pop(name, None)
         for traffic in [] if counted else [record["statistics"], *record["traffic"].values()]:
             del traffic["down"], traffic["up"]

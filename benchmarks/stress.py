@@ -6,6 +6,10 @@ A cell has the final accuracy of a method's largest and smallest tier, in percen
 `MARGIN` points or more below full-model FedAvg: where FedAvg trains, every tier should. Further rows have unusual
 clients, and a network without normalisation layers. The file keeps the runs that are done, so the same command resumes
 after an interruption.
+
+FedHM's limit on gradients is chosen by the same sweep, on samples that are held out of the training data:
+
+    python benchmarks/stress.py --json steps.json --held-out --methods fedavg --steps 0 0.1 0.2 0.4 --no-unusual
 """
 
 import argparse
@@ -35,6 +39,21 @@ RATES, EPOCHS, ALPHAS = (0.03, 0.1, 0.3), (1, 5, 10), ("0.1", "0.5", "iid")
 WORK = 30  # local epochs of a client in all rounds that it takes part in, so that rows take about the same time
 MARGIN = 10.0  # points below FedAvg
 DIVERGED = "diverged"
+HELD_OUT = 0.2  # share of each client's training samples
+
+
+@dataclass(frozen=True)
+class Column:
+    """A method, or FedHM with a limit of its own."""
+
+    method: str
+    step: float | None = None  # the longest step, learning rate × gradient norm; 0: no limit; None: the method's own
+
+    def __str__(self) -> str:
+        return self.method if self.step is None else f"{self.method}, step {self.step:g}" if self.step else "no limit"
+
+    def changes(self, lr: float) -> list[str]:
+        return [] if self.step is None else [f"train.clip_norm={self.step / lr}"]
 
 
 def without_normalisation(model: nn.Module) -> nn.Module:
@@ -88,11 +107,15 @@ def unusual(presets: Sequence[str]) -> Iterator[Row]:
         yield Row(preset, "no normalisation, 5 rounds of warm-up", Setting(warm), without_normalisation)
 
 
-def run(row: Row, method: str) -> list[float] | None:
+def run(row: Row, column: Column, held_out: bool = False) -> list[float] | None:
     """Return the accuracy of every tier in percent, the largest first; None if training diverged."""
     common = ["train.milestones=[]", "evaluation.every=1000", "engine.workers=1", "server.robust=none"]
+    common += [f"data.validation={HELD_OUT}"] if held_out else []
     config = load_config(row.preset, [*PRESETS[row.preset], *common, *row.setting.changes])
-    (entry,) = resolve_entries([method], Reference(config))
+    config = load_config(
+        row.preset, [*PRESETS[row.preset], *common, *row.setting.changes, *column.changes(config.train.lr)]
+    )
+    (entry,) = resolve_entries([column.method], Reference(config))
     own = config_of(config.model_dump(mode="json", exclude={"compare"}), entry, config.seed)
     federation = dealt_out(read_federation(own), row.setting.deal, config.seed)
     model = row.change_model(build_model(own, federation.input_shape, federation.classes))
@@ -107,7 +130,7 @@ def run(row: Row, method: str) -> list[float] | None:
     return [100 * metrics.accuracy for metrics in result.metrics.values()]
 
 
-Found = dict[str, dict[str, list[float] | None]]  # by row and method: as `run` returns it
+Found = dict[str, dict[str, list[float] | None]]  # by row and column: as `run` returns it
 
 
 def fails(row: Row, found: Found) -> bool:
@@ -125,14 +148,26 @@ def cell(tiers: list[float] | None) -> str:
     return f"{tiers[0]:.1f}" if len(tiers) == 1 else f"{tiers[0]:.1f} … {tiers[-1]:.1f}"
 
 
+def mean(rows: Sequence[Row], column: str, found: Found) -> str:
+    """Return the mean over all tiers and rows; a run that diverged counts as 0. Empty unless all rows are done."""
+    if not all(column in found[row.key] for row in rows):
+        return ""
+    each = [sum(tiers) / len(tiers) if (tiers := found[row.key][column]) else 0.0 for row in rows]
+    return f"{sum(each) / len(each):.1f}"
+
+
 def page(rows: Sequence[Row], methods: Sequence[str], found: Found) -> str:
-    """Return the table of all rows that have begun, and the rows that fail."""
+    """Return the table of all rows that have begun, means by data, and the rows that fail."""
     begun = [row for row in rows if row.key in found]
     lines = [f"| data | setting | {' | '.join(methods)} |", f"|---|---|{'--:|' * len(methods)}"]
     for row in begun:
         of_row = found[row.key]
         cells = [cell(of_row[method]) if method in of_row else "" for method in methods]
         lines.append(f"| {row.preset} | {row.name}{' **fails**' if fails(row, found) else ''} | {' | '.join(cells)} |")
+    for preset in dict.fromkeys(row.preset for row in begun):
+        of_preset = [row for row in begun if row.preset == preset]
+        means = " | ".join(mean(of_preset, method, found) for method in methods)
+        lines.append(f"| {preset} | mean of tiers and rows | {means} |")
     failing = [f"- {row.preset}, {row.name}" for row in begun if fails(row, found)]
     said = f"FedHM fails in {len(failing)} of {len(begun)} rows: a tier is {MARGIN:g} points or more below FedAvg."
     return "\n".join([*lines, "", said, *failing]) + "\n"
@@ -148,6 +183,10 @@ def main() -> None:
     parser.add_argument("--epochs", nargs="*", type=int, default=list(EPOCHS))
     parser.add_argument("--alphas", nargs="*", default=list(ALPHAS))
     parser.add_argument(
+        "--steps", nargs="*", type=float, default=[], help="FedHM's longest steps to compare; 0: no limit"
+    )
+    parser.add_argument("--held-out", action="store_true", help="evaluate on held-out training samples")
+    parser.add_argument(
         "--no-unusual", action="store_true", help="leave out the rows with unusual clients and networks"
     )
     parser.add_argument("--quick", action="store_true", help="one row of two methods: to see that it runs")
@@ -158,15 +197,17 @@ def main() -> None:
     rows = list(sweep(options.presets, options.rates, options.epochs, options.alphas))
     rows += [] if options.no_unusual else list(unusual(options.presets))
     found: Found = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
-    for row, method in product(rows, options.methods):
-        of_row = found.setdefault(row.key, {})
-        if method not in of_row:
-            of_row[method] = run(row, method)
-            print(f"{row.key}, {method}: {cell(of_row[method])}", flush=True)
+    columns = [*map(Column, options.methods), *(Column("fedhm", step) for step in options.steps)]
+    names = [str(column) for column in columns]
+    for row, column in product(rows, columns):
+        of_row, name = found.setdefault(row.key, {}), str(column)
+        if name not in of_row:
+            of_row[name] = run(row, column, options.held_out)
+            print(f"{row.key}, {name}: {cell(of_row[name])}", flush=True)
             write_atomically(options.json, json.dumps(found, indent=1))
             if options.markdown:
-                write_atomically(options.markdown, page(rows, options.methods, found))
-    print(page(rows, options.methods, found))
+                write_atomically(options.markdown, page(rows, names, found))
+    print(page(rows, names, found))
 
 
 if __name__ == "__main__":

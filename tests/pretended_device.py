@@ -4,13 +4,18 @@ A tensor on `pretend:N` is a wrapper around a CPU tensor. Every operation on it 
 of the CPU. What a real device refuses is refused: an operation on tensors of several devices. What costs time there is
 counted: copies between host and device, and synchronisations, in which the host waits for a result.
 
-It shows placement, copies, synchronisations and equality of numbers. It shows nothing of a real device's kernels,
-streams, memory or number formats.
+It has streams in so far as order goes: a tensor that was made on one stream is refused on another, unless that stream
+has waited for it and its memory is recorded there. Memory can be counted, and limited.
+
+It shows placement, copies, synchronisations, order on streams and equality of numbers. It shows nothing of a real
+device's kernels, of work that overlaps, of how much memory its own libraries take, or of its number formats.
 """
 
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +53,75 @@ def counted() -> Iterator[Counts]:
         _counting.pop()
 
 
+@dataclass(eq=False)
+class Stream:
+    """A queue of work. `done` counts its operations, and `seen` how many of another stream's it has waited for."""
+
+    device: torch.device | None = None
+    done: int = 0
+    seen: dict["Stream", int] = field(default_factory=dict)
+
+    def record_event(self) -> tuple["Stream", int]:
+        return self, self.done
+
+    def wait_event(self, event: tuple["Stream", int]) -> None:
+        self.seen[event[0]] = max(event[1], self.seen.get(event[0], 0))
+
+
+_streams = [Stream()]  # the last one is the current
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    _streams.append(stream)
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
+@dataclass
+class Memory:
+    """The bytes of tensors on all pretended devices, which must not be more than `most` but in backward passes."""
+
+    most: float
+    used: int = 0
+    peak: int = 0
+    users: dict[int, int] = field(default_factory=dict)  # of a storage by its address: tensors that look into it
+
+    def take(self, tensor: "DeviceTensor") -> None:
+        storage = tensor.held.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self.users:
+            # an error of Python's in a thread of torch's backward pass aborts the process
+            in_backward = isinstance(threading.current_thread(), threading._DummyThread)
+            if self.used + size > self.most and not in_backward:
+                raise torch.OutOfMemoryError(f"pretended device out of memory. Tried to allocate {size} bytes.")
+            self.used += size
+            self.peak = self.peak if in_backward else max(self.peak, self.used)
+        self.users[address] = self.users.get(address, 0) + 1
+        weakref.finalize(tensor, self.release, address, size)
+
+    def release(self, address: int, size: int) -> None:
+        self.users[address] -= 1
+        if not self.users[address]:
+            del self.users[address]
+            self.used -= size
+
+
+_memory: list[Memory] = []  # the last one counts
+
+
+@contextmanager
+def memory_limit(most: float = float("inf")) -> Iterator[Memory]:
+    """Count the bytes of tensors that are made meanwhile, and refuse more than `most`."""
+    _memory.append(Memory(most))
+    try:
+        yield _memory[-1]
+    finally:
+        _memory.pop()
+
+
 def _device(index: int | None) -> torch.device:
     return torch.device(NAME, index or 0)
 
@@ -57,6 +131,9 @@ class DeviceTensor(Tensor):
 
     held: Tensor
     place: torch.device
+    stream: Stream  # on which it was made, as its operation of this number
+    number: int
+    recorded: set[Stream]  # other streams that may use its memory
 
     @staticmethod
     def __new__(cls, held: Tensor, device: torch.device) -> "DeviceTensor":
@@ -71,11 +148,29 @@ class DeviceTensor(Tensor):
             requires_grad=False,
         )
         wrapper.held, wrapper.place = held, device
+        wrapper.stream, wrapper.recorded = _streams[-1], set()
+        wrapper.stream.done += 1
+        wrapper.number = wrapper.stream.done
+        if _memory:
+            _memory[-1].take(wrapper)
         return wrapper
 
     @property  # type: ignore[misc]  # torch's own is an attribute
     def device(self) -> torch.device:  # type: ignore[override]
         return self.place
+
+    def record_stream(self, stream: Any) -> None:
+        self.recorded.add(stream)
+
+    def check_order(self) -> None:
+        """Raise if the current stream must not use this tensor yet."""
+        current = _streams[-1]
+        if current is self.stream:
+            return
+        if current.seen.get(self.stream, 0) < self.number:
+            raise RuntimeError("a stream uses a tensor of another stream without waiting for it")
+        if current not in self.recorded:
+            raise RuntimeError("a stream uses a tensor of another stream that is not recorded there")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"DeviceTensor({self.held!r}, device={self.device})"
@@ -110,6 +205,8 @@ def dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         places = {each.device for each in wrapped} | {each.device for each in plain if each.ndim}
         if wrapped and len(places) > 1:
             raise RuntimeError(f"{operation} got tensors on several devices: {sorted(map(str, places))}")
+    for each in wrapped:
+        each.check_order()
     counts.operations += 1
     if operation is aten._local_scalar_dense.default:
         counts.synchronisations += 1
@@ -177,6 +274,7 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(rename=NAME)
     module = torch.get_device_module(NAME)
     module.device_count = lambda: DEVICES
+    module.Stream, module.stream, module.current_stream = Stream, on_stream, lambda _=None: _streams[-1]
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # autocast is there, but casts nothing
     operations = torch.library.Library("_", "IMPL", "PrivateUse1")
     operations.fallback(_fallback)

@@ -13,8 +13,8 @@ from fedhm.config.schema import FederationConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
+from fedhm.report.result import Result
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.history import Result
 from fedhm.server.collect import collect
 from fedhm.server.record import Record
 from fedhm.server.sampling import sample_participants

@@ -12,7 +12,7 @@ from fedhm.data.federation import ClientTests, Federation, from_arrays, hold_out
 from fedhm.data.samples import Feed, concatenate
 from fedhm.errors import FedhmError
 from fedhm.networks.spec import NetworkSpec
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.server.sampling import evaluators
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Failure, Reply, Task, TaskOptions, Update

@@ -16,7 +16,7 @@ from fedhm.data.samples import Feed
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import load
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.server.collect import in_task_order
 from fedhm.work.evaluate import evaluate
 from fedhm.work.messages import Failure, Participant, Reply, Task, Update

@@ -1,4 +1,4 @@
-"""Every block of docs/extending.md runs, in the order of the page."""
+"""Every block of docs/extending.md and docs/data.md runs, in the order of its page."""
 
 import re
 from collections.abc import Iterator
@@ -28,7 +28,17 @@ def tables() -> Iterator[None]:
 @pytest.mark.usefixtures("tables")
 def test_what_the_page_says_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 15
     namespace: dict[str, object] = {"__name__": "extending"}
     for number, block in enumerate(blocks, start=1):
         exec(compile(block, f"block {number} of {PAGE.name}", "exec"), namespace)
+
+
+def test_what_the_page_about_data_says_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGE.with_name("data.md")
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 3
+    namespace: dict[str, object] = {"__name__": "data"}
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"block {number} of {page.name}", "exec"), namespace)
+    assert "accuracy" in capsys.readouterr().out

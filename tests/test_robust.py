@@ -14,8 +14,8 @@ from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.networks.exchange import exchanged_tensors
+from fedhm.report.result import Result
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.history import Result
 from fedhm.runs.rounds import read_records
 from fedhm.work.messages import Reply, Task
 from hostile import ATTACKS, Hostile, mislabelled

@@ -160,9 +160,9 @@ def test_models_of_any_build_learn_where_labels_are_missing(kind: type[nn.Module
 
 def test_the_layer_that_gives_the_scores_is_found_by_what_it_does() -> None:
     batch = torch.randn(1, 8)
-    assert probe_model(HeadFirst(), batch, lambda _: None) == "head"
-    assert probe_model(ConvHead(), batch, lambda _: None) is None
-    assert probe_model(TiedHead(), batch, lambda _: None) == "head"
+    assert probe_model(HeadFirst(), batch, lambda _: None) == ("head",)
+    assert probe_model(ConvHead(), batch, lambda _: None) == ()
+    assert probe_model(TiedHead(), batch, lambda _: None) == ("head",)
 
 
 class Pair(nn.Module):

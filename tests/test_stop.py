@@ -15,9 +15,10 @@ from fedhm.config.loading import parse
 from fedhm.data.federation import from_arrays
 from fedhm.engines.engine import Engine
 from fedhm.errors import FedhmError
+from fedhm.report.result import Result
 from fedhm.report.tables import report_markdown
 from fedhm.runs.folder import is_complete, read_config
-from fedhm.runs.history import Result, read_runs
+from fedhm.runs.history import read_runs
 from fedhm.runs.models import best_round_on_disk, load_best_models, load_tier, tier_file
 from fedhm.work.messages import Reply, Task, Update
 from made_runs import made_run

@@ -10,7 +10,7 @@ from fedhm.config.schema import Config
 from fedhm.data.federation import from_arrays
 from fedhm.server.record import Record
 from peers.turns import Turns
-from peers.workload import BATCH, LR, ROUNDS, clients, cnn
+from peers.workload import BATCH, LR, ROUNDS, clients, cnn, device
 
 
 def config(workers: int) -> Config:
@@ -20,7 +20,7 @@ def config(workers: int) -> Config:
         "method": {"name": "fedavg"},
         "evaluation": {"every": ROUNDS},
         # merging with more threads would take the cores from the workers
-        "engine": {"threads": 1, "workers": workers, "server_threads": 1},
+        "engine": {"threads": 1, "workers": workers, "server_threads": 1, "device": str(device())},
     }
     return parse(table, "the benchmark")
 

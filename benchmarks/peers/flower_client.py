@@ -6,12 +6,21 @@ import torch
 import torch.nn.functional as F
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from torch import Tensor, nn
 
-from peers.workload import BATCH, LR, clients, cnn
+from peers.workload import BATCH, LR, clients, cnn, device
 
 app = ClientApp()
-network = cache(cnn)  # once in each actor
-data = cache(clients)
+
+
+@cache  # once in each actor
+def network() -> nn.Module:
+    return cnn().to(device())
+
+
+@cache
+def data() -> list[tuple[Tensor, Tensor]]:
+    return [(images.to(device()), labels.to(device())) for images, labels in clients()]
 
 
 @app.train()

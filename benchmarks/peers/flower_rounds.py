@@ -1,4 +1,4 @@
-"""Rounds of the workload in Flower's simulation: two Ray actors with a core each."""
+"""Rounds of the workload in Flower's simulation: two Ray actors with a core each, which share a GPU if it is used."""
 
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
@@ -7,7 +7,7 @@ from flwr.simulation import run_simulation
 
 from peers.flower_client import app as client_app
 from peers.turns import Turns
-from peers.workload import CLIENTS, ROUNDS, cnn
+from peers.workload import CLIENTS, ROUNDS, cnn, device
 
 server_app = ServerApp()
 turns = Turns()
@@ -33,7 +33,8 @@ def serve(grid: Grid, _: Context) -> None:
 
 
 def main() -> None:
-    resources = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    share = 0.5 if device().type == "cuda" else 0.0  # both actors share one GPU
+    resources = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": share}}
     # Deprecated in favour of `flwr run`, which starts the same runtime in a process that has no stdin
     run_simulation(server_app, client_app, num_supernodes=CLIENTS, backend_config=resources)
 

@@ -17,7 +17,7 @@ from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
 from peers.turns import Turns
-from peers.workload import BATCH, CLIENTS, LR, ROUNDS, clients, cnn
+from peers.workload import BATCH, CLIENTS, LR, ROUNDS, clients, cnn, device
 
 
 def loss(network: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -45,6 +45,8 @@ class Paced(TrainingProcessCallback):
         return self._ended(), Metrics()
 
     def _ended(self) -> bool:
+        if device().type != "cpu":
+            torch.accelerator.synchronize()  # a round is done when the device is
         asked = torch.tensor([self.turns.wait() if self.turns else True])
         if self.distributed:
             torch.distributed.broadcast(asked, 0)
@@ -53,12 +55,13 @@ class Paced(TrainingProcessCallback):
 
 def main() -> None:
     torch.set_num_threads(int(sys.argv[1]))
-    network = cnn()
+    network = cnn().to(device())
     network.loss = types.MethodType(loss, network)  # where pfl looks for them
     network.metrics = types.MethodType(metrics, network)
     model = PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), lr=1.0))
     data = FederatedDataset.from_slices(
-        dict(enumerate(clients())), get_user_sampler("minimize_reuse", list(range(CLIENTS)))
+        {n: (images.to(device()), labels.to(device())) for n, (images, labels) in enumerate(clients())},
+        get_user_sampler("minimize_reuse", list(range(CLIENTS))),
     )
     FederatedAveraging().run(
         # the first round is always evaluated; it is a warm-up

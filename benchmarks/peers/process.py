@@ -11,18 +11,21 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
+from peers.workload import DEVICE
+
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "GLOO_SOCKET_IFNAME": "lo",
-    "PFL_PYTORCH_DEVICE": "cpu",
 }
 MARK = "FEDHM_BENCHMARK_PEER"  # in the environment of all processes that come of a peer, wherever they were moved to
 
 
 class Peer:
-    def __init__(self, command: list[str]) -> None:
+    """A process that does a round when it is told to, on a device."""
+
+    def __init__(self, command: list[str], device: str = "cpu") -> None:
         # pfl writes to the folder it runs in
         self._folder = tempfile.TemporaryDirectory(prefix="peer", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
@@ -30,6 +33,7 @@ class Peer:
         self._mark = uuid.uuid4().hex
         paths = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"TMPDIR": str(folder), "FLWR_HOME": str(folder), "PYTHONPATH": os.pathsep.join(paths), MARK: self._mark}
+        own |= {DEVICE: device, "PFL_PYTORCH_DEVICE": device}
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
                 command,
@@ -57,6 +61,10 @@ class Peer:
             raise RuntimeError(f"{self._name} ended:\n{self._log.read_text(encoding='utf-8')[-3000:]}")
         self._idle = True
         return float(json.loads(answer)["seconds"])
+
+    def cpu_seconds(self) -> float:
+        """Return the seconds of CPU that the peer's processes have taken so far; 0 where there is no /proc."""
+        return sum(_cpu_seconds(pid) for pid in _processes() if self._made(pid))
 
     def __enter__(self) -> "Peer":
         return self
@@ -88,6 +96,14 @@ class Peer:
             return f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:  # gone, or somebody else's
             return False
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:  # gone
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _processes() -> list[int]:

@@ -6,7 +6,7 @@ from fedhm.assembly import assemble
 from fedhm.config.loading import parse
 from fedhm.data.federation import from_arrays
 from fedhm.errors import FedhmError
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from hostile import Hostile
 from tiny_transformers import sentences, tiny_bert
 

@@ -151,7 +151,7 @@ def test_factors_whose_product_overflows_are_one_sentence() -> None:
 
 def test_without_peft_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(fedhm.FedhmError, match=r"pip install 'fedhm\[lora\]'"):
+    with pytest.raises(fedhm.FedhmError, match=r"pip install '\.\[lora\]'"):
         fedhm.run(tiny_bert(), DATA, TEST, settings())
 
 

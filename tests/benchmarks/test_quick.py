@@ -10,12 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import forked
 
 ROOT = Path(__file__).parent.parent.parent
-# digests tells whether two versions give the same; lora_server has a test of its own; the others need real weights
-NO_RATIOS = ("digests.py", "lora_server.py", "lora_intents.py", "lora_shakespeare.py", "factorize_minilm.py")
+# digests tells whether two versions give the same; phases reads runs; lora_server, architectures and on_device run what
+# has tests of its own; the others need real weights
+NO_RATIOS = (
+    "digests.py",
+    "lora_server.py",
+    "lora_intents.py",
+    "lora_shakespeare.py",
+    "factorize_minilm.py",
+    "architectures.py",
+    "phases.py",
+    "on_device.py",
+)
 SCRIPTS = sorted(
     p for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in p.read_text() and p.name not in NO_RATIOS
 )
@@ -24,7 +35,12 @@ PROMISED = {
     "privacy.py": {"noise": {"0", "0.1"}},
     "engine.py": {
         "of_bare": {*(f"ResNet-18 {tier}" for tier in ("full", "1/2", "1/4", "1/8", "1/2, Frobenius decay")), "CNN"},
-        "two_workers_against": {"fedhm, 1 worker", "fedhm, ProcessPoolExecutor"},
+        "price_of_nesting": {f"ResNet-18 {tier}, keep = {n}" for tier in ("full", "1/2", "1/4") for n in (1, 3)},
+        "two_workers_against": {
+            f"fedhm, {pool}, {how}"
+            for pool in ("1 worker", "ProcessPoolExecutor")
+            for how in ("by the clock", "in CPU seconds")
+        },
     },
     "attacks.py": {
         f"{who}, {defence}, seed 0": {"full", "1/2", "1/4", "1/8", "hostile updates merged", "honest updates left out"}
@@ -98,6 +114,14 @@ def test_the_server_of_adapters_is_timed_with_each_rule() -> None:
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if re.fullmatch(r"\| `\w+` \| \d+ ms \|", line)]
     assert [row.split("`")[1] for row in rows] == ["models", "updates", "bands", "partitions"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_an_absent_device_of_the_engines_benchmark_is_one_sentence() -> None:
+    done = forked.script(ROOT / "benchmarks" / "engine.py", "--quick", "--device", "cuda")
+    assert done.returncode == 1
+    assert done.stderr == "engine.device = 'cuda' cannot be used with this PyTorch: there is no such CUDA device\n"
+    assert not done.stdout
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc")

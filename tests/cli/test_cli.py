@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,26 @@ def test_several_runs_side_by_side(
     csv = (tmp_path / "both" / "report.csv").read_text().splitlines()
     assert len(csv) == 1 + 3 * 4 + 3
     assert (tmp_path / "both" / "accuracy-by-bytes.png").exists()
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_the_report_of_all_folders_leaves_out_what_is_no_run(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, tmp_path / "a")
+    (tmp_path / "compare").mkdir()
+    (tmp_path / "compare" / "comparison.json").write_text("{}")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert main(["report", *map(str, sorted(tmp_path.iterdir())), "--out", str(tmp_path / "report")]) == 0
+    assert (tmp_path / "report" / "report.md").exists()
+    err = capsys.readouterr().err
+    comparison = tmp_path / "compare"
+    assert f"{comparison} is left out: it is a comparison, which 'fedhm report {comparison}' shows" in err
+    assert f"{tmp_path / 'notes.txt'} is left out: it is not the folder of a run" in err
+    said = failure(capsys, "report", str(comparison), str(tmp_path / "notes.txt"))
+    assert said.endswith("there is no run among these folders\n")
+    assert "there is no folder" in failure(capsys, "report", str(tmp_path / "a"), str(tmp_path / "misspelt"))
 
 
 @pytest.mark.usefixtures("without_figures")

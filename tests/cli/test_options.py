@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from fedhm.cli import main
 from fedhm.cli.options import number, one_of, whole_number, whole_number_or_auto
 from fedhm.errors import FedhmError
 
@@ -43,3 +44,12 @@ def test_what_does_not_fit_is_one_sentence(read: Callable[[str], Any], text: str
     with pytest.raises(FedhmError) as error:
         read(text)
     assert str(error.value) == sentence
+
+
+def test_settings_without_their_option_are_told_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "digits", "train.rounds=1", "train.lr=2"])
+    assert "(settings follow --set: --set train.rounds=1 train.lr=2)" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "digits", "--lr=2"])
+    assert "--set" not in capsys.readouterr().err

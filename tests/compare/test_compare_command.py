@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import forked
+from conftest import no_figures
 from fedhm.cli import main
 from fedhm.runs.folder import read_config
 
@@ -245,14 +246,18 @@ def test_its_folder_is_reported_again(finished: Path, tmp_path: Path, capsys: py
 
 
 @pytest.mark.slow
-def test_other_verbs_say_what_a_comparisons_folder_is(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_verbs_say_what_a_comparisons_folder_is(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = finished / "fedavg-seed0"
     for verb in ("export", "watch"):
         said = failure(capsys, verb, str(finished))
         assert f"{finished} is not the folder of a run: it holds runs, of which name one: {one}" in said
     said = failure(capsys, "resume", str(finished))
     assert "is the folder of a comparison, which the same command resumes: fedhm compare digits --methods" in said
-    assert f"of which name one: {one}" in failure(capsys, "report", str(finished), str(one))
+    with no_figures():
+        assert main(["report", str(finished), str(one), "--out", str(tmp_path / "report")]) == 0  # as runs/* names both
+    assert f"{finished} is left out: it is a comparison" in capsys.readouterr().err
 
 
 def test_folders_without_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from fedhm.methods.fedhm import FedHMConfig
 
 
 def options(*changes: str, setting: str | None = None, data: str | None = None) -> Namespace:
-    return Namespace(config="digits", changes=list(changes), setting=setting, data=data)
+    return Namespace(config="digits", changes=list(changes), setting=setting, data=data, model=None)
 
 
 @pytest.mark.parametrize(("setting", "weighting"), [("fixed", "uniform"), ("dynamic", "softmax")])

@@ -31,7 +31,7 @@ def test_fedhm_is_the_presets_own_method() -> None:
 
 def test_fedhm_as_it_is_now_stands_beside_the_papers() -> None:
     found = named("fedhm", "fedhm-paper", config=load_config("digits", ()))
-    assert (found["fedhm"].method["aggregate"], found["fedhm"].method["start"]) == ("bands", "whole")
+    assert (found["fedhm"].method["aggregate"], found["fedhm"].method["start"]) == ("bands", "auto")
     assert found["fedhm-paper"].method == {**found["fedhm"].method, "aggregate": "models", "start": "whole"}
 
 

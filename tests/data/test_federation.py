@@ -1,6 +1,7 @@
 """A federation is checked when it is made."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from fedhm.config.schema import Config, DataConfig
-from fedhm.data.federation import Federation, from_arrays, load_federation, remote_federation
-from fedhm.data.samples import Preprocessing
+from fedhm.data.federation import Federation, expected_federation, from_arrays, load_federation, remote_federation
+from fedhm.data.samples import Preprocessing, Samples, Source
+from fedhm.data.sources import SOURCES, NamedSource
 from fedhm.errors import FedhmError
 from fedhm.runs.fingerprint import data_facts, fingerprint
 
@@ -77,7 +79,7 @@ def test_own_images_are_normalised_by_the_clients_pixels() -> None:
         ([(torch.zeros(3, 4), torch.tensor([0.5, 1, 1]))], "whole class numbers"),
         ([(["one", 2], [0, 1])], "must be arrays of numbers"),
         ([(["one"], ["two"])], "client 0 has texts, and a model reads tokens"),
-        ([[{"image": 1}]], "must be pairs of an array and a class number"),
+        ([[{"image": 1}]], "client 0 has the columns 'image', and none is called 'label'"),
         ([(torch.zeros(3, 4), torch.zeros(2))], "labels must be one integer per sample"),
         ([(torch.zeros(3, 4), torch.tensor([0, -1, 0]))], "labels outside 0…1"),
         (["data"], "a pair"),
@@ -151,3 +153,22 @@ def test_more_samples_at_remote_clients_are_the_same_run() -> None:
     assert fingerprint(config, weights, before) != fingerprint(config, weights, other)
     facts = data_facts(after)
     assert (facts.clients, facts.samples, facts.digest) == (2, 17, data_facts(before).digest)
+
+
+@pytest.mark.parametrize("partition", ["iid", "dirichlet", "dirichlet-feddf", "dirichlet-unequal"])
+@pytest.mark.parametrize("more", [{"public": "held-out"}, {"validation": 0.2}, {"client_test": 0.3}], ids=str)
+def test_sizes_are_known_without_the_files(
+    partition: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if partition == "dirichlet-unequal" and "public" in more:
+        return  # sizes depend on the labels that are left
+    labels = torch.arange(600)[torch.randperm(600, generator=torch.Generator().manual_seed(0))] % 10
+    samples = Samples(torch.zeros(600, 3, 8, 8, dtype=torch.uint8), labels)
+    source = Source(samples, samples, 10, (0.5,) * 3, (0.5,) * 3)
+    monkeypatch.setitem(SOURCES, "stand-in", NamedSource(lambda _: source, (3, 8, 8), 10, train_samples=600))
+    config = DataConfig(source="stand-in", partition=partition, downscale=2, public_samples=50, **more)
+    read, expected = load_federation(config, 7, seed=1), expected_federation(config, 7, seed=1)
+    assert [expected.samples_of(client) for client in range(7)] == [read.samples_of(client) for client in range(7)]
+    assert [expected.client_tests.count(n) for n in range(7)] == [read.client_tests.count(n) for n in range(7)]
+    assert expected.input_shape == read.input_shape == (3, 4, 4)
+    assert len(expected.public or ()) == len(read.public or ())

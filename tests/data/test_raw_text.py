@@ -99,7 +99,7 @@ def test_a_run_takes_texts_and_pads_with_the_tokenizers_token_where_the_model_ha
 def test_what_is_no_tokenizer_and_what_is_no_text_are_one_sentence() -> None:
     with pytest.raises(fedhm.FedhmError, match="tokenizer must be one of transformers, not a str"):
         fedhm.run(tiny_bert(), [(LINES, LABELS)], None, settings(), tokenizer="bert")
-    with pytest.raises(fedhm.FedhmError, match="must be pairs of an array and a class number"):
+    with pytest.raises(fedhm.FedhmError, match="has the columns 'picture', and none is called 'label'"):
         read(Rows({"picture": LINES}))
     with pytest.raises(fedhm.FedhmError, match="'position_ids', which is not handed on to the model: leave it out"):
         read(({"input_ids": [[1, 2]], "position_ids": [[1, 0]]}, [0]))

@@ -28,8 +28,8 @@ from fedhm.engines.engine import LocalEngine, workers_for
 from fedhm.engines.workers import WINDOW
 from fedhm.errors import FedhmError
 from fedhm.networks.spec import NetworkSpec
+from fedhm.report.result import Result
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.history import Result
 from fedhm.server.collect import in_task_order
 from fedhm.server.record import Record
 from fedhm.work.messages import Failure, Participant, Reply, Task, TaskOptions, Update

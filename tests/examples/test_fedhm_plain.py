@@ -4,7 +4,7 @@ import copy
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -78,7 +78,13 @@ def digits() -> Federation:
     return Federation(clients, test, source.classes, Preprocessing())
 
 
-def _config(weighting: str, heterogeneity: str, aggregate: str = "models", evaluate_every: int = 1) -> Config:
+def _config(
+    weighting: str,
+    heterogeneity: str,
+    aggregate: str = "models",
+    evaluate_every: int = 1,
+    dense: Sequence[str] = ("shortcut",),  # as in the paper, whose 1×1 convolutions stay dense
+) -> Config:
     return Config.model_validate(
         {
             "seed": SEED,
@@ -96,6 +102,7 @@ def _config(weighting: str, heterogeneity: str, aggregate: str = "models", evalu
                 "name": "fedhm",
                 "tiers": TIERS,
                 "keep": 1,
+                "dense": dense,
                 "weighting": weighting,
                 "temperature": 0.5,
                 "aggregate": aggregate,
@@ -169,7 +176,7 @@ def test_library_gives_the_plain_result(digits: Federation, weighting: str, hete
 
 @pytest.mark.slow
 def test_every_tier_scores_as_in_the_library(digits: Federation) -> None:
-    model, config = _seeded(plain.small_network), _config("softmax", "fixed")
+    model, config = _seeded(plain.small_network), _config("softmax", "fixed", dense=())
     result = assemble(model, digits, config).run()
     inputs, labels = digits.test.inputs, digits.test.labels
     for record, server in zip(

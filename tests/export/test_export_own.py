@@ -137,7 +137,7 @@ def test_what_cannot_be_exported_is_a_sentence(
 
 def test_a_format_that_is_not_installed_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(formats, "find_spec", lambda name: None if name == "onnxscript" else object())
-    with pytest.raises(fedhm.FedhmError, match=r"onnxscript has to be installed: pip install 'fedhm\[export\]'"):
+    with pytest.raises(fedhm.FedhmError, match=r"onnxscript has to be installed: pip install '\.\[export\]'"):
         fedhm.export(small(), (6,), out=tmp_path)
 
 
@@ -167,3 +167,11 @@ def test_a_tier_that_is_a_budget_has_a_file_that_every_system_takes(tmp_path: Pa
     extra = {FACTS_FILE: ""}
     torch.export.load(done.path, extra_files=extra)
     assert json.loads(extra[FACTS_FILE])["tier"] == "memory:5MB,bytes:1/8"
+
+
+@pytest.mark.parametrize("shape", ["text", 3, (3, "x"), (0, 4)])
+def test_what_is_no_shape_is_one_sentence(shape: object) -> None:
+    with pytest.raises(
+        fedhm.FedhmError, match=r"sample_shape must be the shape of one input, such as \(3, 32, 32\), not"
+    ):
+        fedhm.export(nn.Linear(4, 3), shape)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def test_a_named_connection_is_looked_up_in_flowers_configuration(
         connection_of("mine")
     write_connection(Connection(tmp_path, "mine"), 9, None)
     assert connection_of("mine") == Connection(tmp_path, "mine")
-    with pytest.raises(FedhmError, match=r"it has mine$"):
+    with pytest.raises(FedhmError, match="which has mine: start one with 'fedhm flower up --folder yours' in"):
         connection_of("yours")
     (tmp_path / "config.toml").write_text("[superlink")
     with pytest.raises(FedhmError, match="is damaged"):

@@ -22,7 +22,7 @@ from fedhm.flower.engine import FlowerEngine
 from fedhm.flower.nodes import NodeRegistry
 from fedhm.flower.wire import JSON_RECORD, RunInfo, decode_replies, decode_tasks, encode_replies, introduction_request
 from fedhm.networks.spec import NetworkSpec
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.work.messages import Failure, Reply, Task, Update
 from flower_loopback import GarbledError, Loopback, LoopbackNode
 

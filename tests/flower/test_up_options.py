@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fedhm.cli import main
+from fedhm.cli import main, make_parser
 from fedhm.flower.deployment import _node_configs
+from fedhm.machine.extras import how_to_install
 
 
 def test_clients_get_tiers_or_memory_in_turn() -> None:
@@ -56,4 +57,18 @@ def test_without_flower_it_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "flwr", None)
     assert main(["flower", "up", "--folder", str(tmp_path / "new")]) == 1
-    assert capsys.readouterr().err == "fedhm: Flower is not installed: pip install 'fedhm[flower]'\n"
+    assert capsys.readouterr().err == f"fedhm: Flower is not installed: {how_to_install('flower')}\n"
+
+
+def test_the_first_lines_say_what_to_type_in_another_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(["flower", "up", "--clients", "3", "--folder", "file/x"]) == 1
+    first, *commands = capsys.readouterr().out.splitlines()[:3]
+    assert "needs this terminal until Ctrl-C" in first
+    assert "in another terminal" in first
+    assert commands[0] == f"  cd {tmp_path}"
+    assert commands[1].endswith("engine.name=flower engine.superlink=file/x federation.clients=3")
+    assert make_parser().parse_args(commands[1].split()[1:]).action

@@ -15,7 +15,7 @@ from fedhm.lowrank.layers import LowRankLinear
 from fedhm.lowrank.plan import plan_ranks
 
 TIGHT = {"rtol": 0.0, "atol": 1e-10}
-DENSE = "a MultiheadAttention: only Conv1d, Conv2d and Linear are factorized"
+DENSE = "a MultiheadAttention, a type of layer that is not factorized"
 USED = "a NonDynamicallyQuantizableLinear, whose owner may use its weight without calling it"
 
 

@@ -110,22 +110,21 @@ def signals() -> nn.Sequential:
 @pytest.mark.parametrize("form", ["spatial", "pufferfish"])
 def test_a_plan_treats_it_as_a_convolution(form: str) -> None:
     plan = plan_ranks(signals(), 1 / 4, form=form)  # type: ignore[arg-type]
-    assert plan == {"2": 6}  # of 24 output channels
+    assert plan == {"2": 6, "4": 6}  # of 24 output channels
     assert plan.dense == {
         "0": "among the first 1 layers",
-        "4": "a 1×1 convolution",
         "5": "a grouped convolution (3 groups)",
         "8": "the classifier",
     }
-    assert plan_ranks(signals(), 1 / 4, keep=0, pointwise=True) == {"0": 4, "2": 6, "4": 6}
-    assert plan_ranks(nn.Conv1d(8, 8, 1), 1 / 2, 0, pointwise=True).dense == {
+    assert plan_ranks(signals(), 1 / 4, keep=0, pointwise=False).dense["4"] == "a 1×1 convolution"
+    assert plan_ranks(nn.Conv1d(8, 8, 1), 1 / 2, 0, classifier=None).dense == {
         "": "rank 4 would hold 64 parameters instead of 64"
     }
 
 
 def test_a_hybrid_network_is_recovered_and_costs_what_its_factors_cost() -> None:
     model = signals()
-    hybrid = to_hybrid(model, plan_ranks(model, 1 / 4))
+    hybrid = to_hybrid(model, plan_ranks(model, 1 / 4, dense=["4"]))
     full, small = measure(model, (3, 20)), measure(hybrid, (3, 20))
     dense, factored = 24 * 16 * 3, 6 * (16 * 3 + 24)
     assert full.parameters - small.parameters == dense - factored

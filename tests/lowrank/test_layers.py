@@ -222,3 +222,21 @@ def test_repr_names_the_rank() -> None:
     text = repr(LowRankConv2d(nn.Conv2d(3, 4, (3, 1), 2, 1), 2))
     assert text == "LowRankConv2d(3, 4, kernel_size=(3, 1), rank=2, stride=(2, 2), padding=(1, 1))"
     assert repr(PufferfishConv2d(nn.Conv2d(3, 4, (3, 1), 2, 1), 2)) == text.replace("LowRank", "Pufferfish")
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_models_can_read_the_sizes_of_the_dense_layer(kind: type[LowRankConvolution]) -> None:
+    names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+    dense = nn.Conv2d(4, 8, 3, stride=2, padding=1)
+    layer = kind(dense, 2)
+    assert [getattr(layer, name) for name in names] == [getattr(dense, name) for name in names]
+    linear = LowRankLinear(nn.Linear(6, 9), 2)
+    assert (linear.in_features, linear.out_features) == (6, 9)
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect"])
+def test_a_strided_1x1_convolution_reads_its_pixels_only(padding_mode: str) -> None:
+    dense = nn.Conv2d(3, 5, 1, stride=(2, 3), padding=(1, 2), padding_mode=padding_mode).double()
+    layer = LowRankConv2d(dense, 3)
+    x = torch.randn(2, 3, 7, 8, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), dense(x), rtol=0, atol=1e-12)

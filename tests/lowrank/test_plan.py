@@ -45,9 +45,9 @@ def test_layers_of_resnet18_that_stay_dense() -> None:
         "conv1": first,
         "layer1.0.conv1": first,
         "layer1.0.conv2": first,
-        "layer2.0.shortcut.0": "a 1×1 convolution",
-        "layer3.0.shortcut.0": "a 1×1 convolution",
-        "layer4.0.shortcut.0": "a 1×1 convolution",
+        "layer2.0.shortcut.0": "a 1×1 shortcut, which the paper keeps",
+        "layer3.0.shortcut.0": "a 1×1 shortcut, which the paper keeps",
+        "layer4.0.shortcut.0": "a 1×1 shortcut, which the paper keeps",
         "fc": "the classifier",
     }
     assert plan["layer1.1.conv1"] == 16
@@ -147,10 +147,9 @@ def body() -> nn.Sequential:
 
 def test_every_weighted_layer_is_in_the_plan_or_has_a_reason() -> None:
     plan = plan_ranks(body(), 1 / 4)
-    assert plan == {"3": 8, "5": 8, "7": 8}
+    assert plan == {"1": 8, "3": 8, "5": 8, "7": 8}
     assert plan.dense == {
         "0": "among the first 1 layers",
-        "1": "a 1×1 convolution",
         "4": "a grouped convolution (2 groups)",
         "8": "the classifier",
     }
@@ -158,7 +157,14 @@ def test_every_weighted_layer_is_in_the_plan_or_has_a_reason() -> None:
 
 @pytest.mark.parametrize(
     ("keep", "layers"),
-    [(0, {"0", "3", "5", "7"}), (1, {"3", "5", "7"}), (2, {"5", "7"}), (3, {"5", "7"}), (4, {"7"}), (99, set())],
+    [
+        (0, {"0", "1", "3", "5", "7"}),
+        (1, {"1", "3", "5", "7"}),
+        (2, {"1", "5", "7"}),
+        (3, {"1", "5", "7"}),
+        (4, {"1", "7"}),
+        (99, {"1"}),
+    ],
 )
 def test_keep_counts_neither_pointwise_convolutions_nor_the_classifier(keep: int, layers: set[str]) -> None:
     assert set(plan_ranks(body(), 1 / 4, keep)) == layers
@@ -172,23 +178,58 @@ def test_ratio_one_is_the_full_network() -> None:
     assert plan.dense.keys() == {"0", "1", "3", "4", "5", "7", "8"}
 
 
-def test_pointwise_factorizes_1x1_convolutions_too() -> None:
-    assert plan_ranks(body(), 1 / 4, pointwise=True) == {"1": 8, "3": 8, "5": 8, "7": 8}
-    # then they count as layers to keep
-    assert plan_ranks(body(), 1 / 4, keep=2, pointwise=True) == {"3": 8, "5": 8, "7": 8}
+def test_1x1_convolutions_stay_dense_if_asked() -> None:
+    plan = plan_ranks(body(), 1 / 4, pointwise=False)
+    assert plan == {"3": 8, "5": 8, "7": 8}
+    assert plan.dense["1"] == "a 1×1 convolution"
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 96), (96, 16)])
+def test_an_expansion_and_a_projection_have_ranks_of_their_smaller_side(inputs: int, outputs: int) -> None:
+    """Six times as many channels save below rank 6/7 of the smaller side."""
+    model = nn.Sequential(nn.Conv2d(inputs, outputs, 1))
+    assert plan_ranks(model, 1 / 2, 0, classifier=None) == {"0": 8}
+    assert plan_ranks(model, 13 / 16, 0, classifier=None) == {"0": 13}
+    assert plan_ranks(model, 14 / 16, 0, classifier=None).dense == {
+        "0": "rank 14 would hold 1,568 parameters instead of 1,536"
+    }
 
 
 def test_classifier_can_be_named_or_absent() -> None:
-    assert plan_ranks(body(), 1 / 4, classifier=None) == {"3": 8, "5": 8, "7": 8, "8": 2}
+    assert plan_ranks(body(), 1 / 4, classifier=None) == {"1": 8, "3": 8, "5": 8, "7": 8, "8": 2}
     named = plan_ranks(body(), 1 / 4, classifier="7")
-    assert named == {"3": 8, "5": 8, "8": 2}
+    assert named == {"1": 8, "3": 8, "5": 8, "8": 2}
     assert named.dense["7"] == "the classifier"
+    both = plan_ranks(body(), 1 / 4, classifier=("7", "8"))
+    assert both == {"1": 8, "3": 8, "5": 8}
+    assert both.dense["7"] == both.dense["8"] == "the classifier"
+
+
+def test_a_1x1_convolution_at_the_end_is_the_classifier() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 1), nn.Conv2d(32, 32, 1))
+    assert plan_ranks(model, 1 / 4) == {"1": 8}
+    assert plan_ranks(model, 1 / 4).dense["2"] == "the classifier"
+    assert plan_ranks(model, 1 / 4, classifier=None) == {"1": 8, "2": 8}
 
 
 def test_dense_leaves_further_layers_as_they_are() -> None:
     plan = plan_ranks(body(), 1 / 4, dense=["5", "7"])
-    assert plan == {"3": 8}
+    assert plan == {"1": 8, "3": 8}
     assert plan.dense["5"] == plan.dense["7"] == "asked for"
+
+
+def test_dense_takes_patterns_of_names() -> None:
+    model = nn.ModuleDict({"a": body(), "b": body()})
+    plan = plan_ranks(model, 1 / 4, keep=0, dense=["*.1", "b.[37]"])
+    asked = [name for name, reason in plan.dense.items() if reason == "asked for"]
+    assert asked == ["a.1", "b.1", "b.3", "b.7"]
+    with pytest.raises(FedhmError, match=r"there is no layer '\*\.shortcut'"):
+        plan_ranks(model, 1 / 4, dense=["*.shortcut"])
+
+
+def test_shortcuts_of_a_resnet_inside_another_network_stay_dense() -> None:
+    plan = plan_ranks(nn.Sequential(nn.Identity(), resnet18(width=0.25)), 1 / 4)
+    assert plan.dense["1.layer2.0.shortcut.0"] == "a 1×1 shortcut, which the paper keeps"
 
 
 def test_auto_classifier_is_a_linear_at_the_end() -> None:

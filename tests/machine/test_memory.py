@@ -141,7 +141,7 @@ def test_a_client_without_memory_ends_a_run_on_this_machine_and_is_not_dropped(
 @pytest.mark.parametrize(
     ("place", "sentence"),
     [
-        ("fedhm.data.convert._as_arrays", "to read the data: give fewer samples"),
+        ("fedhm.data.convert._in_memory", "to read the data: give fewer samples"),
         ("fedhm.assembly.TaskFacts", r"to prepare the networks of the tiers: choose a smaller model.*model\.width"),
         ("fedhm.server.evaluation.evaluate_tiers", r"for the server's part of a round: lower engine\.workers"),
         ("fedhm.work.evaluate.evaluate", r"to evaluate the tiers: lower evaluation\.batch"),

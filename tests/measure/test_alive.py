@@ -50,7 +50,7 @@ def test_every_different_convolution_keeps_its_code() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="elsewhere freed memory is not given back at once")
 @pytest.mark.parametrize("case", [{"tier": "1/8", "checkpointing": True}, {"tier": "full", "micro_batch": 16}])
 def test_a_process_takes_as_much_as_predicted(case: dict[str, object]) -> None:
-    """Up to a tenth, of a ResNet-18 of a quarter of the width; `docs/devices.md` has the whole one."""
+    """Up to a tenth, of a ResNet-18 of a quarter of the width; `docs/measurements.md` has the whole one."""
     command = [sys.executable, "benchmarks/memory.py", "--quick", "--batch", "64", "--case", json.dumps(case)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     found = []

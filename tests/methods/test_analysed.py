@@ -13,13 +13,15 @@ from conftest import small_config
 from fedhm.assembly import assemble
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Feed, Preprocessing, Samples
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.seeds import torch_generator
 
 CLIENTS, STEPS, ROUNDS, BATCH, LR, SEED = 6, 5, 3, 8, 0.05, 4
 
 # Both sides compute in float64, and sum in different orders. A wrong rule is seen above 1e-3.
 TOLERANCE = 1e-10
+
+pytestmark = pytest.mark.filterwarnings("ignore:tier 1/2 keeps")  # such small networks save little
 
 
 class MLP(nn.Sequential):

@@ -20,7 +20,7 @@ from fedhm.methods.feddf import FedDF, FedDFConfig, FedDFState
 from fedhm.methods.fedmd import FedMD, FedMDConfig, FedMDState
 from fedhm.methods.method import Setup
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.seeds import torch_generator
 from fedhm.server.record import Record
 from fedhm.work.messages import Participant, Reply, Task, TaskOptions, Update

@@ -19,7 +19,7 @@ from fedhm.methods.feddlr import Factored, FedDLR, FedDLRConfig
 from fedhm.methods.method import Setup, State
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load, size_in_bytes
 from fedhm.networks.spec import NetworkSpec
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.work.messages import Participant, Update
 
 LAYERS = ("3", "7")

@@ -14,8 +14,8 @@ from fedhm.errors import FedhmError
 from fedhm.experiment import Experiment
 from fedhm.measure.cost import training_memory
 from fedhm.networks.exchange import exchanged_tensors
+from fedhm.report.result import Result
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.history import Result
 from fedhm.work.messages import TaskOptions
 
 TIERS = ["full", "bytes:8kB", {"parameters": "1/8"}]
@@ -71,7 +71,7 @@ def test_what_is_wrong_with_them_is_a_sentence(method: dict[str, object], senten
         (["bytes:8kB", "memory:1GB"], "'memory:1GB' affords more than the tier before it: list the largest first"),
         (["bytes:8kB", "macs:1G"], "'macs:1G' affords more than the tier before it"),
         (["1/8", "memory:1GB"], "'memory:1GB' affords more than the tier before it"),
-        (["1/4", "1/2", "bytes:7kB"], "ratios too are listed with the largest first"),
+        (["1/4", "1/2", "bytes:7kB"], "all tiers are listed with the largest first"),
     ],
 )
 def test_what_the_model_cannot_meet_is_a_sentence(federation: Federation, tiers: list[str], sentence: str) -> None:

@@ -24,7 +24,7 @@ from fedhm.methods.slimmed import Slimmed, SlimmedConfig
 from fedhm.methods.splitmix import SplitMix, SplitMixConfig
 from fedhm.networks.exchange import Tensors, exchanged_tensors, load
 from fedhm.networks.spec import NetworkSpec
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.runs.models import load_tier, save_tier
 from fedhm.work.messages import Participant, Reply, Task, Update
 

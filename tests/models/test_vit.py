@@ -28,7 +28,7 @@ def test_all_of_attention_and_mlp_is_factorized_and_the_rest_has_a_reason() -> N
     assert plan == {f"blocks.{block}.{layer}": 8 for block in (0, 1) for layer in layers}
     assert plan.dense == {
         "patches": "among the first 1 layers",
-        "positions": "an Embedding: rows of it are looked up, and no matrix is multiplied",
+        "positions": "all of its rows are added to every image",
         "fc": "the classifier",
     }
     model, x = model.double().eval(), torch.rand(3, 1, 8, 8, dtype=torch.float64)

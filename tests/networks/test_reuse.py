@@ -20,7 +20,7 @@ from fedhm.config.registry import known
 from fedhm.data.federation import Federation
 from fedhm.networks.exchange import Tensors, exchanged_tensors
 from fedhm.networks.reuse import NetworkPool
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 
 
 class Restless(nn.Module):

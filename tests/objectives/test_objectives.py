@@ -123,7 +123,7 @@ def test_metrics_are_called_by_their_names() -> None:
         (
             torch.rand(20),
             "quantiles",
-            "there is no objective 'quantiles', known are causal_lm, classification, regression, seq",
+            "there is no objective 'quantiles', known are causal_lm, classification, multilabel, regression",
         ),
     ],
 )

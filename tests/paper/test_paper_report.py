@@ -123,6 +123,6 @@ def test_the_convergence_figure_has_the_smallest_model_of_each_method() -> None:
         "heterofl": [mixed("heterofl", *curves)],
     }
     (plot,) = report_of("figure2", entries).report().plots
-    assert [line.label for line in plot.lines] == ["HeteroFL, 0.1 k", "FedHM, 0.1 k"]
+    assert [line.label for line in plot.lines] == ["HeteroFL, 100", "FedHM, 100"]
     for line in plot.lines:
         assert list(line.y) == pytest.approx([47, 77, 82])

@@ -9,6 +9,7 @@ import pytest
 
 from browser import Browser, needs_browser
 from fedhm.report.page import LivePages, PageServer, save_page
+from fedhm.report.palette import DARK_TWINS, TIERS
 from fedhm.runs.folder import RunFolder
 from fedhm.runs.history import Run
 from fedhm.runs.rounds import append_record
@@ -106,6 +107,9 @@ def test_it_is_readable_without_scripts_on_a_phone_in_the_dark_and_on_paper(open
     light = opened.run(colour), opened.run(ground)
     opened.emulate("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     dark = opened.run(colour), opened.run(ground)
+    drawn = "return document.querySelector('figure .scatterlayer path.js-line').style.stroke"
+    twin = f"rgb{tuple(bytes.fromhex(DARK_TWINS[TIERS[0]][1:]))}"
+    opened.wait(lambda: opened.run(drawn) == twin)  # lines have the twins of their colours
     assert light == ("rgb(26, 26, 26)", "rgb(255, 255, 255)")
     assert dark == ("rgb(230, 230, 230)", "rgb(22, 24, 27)")
     opened.emulate("Emulation.setEmulatedMedia", media="print")

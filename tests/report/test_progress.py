@@ -74,7 +74,8 @@ def test_where_there_is_no_terminal_there_is_a_line_for_each_round_if_it_is_want
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
     run(progress=True)
-    assert [line.partition("  ")[0] for line in written.getvalue().splitlines()] == ["round 1/2", "round 2/2"]
+    lines = [line.partition("  ")[0].strip() for line in written.getvalue().splitlines()]
+    assert lines == ["tier full", "tier 1/2", "tier 1/4", "tier 1/8", "round 1/2", "round 2/2"]
 
 
 @pytest.mark.slow

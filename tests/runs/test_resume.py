@@ -21,8 +21,8 @@ from fedhm.cli import main
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
 from fedhm.machine import files
+from fedhm.report.result import Result
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.history import Result
 from fedhm.server.record import Record
 from run_outcome import outcome
 

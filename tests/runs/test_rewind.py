@@ -11,8 +11,8 @@ from torch import nn
 import fedhm
 from fedhm.cli import main
 from fedhm.errors import FedhmError
+from fedhm.report.result import Result
 from fedhm.runs.folder import RunFolder
-from fedhm.runs.history import Result
 from fedhm.runs.rounds import read_records
 from run_outcome import edit_sealed, outcome
 

@@ -19,7 +19,7 @@ from fedhm.server.round import RoundFilters
 from fedhm.server.state import flatten
 from fedhm.work.messages import Participant, Task, Update
 
-ORDER = ["fleet", "admission", "defence", "privacy", "late", "optimizer", "own 1", "own 2", "theory"]
+ORDER = ["fleet", "admission", "defence", "weights", "privacy", "late", "optimizer", "own 1", "own 2", "theory"]
 
 
 class Recorder(RoundFilter):

@@ -22,7 +22,7 @@ from fedhm.errors import FedhmError
 from fedhm.networks.exchange import exchanged_tensors
 from fedhm.networks.reuse import NetworkPool
 from fedhm.networks.spec import NetworkSpec
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.seeds import torch_generator
 from fedhm.server.filters.admission import reason_to_refuse
 from fedhm.server.record import Record

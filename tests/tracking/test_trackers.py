@@ -275,7 +275,7 @@ def test_one_that_is_not_installed_is_a_sentence(
     setting: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedhm.tracking.trackers.find_spec", lambda _: None)
-    with pytest.raises(fedhm.FedhmError, match=rf"{said}.* is not installed: pip install 'fedhm\[{setting}\]'"):
+    with pytest.raises(fedhm.FedhmError, match=rf"{said}.* is not installed: pip install '\.\[{setting}\]'"):
         run(tmp_path / "run", **{setting: str(tmp_path / "place")})
     assert not (tmp_path / "run").exists()
 

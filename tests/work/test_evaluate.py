@@ -159,7 +159,7 @@ def test_the_command_line_shows_warnings_as_sentences(
         warnings.warn("all is lost", FedhmWarning, stacklevel=1)
         warnings.warn("something else", UserWarning, stacklevel=1)
 
-    monkeypatch.setattr("fedhm.cli.report.list_presets", warn)
+    monkeypatch.setattr("fedhm.cli.presets.show_presets", warn)
     assert main(["presets"]) == 0
     assert capsys.readouterr().err == "fedhm: all is lost\n"
     assert others == ["something else"]

@@ -15,7 +15,7 @@ from fedhm.config.method import STABLE_STEP
 from fedhm.config.schema import ResolvedConfig
 from fedhm.errors import FedhmError, FedhmWarning
 from fedhm.models.build import build_model
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 
 SKEWED = ["data.partition=dirichlet", "data.alpha=0.1", "train.epochs=10", "train.rounds=2", "train.milestones=[]"]
 PAPERS_RULE = ["method.aggregate=models", "train.clip_norm=0"]

@@ -298,7 +298,7 @@ def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(FedhmError, match=r"needs the package datasets: pip install 'fedhm\[hf\]'"):
+    with pytest.raises(FedhmError, match=r"needs the package datasets: pip install '\.\[hf\]'"):
         read_huggingface("mnist")
 
 

@@ -14,7 +14,7 @@ import fedhm
 from fedhm.config.schema import FederationConfig, PrivacyConfig
 from fedhm.errors import FedhmError
 from fedhm.machine import files
-from fedhm.runs.history import Result
+from fedhm.report.result import Result
 from fedhm.runs.privacy import LENGTH, ROUNDS_FILE, SECRET_FILE
 from fedhm.runs.rounds import append_record, read_records
 from fedhm.runs.verify import verify_run

@@ -16,6 +16,7 @@ from fedhm.config.loading import parse
 from fedhm.config.schema import LEAST_NOISE, PrivacyConfig, ServerConfig
 from fedhm.data.federation import Federation
 from fedhm.errors import FedhmError
+from fedhm.machine.extras import how_to_install
 from fedhm.server.filters.privacy import check_privacy, epsilon
 
 SERVER_ONLY = {"clip": 1.0, "noise": 1.0, "where": "server"}
@@ -142,4 +143,4 @@ def test_without_an_accountant_nothing_is_promised(monkeypatch: pytest.MonkeyPat
         return real(name, *arguments, **named)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    assert refusal() == "privacy.noise needs an accountant: install it with pip install 'fedhm[privacy]'"
+    assert refusal() == "privacy.noise needs the package dp-accounting: " + how_to_install("privacy")
