@@ -32,7 +32,7 @@ format: .venv/dev-installed
 
 # the site, in site/
 docs: .venv/dev-installed
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # kills and damages real runs at random moments; make torture MINUTES=60 SEED=7 for more, and other ones;
 # KILLS=20 goes on, if it must, until a server was killed so often
