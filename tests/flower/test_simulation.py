@@ -75,7 +75,9 @@ def assert_same_models(one: Path, other: Path) -> None:
 
 def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tmp_path: Path) -> None:
     boards = tmp_path / "boards"
-    changes = [*SMALL, "train.rounds=4", "evaluation.every=4", "engine.name=flower", f"tracking.tensorboard={boards}"]
+    rounds = 24  # each takes a quarter of a second, and the signal must come before the last
+    length = [f"train.rounds={rounds}", f"evaluation.every={rounds}"]
+    changes = [*SMALL, *length, "engine.name=flower", f"tracking.tensorboard={boards}"]
     command = ["run", "digits", "--set", *changes, "--out", str(tmp_path / "run")]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with forked.fedhm(command, **streams, start_new_session=True) as process:
@@ -83,7 +85,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
             wait_until(lambda: read_records(tmp_path / "run" / "records.jsonl") or process.poll() is not None)
             below = list(descendants(process.pid))
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=200)
         finally:
             process.kill()
     assert len(below) > 3  # Ray's processes among them
@@ -92,13 +94,13 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in below))
     watched = LivePages([tmp_path / "run"])  # what a browser would be shown between its records
     begun = watched.latest()
-    assert "of its 4 rounds" in begun.part
+    assert f"of its {rounds} rounds" in begun.part
     assert "run has done all" not in begun.part
 
     assert main(["resume", str(tmp_path / "run")]) == 0
     wait_until(lambda: watched.latest().version != begun.version)
-    assert "run has done all of its 4 rounds" in watched.latest().part
-    run_locally(settings("train.rounds=4", "evaluation.every=4"), tmp_path / "local")
+    assert f"run has done all of its {rounds} rounds" in watched.latest().part
+    run_locally(settings(*length), tmp_path / "local")
     assert_same_models(tmp_path / "run", tmp_path / "local")
     assert read_config(tmp_path / "run").server.robust == "none"  # nobody is hostile in a simulation
     ours, theirs = (read_records(tmp_path / name / "records.jsonl") for name in ("run", "local"))
@@ -112,7 +114,7 @@ def test_a_run_that_was_interrupted_and_resumed_ends_as_the_local_engine_does(tm
     assert (tmp_path / "run" / "report.md").exists()
     board = EventAccumulator(str(boards / "run"))
     board.Reload()
-    assert [event.step for event in board.Scalars("participants")] == [1, 2, 3, 4]
+    assert [event.step for event in board.Scalars("participants")] == list(range(1, rounds + 1))
 
 
 def test_every_kind_of_method_ends_as_with_the_local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
