@@ -35,6 +35,8 @@ def test_prepare_takes_a_model_or_a_function() -> None:
     assert experiment.run().networks["full"][1].in_features == 64
     model = make()
     assert torch.equal(fedhm.prepare(config, model=model).initial["1.weight"], model[1].weight)
+    with pytest.raises(fedhm.FedhmError, match=r"takes settings that are read, .* fedhm\.load_config\('digits'\)"):
+        fedhm.prepare("digits", model=model)  # type: ignore[arg-type]
     with pytest.raises(fedhm.FedhmError, match="the model cannot be made: ZeroDivisionError"):
         fedhm.prepare(config, model=lambda: 1 / 0)  # type: ignore[arg-type,return-value]
 
@@ -46,6 +48,11 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     options = [part for change in (*CHANGES, "method.tiers=[1, 1/4]") for part in ("--set", change)]
     assert main(["run", "digits", *options, "--model", own, "--out", run]) == 0
     assert main(["resume", run, "--rounds", "2", "--model", own]) == 0
+    assert main(["export", run, "--tier", "1/4", "--to", "torch", "--model", own]) == 0
+    assert (tmp_path / "run" / "export" / "1-4.pt2").is_file()
+    capsys.readouterr()
+    assert main(["export", run, "--to", "torch"]) == 1
+    assert "was run with a model of your own: name it with --model FILE.py:FUNCTION" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["resume", run, "--rounds", "3"]) == 1
     assert "--model FILE.py:FUNCTION" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from fedhm.config.objective import Objective
 from fedhm.config.placeholder import is_placeholder
 from fedhm.config.registry import Group, UnknownNameError, find, register
 from fedhm.config.schema import Config, EngineConfig
-from fedhm.data.convert import DataLike, PublicLike, check_clients, named_client_tests
+from fedhm.data.convert import DataLike, PublicLike, check_clients, named_client_tests, named_weights
 from fedhm.data.federation import default_test_share, from_arrays
 from fedhm.data.text import TextReader, TokenizingBar, check_tokenizer, count_samples, text_limits, with_padding_token
 from fedhm.engines.engine import FlowerOnlyEngine
@@ -80,10 +80,12 @@ def run(
     else:
         own_tests = client_test
     table = _own_table(config, method=method, objective=objective)
-    clients = check_clients(clients)
     federation_table = table.get("federation") or {}
     if not isinstance(federation_table, Mapping):
         raise FedhmError(f"config: federation: input should be a mapping (got {federation_table!r})")
+    if isinstance(weights := federation_table.get("weights"), Mapping):
+        federation_table = {**federation_table, "weights": named_weights(weights, clients)}
+    clients = check_clients(clients)
     table["federation"] = {**federation_table, "clients": len(clients)}
     settings = parse(table, "config")
     if settings.engine.name == "flower":
@@ -193,6 +195,8 @@ def prepare(config: Config, watchers: Sequence[Watcher] = (), *, model: OwnModel
 
     It may be a function that makes the model: it is called once the generators are seeded by the config's seed.
     """
+    if not isinstance(config, Config):
+        raise FedhmError(f"prepare takes settings that are read, not {config!r:.60}: fedhm.load_config('digits')")
     federation = read_federation(config)
     if model is None:
         built = build_model(config, federation.input_shape, federation.classes)

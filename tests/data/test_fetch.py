@@ -122,6 +122,20 @@ def test_without_a_network_it_says_what_to_put_where_at_once(answers: bool, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_offline_it_says_what_to_put_where(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fedhm", "data", "cifar100", "--to", "here"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 1
+    assert "Or put cifar-100-binary/train.bin and cifar-100-binary/test.bin into here yourself" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_without_the_package_it_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import fedhm
-from fedhm.data.convert import check_clients, named_client_tests, to_samples
+from fedhm.data.convert import check_clients, named_client_tests, named_weights, to_samples
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.objectives.classification import Classification
 from fedhm.objectives.multilabel import MultiLabel
@@ -278,6 +278,19 @@ def test_clients_may_have_names() -> None:
         named_client_tests({"east": None}, named)
     with pytest.raises(fedhm.FedhmError, match="give both by name, or both as lists"):
         named_client_tests({"east": None}, [(X, Y)])
+
+
+def test_named_clients_may_be_frames_and_have_weights() -> None:
+    frames = {"north": FRAME.assign(label=Y.numpy()), "south": FRAME.assign(label=Y.numpy())}
+    settings: dict[str, Any] = {"train": {"rounds": 1}, "federation": {"weights": {"south": 2.0, "north": 1.0}}}
+    inputs = torch.tensor(FRAME.to_numpy(np.float32).tolist())
+    model = nn.Linear(inputs.shape[1], 3)
+    found = fedhm.run(model, frames, (inputs, Y), {**settings, "method": {"name": "fedavg"}})
+    assert found.config.federation.weights == (1.0, 2.0)
+    with pytest.raises(fedhm.FedhmError, match="must have the same names: 'east' is in one of them only"):
+        named_weights({"east": 1.0, "north": 1.0, "south": 1.0}, frames)
+    with pytest.raises(fedhm.FedhmError, match=r"federation\.weights is a dictionary, and clients is none"):
+        named_weights({"east": 1.0}, [(X, Y)])
 
 
 def test_crop_and_flip_would_not_move_masks() -> None:

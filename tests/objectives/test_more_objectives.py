@@ -50,6 +50,45 @@ def test_segmentation_is_that_of_scikit_learn(parts: int) -> None:
     assert found.loss == pytest.approx(F.cross_entropy(output, targets, ignore_index=255).item(), rel=1e-5)
 
 
+class Exits(nn.Module):
+    """Two exits. In training the output is that of both, (N, exits, classes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(6, 16), nn.Linear(16, 16)
+        self.exits = nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.early(x).relu()
+        scores = [self.exits[0](first), self.exits[1](self.late(first).relu())]
+        return torch.stack(scores, 1) if self.training else scores[-1]
+
+
+def over_exits(output: Tensor, targets: Tensor) -> Tensor:
+    if output.ndim == 2:
+        return F.cross_entropy(output, targets)
+    assert bool((output[..., 2] == 0).all()) or 2 in targets  # masked in every exit
+    return F.cross_entropy(output.flatten(0, 1), targets.repeat_interleave(output.shape[1]))
+
+
+def test_exits_that_are_only_trained_are_masked_too() -> None:
+    some = Y < 2
+    torch.manual_seed(0)
+    found = fedhm.run(Exits(), [(X[some], Y[some]), (X, Y)], (X, Y), SETTINGS,
+                      objective=fedhm.Classification(loss=over_exits))  # fmt: skip
+    assert not any(record.dropped for record in found.records)
+    assert found.metrics["1/4"].loss > 0
+
+
+def test_masks_of_eight_bits_are_explained() -> None:
+    masks = torch.randint(0, 2, (8, 6, 6)) * 255
+    images = torch.rand(8, 3, 6, 6)
+    with pytest.raises(fedhm.FedhmError, match=r"objective.ignore_index = 255; masks of 0 and 255 become classes by"):
+        fedhm.run(nn.Conv2d(3, 2, 1), [(images, masks)], None, SETTINGS, objective="segmentation")
+    with pytest.raises(fedhm.FedhmError, match=r"one for each pixel, .* set objective = 'segmentation'"):
+        fedhm.run(nn.Conv2d(3, 2, 1), [(images, masks)], None, SETTINGS)
+
+
 def test_segmentation_checks_its_masks() -> None:
     objective = fedhm.Segmentation()
     masks = torch.tensor([[[0, 255], [1, 1]]])
@@ -239,7 +278,7 @@ def test_other_processes_read_runs_with_own_methods_and_objectives(tmp_path: Pat
         resumed = in_another_process("resume", str(tmp_path / name))
         assert "was started from Python with its own data" in resumed.stderr
         exported = in_another_process("export", str(tmp_path / name), "--to", "torch")
-        assert "was run with a model or data from Python" in exported.stderr
+        assert "was run with data from Python, which its folder lacks" in exported.stderr
     (here,) = read_runs([tmp_path / "run"])
     assert here.config.objective.headline.name == "distance"
 

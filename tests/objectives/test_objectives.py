@@ -118,7 +118,7 @@ def test_metrics_are_called_by_their_names() -> None:
     [
         (torch.rand(20), "classification", "to predict numbers, set objective = 'regression'"),
         (torch.full((20,), float("nan")), "regression", "hold NaN or infinite values"),
-        (torch.rand(20, 2, 2), "regression", "one row of numbers per sample"),
+        (torch.rand(20, 2, 2), "regression", "the model must give 4 numbers for each sample, but its output is"),
         (torch.rand(20, 2), "regression", "the model must give 2 numbers for each sample, but its output is"),
         (
             torch.rand(20),
@@ -156,3 +156,27 @@ def test_a_preset_of_regression_runs_from_the_shell(tmp_path: Path, capsys: pyte
     assert fedhm.resume(out).metrics["full"].r2 == record["metrics"]["full"]["r2"]
     with pytest.raises(FedhmError, match="partitions by label, and diabetes has no labels"):
         fedhm.prepare(fedhm.load_config("diabetes", ["data.partition=dirichlet"]))
+
+
+def test_images_are_predicted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.rand(48, 1, 6, 6, generator=generator)
+    noisy = clean + 0.3 * torch.randn(48, 1, 6, 6, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+    model.append(nn.Conv2d(8, 1, 3, padding=1))
+    settings = {"train": {"rounds": 6, "lr": 0.1, "batch": 8}, "method": {"tiers": [1, "1/4"]}}
+    clients = [(noisy[start:40:2], clean[start:40:2]) for start in range(2)]
+    found = fedhm.run(model, clients, (noisy[40:], clean[40:]), settings, objective="regression")
+    errors = found.networks["1/4"](noisy[40:]) - clean[40:]
+    assert found.metrics["1/4"].mse == pytest.approx(errors.square().mean().item(), rel=1e-4)
+    assert found.metrics["1/4"].mse < clean[40:].square().mean()  # better than no picture at all
+    with pytest.raises(FedhmError, match="crop and flip move images and not their targets"):
+        fedhm.run(model, clients, None, settings, objective="regression", flip=True)
+
+
+def test_each_image_has_the_mean_of_its_errors() -> None:
+    output, targets = torch.randn(5, 3, 2, 2), torch.randn(5, 3, 2, 2)
+    losses = Regression().sample_losses(output, targets, torch.ones(12))
+    assert losses is not None
+    torch.testing.assert_close(losses, (output - targets).square().mean((1, 2, 3)))

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedhm.cli.options import Verbs, add_changes, one_of, terminal
+from fedhm.cli.options import Verbs, add_changes, add_model, one_of, own_model, terminal
 from fedhm.errors import FedhmError
 from fedhm.machine.files import check_folder
 
@@ -41,6 +41,7 @@ def add_export(verbs: Verbs) -> None:
         "--train", action="store_true", help="files that train on a device, in place of files that predict"
     )
     add_changes(parser)
+    add_model(parser)
     parser.add_argument("--classes", nargs="+", default=[], metavar="NAME", help="names of the classes, in order")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where to (default: export in the run's folder)")
     parser.set_defaults(action=export, imports="fedhm.export.write")
@@ -76,7 +77,7 @@ def _export_training(options: argparse.Namespace, out: Path) -> None:
         raise FedhmError("a finished run has its settings: --set is for a preset or a config file")
     origin = options.folder if is_run else load_config(str(options.folder), options.changes)
     console = terminal()
-    sources = training_sources(origin, list(dict.fromkeys(options.tiers)))
+    sources = training_sources(origin, list(dict.fromkeys(options.tiers)), own_model(options))
     exported = []
     for source in sources:
         done = write_training(source, out)
@@ -111,7 +112,7 @@ def _export(options: argparse.Namespace, out: Path) -> None:
         check_folder(out)
     console = terminal()
     exported: dict[str, list[Exported]] = {}
-    sources = sources_from_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes)
+    sources = sources_from_run(options.folder, list(dict.fromkeys(options.tiers)), options.classes, own_model(options))
     for source in sources:
         for to, int8 in formats:
             done = write(source, to, out, int8=int8)

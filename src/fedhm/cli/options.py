@@ -13,6 +13,8 @@ from fedhm.errors import FedhmError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fedhm.models.own import OwnModel
+
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -70,6 +72,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py:FUNCTION",
         help="a model of your own, in place of [model]: a function without arguments that makes it",
     )
+
+
+def own_model(options: argparse.Namespace) -> "OwnModel | None":
+    """Return the model that --model names."""
+    if options.model is None:
+        return None
+    from fedhm.models.own import load_function
+
+    return load_function(options.model)
 
 
 def whole_number(option: str, largest: int | None = None) -> Callable[[str], int]:

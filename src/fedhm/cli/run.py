@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedhm.cli.options import Verbs, add_config, add_model, terminal, whole_number, whole_number_or_auto
+from fedhm.cli.options import Verbs, add_config, add_model, own_model, terminal, whole_number, whole_number_or_auto
 from fedhm.cli.report import show_report
 from fedhm.compare import is_comparison
 from fedhm.errors import FedhmError
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedhm.config.schema import Config
-    from fedhm.models.own import OwnModel
 
 
 def add_run(verbs: Verbs) -> None:
@@ -59,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from fedhm.runs.folder import RunFolder, how_to_resume
 
     config = load_config(options.config, options.changes).resolved()
-    own = _own_model(options)
+    own = own_model(options)
     config = config if own is None else config.without_model()
     path = options.out or _new_folder(Path(options.config).stem)
     RunFolder.check_free(path)
@@ -108,16 +107,8 @@ def resume(options: argparse.Namespace) -> None:
     console = _announce_reading(config)
     options.resume_hint = how_to_resume(options.folder)
     with progress(console, config.objective.headline) as bar:
-        finish(options.folder, options.workers, options.from_round, [bar], model=_own_model(options))
+        finish(options.folder, options.workers, options.from_round, [bar], model=own_model(options))
     show_report([options.folder], options.folder, console)
-
-
-def _own_model(options: argparse.Namespace) -> "OwnModel | None":
-    if options.model is None:
-        return None
-    from fedhm.models.own import load_function
-
-    return load_function(options.model)
 
 
 def _run_on_flower(options: argparse.Namespace, config: "Config", path: Path, from_round: int | None = None) -> None:

@@ -326,7 +326,9 @@ class TrainConfig(Section):
         if self.nested_form == "instead" and self.nested == 1:
             raise ValueError("nested_form = 'instead' needs a nested below 1, or no larger tier would be trained")
         if self.milestones and self.schedule != "milestones":
-            raise ValueError(f"milestones are for schedule = 'milestones', not for '{self.schedule}'")
+            raise ValueError(
+                f"milestones are for schedule = 'milestones', not for '{self.schedule}': set train.milestones=[], too"
+            )
         if self.warmup_rounds and self.warmup_rounds >= self.rounds:
             raise ValueError(f"warmup_rounds = {self.warmup_rounds} leave nothing of {self.rounds} rounds")
         if not self.learning_rate(self.rounds):  # norms of changes are measured in multiples of it

@@ -109,7 +109,7 @@ def check_clients(clients: Any) -> list[Any]:
         names = {str(name).lower() for name in clients}
         if names and names <= SPLITS:
             raise FedhmError(f"{wanted}, not a dictionary of the splits {', '.join(map(str, clients))}")
-        if any(is_array(value) for value in clients.values()):
+        if any(is_array(value) and not is_frame(value) for value in clients.values()):
             raise FedhmError(f"{wanted}, not one dictionary of arrays")
         clients = list(clients.values())
     if isinstance(clients, tuple) and len(clients) == 2 and hasattr(clients[0], "shape"):
@@ -130,6 +130,15 @@ def named_client_tests(tests: Mapping[str, DataLike | None], clients: Any) -> li
     if unknown := [str(name) for name in tests if name not in clients]:
         raise FedhmError(f"client_test names '{unknown[0]}', which is none of the clients")
     return [tests.get(name) for name in clients]
+
+
+def named_weights(weights: Mapping[str, float], clients: Any) -> list[float]:
+    """Return the weights of clients that are given by their names, in the clients' order."""
+    if not isinstance(clients, Mapping):
+        raise FedhmError("federation.weights is a dictionary, and clients is none: give both by name, or both as lists")
+    if odd := [str(name) for name in (*weights, *clients) if name not in clients or name not in weights]:
+        raise FedhmError(f"federation.weights and clients must have the same names: '{odd[0]}' is in one of them only")
+    return [weights[name] for name in clients]
 
 
 def _unwrapped(data: Any, whose: str) -> tuple[Any, Collate | None]:

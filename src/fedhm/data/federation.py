@@ -89,8 +89,9 @@ class Federation:
         for number, samples in enumerate(self.clients):
             if not len(samples):
                 raise FedhmError(
-                    f"client {number} has no samples: use fewer clients, a larger data.alpha, or "
-                    "data.partition = 'dirichlet', which gives every client the same number"
+                    f"client {number} has no samples: leave it out of your own clients; of a data set that is dealt "
+                    "out, use fewer clients, a larger data.alpha, or data.partition = 'dirichlet', which gives every "
+                    "client the same number"
                 )
         for name, samples in self._named():
             plain = not samples.labels.is_floating_point() and samples.labels.ndim == 1
@@ -100,8 +101,8 @@ class Federation:
         side = min(self.input_shape[1:]) if self.example.are_images else 10**9
         if not 0 <= self.preprocessing.crop <= side:
             raise FedhmError(f"crop = {self.preprocessing.crop}, but images of {side} pixels can be padded by 0…{side}")
-        masks = any(not s.labels.is_floating_point() and s.labels.ndim > 1 for _, s in self._named())
-        if masks and (self.preprocessing.crop or self.preprocessing.flip):
+        images = any(s.labels.ndim > (2 if s.labels.is_floating_point() else 1) for _, s in self._named())
+        if images and (self.preprocessing.crop or self.preprocessing.flip):
             raise FedhmError(
                 "crop and flip move images and not their targets: leave them out, and let the data set augment both"
             )

@@ -62,12 +62,13 @@ def fetch(name: str, folder: Path, source: str = "", say: Say = print) -> None:
         raise FedhmError(f"{folder} holds files of {name} already: remove them first, or name another folder with --to")
     local = Path(source) if source and Path(source).is_dir() else None
     hub = source or wanted.hub
+    by_hand = f"put {wanted.layout} into {folder} yourself ({files.how_to_get})"
     if local is None:
-        _check_reach(name, hub, f"put {wanted.layout} into {folder} yourself ({files.how_to_get})")
+        _check_reach(name, hub, by_hand)
     make_folder(folder)
     with _workshop(folder, name) as work:
         say(f"fetching {hub} …")
-        with load_splits(hub, local, verification_mode="all_checks") as splits:
+        with load_splits(hub, local, f"Or {by_hand}.", verification_mode="all_checks") as splits:
             wanted.write(splits, hub, work, say)
         say("reading all of it again …")
         read = SOURCES[name].read(work)

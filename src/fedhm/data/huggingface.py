@@ -39,8 +39,11 @@ def read_huggingface(name: str, folder: Path | None = None) -> Source:
 
 
 @contextmanager
-def load_splits(name: str, folder: Path | None, **options: Any) -> "Iterator[datasets.DatasetDict]":
-    """Yield the splits of a data set, named as for `read_huggingface`; `options` are further ones of `datasets`."""
+def load_splits(name: str, folder: Path | None, advice: str = "", **options: Any) -> "Iterator[datasets.DatasetDict]":
+    """Yield the splits of a data set, named as for `read_huggingface`; `options` are further ones of `datasets`.
+
+    advice  the end of the error if the hub does not give it
+    """
     path, _, config = name.partition("@")
     if not path:
         raise FedhmError("hf: must be followed by the name of a data set, as in hf:mnist or hf:org/name@config")
@@ -48,10 +51,11 @@ def load_splits(name: str, folder: Path | None, **options: Any) -> "Iterator[dat
     if folder is not None:
         files = _parquet_files(folder, config)
         with tempfile.TemporaryDirectory() as cache:  # the data is read whole, so the cache can go
-            advice = f"Check the parquet files in {folder}."
-            yield _load(name, advice, "parquet", data_files=files, cache_dir=cache, **options)
+            yield _load(
+                name, f"Check the parquet files in {folder}.", "parquet", data_files=files, cache_dir=cache, **options
+            )
         return
-    advice = "Check the name and the network, or let data.folder name a folder with its parquet files."
+    advice = advice or "Check the name and the network, or let data.folder name a folder with its parquet files."
     # some versions of `datasets` would run a script of the hub
     yield _load(name, advice, path, config or None, trust_remote_code=False, **options)
 

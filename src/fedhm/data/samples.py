@@ -21,7 +21,7 @@ from fedhm.networks.saving import split_batches
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs (N, …), and labels: class numbers (N,) or of every pixel (N, H, W), or numbers (N,) or (N, outputs).
+    """Inputs (N, …), and labels: class numbers (N,) or of every pixel (N, H, W), or numbers (N, …).
 
     Images are uint8 (N, C, H, W), and text is `Tokens`. Several tensors for each sample are `Columns`, and a data set
     that is read when a batch needs it is `LazyInputs`: its labels here are those of one read, for checks. Any other
@@ -33,7 +33,7 @@ class Samples:
 
     def __post_init__(self) -> None:
         numbers = self.labels.is_floating_point()
-        right = self.labels.ndim in (1, 2) if numbers else self.labels.ndim == 1 or self.labels.ndim > 2
+        right = self.labels.ndim >= 1 if numbers else self.labels.ndim == 1 or self.labels.ndim > 2
         right = right and (self.labels.numel() > 0 or not len(self.labels))
         if not right or not self.inputs.ndim or len(self.labels) != len(self.inputs):
             raise FedhmError(

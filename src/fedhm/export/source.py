@@ -16,6 +16,7 @@ from fedhm.data.sources import SOURCES
 from fedhm.errors import FedhmError
 from fedhm.machine.printable import quoted_command
 from fedhm.models.build import build_model
+from fedhm.models.own import OwnModel, build_own
 from fedhm.networks.inputs import require_tensor
 from fedhm.runs.folder import read_run_facts
 from fedhm.runs.history import Run, read_runs
@@ -67,14 +68,16 @@ COMPARED = 256  # samples on which outputs are compared
 CALIBRATION = 512  # training samples, from all clients alike
 
 
-def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[str] = ()) -> list[ExportSource]:
-    """Read the models of a run's tiers. Without names, all tiers."""
-    run = finished_run(path)
+def sources_from_run(
+    path: Path, tiers: Sequence[str] = (), classes: Sequence[str] = (), own: OwnModel | None = None
+) -> list[ExportSource]:
+    """Read the models of a run's tiers. Without names, all tiers. A run with a user's own model needs it again."""
+    run = finished_run(path, own)
     for tier in tiers:
         if tier not in run.tiers:
             raise FedhmError(f"{path} has no tier '{tier}', only {', '.join(run.tiers)}")
     federation = read_federation(run.config)
-    model = build_model(run.config, federation.input_shape, federation.classes)
+    model = full_model(run.config, federation, own)
     test = federation.test or concatenate([samples for _, samples in federation.client_tests.named()])
     names = tuple(classes) or _class_names(run.config, federation)
     if classes and len(classes) != federation.classes:
@@ -96,14 +99,26 @@ def sources_from_run(path: Path, tiers: Sequence[str] = (), classes: Sequence[st
     ]
 
 
-def finished_run(path: Path) -> Run:
+def full_model(config: Config, federation: Federation, own: OwnModel | None) -> nn.Module:
+    """Return the model of [model], or a user's own in its place."""
+    if own is None:
+        return build_model(config, federation.input_shape, federation.classes)
+    return build_own(own, config.seed)
+
+
+def finished_run(path: Path, own: OwnModel | None = None) -> Run:
     """Return the run of a folder, or refuse a folder without models."""
     (run,) = read_runs([path])
-    if run.config.model is None or run.config.data is None:
+    file = tier_file(path / "models", run.tiers[-1])
+    if run.config.data is None:
         raise FedhmError(
-            f"{path} was run with a model or data from Python, which its folder lacks: export its networks from "
-            "Python, fedhm.export(result.networks['1/8'], sample_shape)"
+            f"{path} was run with data from Python, which its folder lacks: export its networks from Python, "
+            f"fedhm.export(fedhm.load_tier({str(file)!r}, model), sample_shape)"
         )
+    if run.config.model is None and own is None:
+        raise FedhmError(f"{path} was run with a model of your own: name it with --model FILE.py:FUNCTION")
+    if run.config.model is not None and own is not None:
+        raise FedhmError(f"{path} was run with the model of its settings: leave out --model")
     missing = [tier for tier in run.tiers if not tier_file(path / "models", tier).exists()]
     if not run.complete or missing:
         raise FedhmError(f"{path} is not finished, so it has no models yet: {quoted_command('fedhm', 'resume', path)}")
@@ -125,9 +140,8 @@ def _calibration(clients: Sequence[Samples]) -> Tensor:
 def model_origin(config: Config) -> dict[str, str]:
     """Return what a config trains, for the metadata of files."""
     assert config.data is not None
-    assert config.model is not None
     return {
-        "model": f"{config.model.name}, width {config.model.width:g}",
+        "model": "of its user" if config.model is None else f"{config.model.name}, width {config.model.width:g}",
         "data": f"{config.data.source}, {config.data.partition}, {config.federation.clients} clients",
     }
 

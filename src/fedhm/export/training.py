@@ -15,11 +15,11 @@ from fedhm.config.schema import Config, TrainConfig
 from fedhm.data.federation import Federation
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.errors import FedhmError
-from fedhm.export.source import finished_run, model_origin
+from fedhm.export.source import finished_run, full_model, model_origin
 from fedhm.export.write import Exported, temporary_folder
 from fedhm.machine.files import file_name
 from fedhm.methods.method import AnyMethod
-from fedhm.models.build import build_model
+from fedhm.models.own import OwnModel
 from fedhm.networks.exchange import exchanged_tensors, held_tensors, load
 from fedhm.networks.inputs import require_tensor
 from fedhm.ondevice.check import check_graph
@@ -78,16 +78,21 @@ def write_training(source: TrainingSource, folder: Path) -> Exported:
     )
 
 
-def training_sources(path: Path | Config, tiers: Sequence[str] = ()) -> list[TrainingSource]:
-    """Return the tiers of a finished run, or of a config whose run has not begun, as its clients train them."""
+def training_sources(
+    path: Path | Config, tiers: Sequence[str] = (), own: OwnModel | None = None
+) -> list[TrainingSource]:
+    """Return the tiers of a finished run, or of a config whose run has not begun, as its clients train them.
+
+    own  a user's own model: in place of that of a config, or the one that a finished run had
+    """
     if isinstance(path, Config):
-        config, trained = path, None
+        config, trained = path if own is None else path.without_model(), None
     else:
-        run = finished_run(path)
+        run = finished_run(path, own)
         config, trained = run.config, path
     config = config.resolved()
     federation = read_federation(config)
-    model = build_model(config, federation.input_shape, federation.classes)
+    model = full_model(config, federation, own)
     sample = Feed(federation.example, federation.preprocessing).one()[0]
     method = design(config, model, sample, federation.classes, federation.public_feed()).method
     for tier in tiers:

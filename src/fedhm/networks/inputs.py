@@ -23,7 +23,10 @@ def forward_batch(forward: Callable[..., Any], inputs: Inputs, when: str = "") -
         output = forward(*inputs) if isinstance(inputs, tuple) else forward(inputs)
     found = output if isinstance(output, Tensor) else getattr(output, "logits", output)
     if not isinstance(found, Tensor):
-        raise FedhmError(f"{when}the model must give a tensor of scores, not a {type(found).__name__}")
+        raise FedhmError(
+            f"{when}the model must give a tensor of scores, not a {type(found).__name__}: hand in a module whose "
+            "forward returns the tensor that is learned (for the loss of several exits, stack them)"
+        )
     return found
 
 

@@ -28,7 +28,12 @@ class Classification(WithOwnParts):
             raise FedhmError(
                 f"the labels of {whose} must be whole class numbers; to predict numbers, set objective = 'regression'"
             )
-        if given.ndim > 2 or (given.ndim == 2 and given.shape[1] > 1):
+        if given.ndim > 2:
+            raise FedhmError(
+                f"the labels of {whose} are one for each pixel, {tuple(given.shape)}: set objective = 'segmentation', "
+                "or give one class number for each sample"
+            )
+        if given.ndim == 2 and given.shape[1] > 1:
             raise FedhmError(
                 f"the labels of {whose} must be one class number for each sample, not {tuple(given.shape)}: take "
                 "labels.argmax(1) if they are one-hot, or set objective = 'multilabel' if a sample has several"
@@ -93,10 +98,10 @@ def masked_cross_entropy(logits: Tensor, targets: Tensor, held: tuple[int, ...] 
 
 
 def masked(logits: Tensor, held: tuple[int, ...] | None) -> Tensor:
-    """Return logits with zeros for labels that a client does not hold."""
-    if held is None or len(held) >= logits.shape[1]:
+    """Return logits (N, classes), or (N, exits, classes), with zeros for labels that a client does not hold."""
+    if held is None or len(held) >= logits.shape[-1]:
         return logits
-    return logits.masked_fill(_missing(held, logits.shape[1], logits.device), 0.0)
+    return logits.masked_fill(_missing(held, logits.shape[-1], logits.device), 0.0)
 
 
 @lru_cache(maxsize=1)  # every batch of a client has the same labels

@@ -1,4 +1,4 @@
-"""Regression: the mean squared error of one or several numbers; R², the explained share of their variance.
+"""Regression: the mean squared error of numbers in any shape; R², the explained share of their variance.
 
 R² = 1 − Σ (y − f)² / Σ (y − ȳ)²        for each number, then averaged
 
@@ -24,7 +24,7 @@ GRIDS = (2.0**40, 2.0**14, 2.0**-12, 2.0**-38, 2.0**-64)
 
 
 class Regression(WithOwnParts):
-    """One or several numbers. It takes a user's own `loss` and `metrics`."""
+    """Numbers in any shape, such as images. It takes a user's own `loss` and `metrics`."""
 
     name: Literal["regression"] = "regression"
     metrics: ClassVar = (Metric("r2"), Metric("mse", more_is_better=False))
@@ -44,7 +44,7 @@ class Regression(WithOwnParts):
         return max((_columns(each) for each in targets if len(each)), default=1)
 
     def check(self, targets: Tensor, outputs: int, whose: str) -> None:
-        if not targets.is_floating_point() or targets.ndim > 2:
+        if not targets.is_floating_point():
             raise FedhmError(f"{whose} has no numbers to predict, but class numbers: set objective = 'classification'")
         if _columns(targets) != outputs:
             raise FedhmError(f"{whose} has {_columns(targets)} numbers to predict for each sample, others {outputs}")
@@ -62,7 +62,7 @@ class Regression(WithOwnParts):
     def sample_losses(self, output: Tensor, targets: Tensor, held: Tensor) -> Tensor | None:
         errors = output.reshape(targets.shape) - targets
         squares = errors * errors
-        return squares if squares.ndim == 1 else squares.mean(1)
+        return squares if squares.ndim == 1 else squares.flatten(1).mean(1)
 
     def sums(self, output: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
         y = targets.double().view(len(targets), -1)  # (batch, numbers)
@@ -88,7 +88,7 @@ class Regression(WithOwnParts):
 
 
 def _columns(targets: Tensor) -> int:
-    return targets.shape[1] if targets.ndim > 1 else 1
+    return math.prod(targets.shape[1:])
 
 
 def _parts(values: Tensor) -> Tensor:

@@ -17,6 +17,12 @@ from fedhm.errors import FedhmError
 from fedhm.networks.exchange import upcast_half
 from fedhm.objectives.own_parts import WithOwnParts
 
+# masks of 8 bits often have 255 for pixels that do not count, or for a single class
+VOID = (
+    ". A pixel has the class 255: if such pixels do not count, set objective.ignore_index = 255; masks of 0 and 255 "
+    "become classes by mask // 255"
+)
+
 
 class Segmentation(WithOwnParts):
     """A class for every pixel; pixels of the class `ignore_index` do not count. It takes own `loss` and `metrics`."""
@@ -58,7 +64,7 @@ class Segmentation(WithOwnParts):
         if output.ndim != 4 or output.shape[1] < outputs:
             raise FedhmError(
                 f"the model must give a score for each of {outputs} classes at every pixel, (N, {outputs}, H, W), but "
-                f"its output is {tuple(output.shape)}"
+                f"its output is {tuple(output.shape)}{VOID if outputs == 256 else ''}"
             )
 
     def condensed(self, targets: Tensor) -> Tensor:
