@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from fedhm.config.schema import EngineConfig
+from fedhm.engines.masks import masks_without_waiting
 from fedhm.engines.workers import WorkerPool
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU, find_device, free_memory, is_in_use, threads
@@ -63,7 +64,7 @@ class LocalEngine:
         for position, task in enumerate(tasks):
             # A worker gets contiguous tensors. Matrix products may depend on the memory layout, so use the same here.
             task = replace(task, tensors=_contiguous(task.tensors), kept=_contiguous(task.kept))
-            with threads(self._threads):
+            with threads(self._threads), masks_without_waiting(self._devices[0]):
                 reply = self._clients[task.client].reply(task, position)
             yield reply
 

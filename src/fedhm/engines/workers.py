@@ -25,6 +25,7 @@ from typing import IO, Any, NamedTuple, NoReturn, TextIO
 import torch
 from torch import Tensor
 
+from fedhm.engines.masks import masks_without_waiting
 from fedhm.errors import FedhmError
 from fedhm.machine.device import CPU, set_threads
 from fedhm.machine.memory import NotEnoughMemoryError, lacks_memory
@@ -316,7 +317,9 @@ def _work(clients: Sequence[Client], threads: int, context: WorkerContext) -> No
             task, position = decode_task(read_message(reference, slot), context.shared, slot)
             struct.pack_into("<Q", context.busy_with, 8 * context.number, position + 1)
             try:
-                values = encode_reply(clients[task.client].reply(task, position), slot.put)
+                with masks_without_waiting(context.device):
+                    reply = clients[task.client].reply(task, position)
+                values = encode_reply(reply, slot.put)
             except BaseException as error:  # it ends the run, not this process
                 values = encode_error(error, position)
             write_message(values, reference.slot, slot).send(context.answers)
