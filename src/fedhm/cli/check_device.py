@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,9 @@ def _speed(device: "torch.device", samples: int) -> "Sheet":
     for tier in plain.method.tiers:
         _say(f"tier {tier}")
         bare = _bare_loop(plain, tier, device, samples)
-        _forget_peak(device)
-        own = _train(plain, tier, samples)
-        peak = _peak(device)
+        before = _forget_peak(device)
+        own = _train(plain, tier, samples)  # brings the tier's network to the device
+        taken = _peak(device) - before
         network, train = plain.method.network(plain.method.spec(tier)), plain.config.train
         predicted = configured_training_memory(network, plain.federation.input_shape, train)
         speeds = {name: _train(other, tier, samples) for name, other in others.items() if name != "float32"}
@@ -106,7 +106,7 @@ def _speed(device: "torch.device", samples: int) -> "Sheet":
             [
                 *(tier, f"{own:.0f}", f"{bare:.0f}", f"{own / bare:.2f}", f"{_train(nested, tier, samples):.0f}"),
                 *(f"{speed:.0f}" for speed in speeds.values()),
-                *(fastest, format_bytes(predicted), format_bytes(peak) if peak else "–"),
+                *(fastest, format_bytes(predicted), format_bytes(taken) if taken else "–"),
             ]
         )
     columns = ["tier", "samples/s", "bare loop", "ratio", "with nesting", "bf16", "fp16", "fastest"]
@@ -115,7 +115,8 @@ def _speed(device: "torch.device", samples: int) -> "Sheet":
         [rows],
         left=1,
         title=f"Training on {device}: {SPEED_PRESET}, batches of {plain.config.train.batch}",
-        note="The bare loop is plain PyTorch over batches that lie on the device. Torch counts no memory on CPUs.",
+        note="The bare loop is plain PyTorch over batches that lie on the device. Predicted is the memory of a "
+        "training step, and measured what a task adds on the device. Torch counts none on CPUs and MPS.",
     )
 
 
@@ -125,12 +126,22 @@ def _workers(device: "torch.device", samples: int) -> "Sheet":
     from fedhm.report.sheets import Sheet
 
     numbers = [number for number in (1, 2, 4) if number == 1 or number <= usable_cores()]
-    rows = []
+    speeds = {}
     for number in numbers:
         _say(f"a round with workers: {number}")
-        seconds = in_child(partial(_round_microseconds, device, samples, number)) / 1e6
-        rows.append([str(number), f"{CLIENTS * samples / seconds:.0f}" if seconds else "–"])
-    return Sheet(["workers", "samples/s"], [rows], left=1, title=f"A round of {CLIENTS} clients on {device}")
+        microseconds = in_child(partial(_round_microseconds, device, samples, number))
+        speeds[number] = 1e6 * CLIENTS * samples / microseconds if microseconds else 0.0
+    rows = [[str(number), f"{speed:.0f}" if speed else "–"] for number, speed in speeds.items()]
+    title = f"A round of {CLIENTS} clients on {device}"
+    return Sheet(["workers", "samples/s"], [rows], left=1, title=title, note=_fastest_workers(speeds))
+
+
+def _fastest_workers(speeds: Mapping[int, float]) -> str:
+    """Return a sentence that names the fastest number of workers; a speed of 0 could not be measured."""
+    fastest = max(speeds, key=lambda number: speeds[number])
+    if not speeds[fastest]:
+        return "No number of workers could be measured."
+    return f"Fastest: engine.workers = {fastest}."
 
 
 def _round_microseconds(device: "torch.device", samples: int, workers: int) -> int:
@@ -217,20 +228,24 @@ def _seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _counters(device: "torch.device") -> Iterator[Any]:
-    """Yield torch's module of the device, if it counts memory."""
+def _memory_counter(device: "torch.device") -> Any:
+    """Return torch's module of the device; None if it does not count memory."""
     import torch
 
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    if hasattr(module, "max_memory_allocated"):
-        yield module
+    return module if hasattr(module, "max_memory_allocated") else None
 
 
-def _forget_peak(device: "torch.device") -> None:
-    for module in _counters(device):
-        module.reset_peak_memory_stats(device)
+def _forget_peak(device: "torch.device") -> int:
+    """Begin to look for the most memory that is taken, and return how many bytes are taken now."""
+    counter = _memory_counter(device)
+    if counter is None:
+        return 0
+    counter.reset_peak_memory_stats(device)
+    return int(counter.memory_allocated(device))
 
 
 def _peak(device: "torch.device") -> int:
     """Return the most bytes of tensors on the device since the last `_forget_peak`; 0 if torch does not count them."""
-    return max((int(module.max_memory_allocated(device)) for module in _counters(device)), default=0)
+    counter = _memory_counter(device)
+    return 0 if counter is None else int(counter.max_memory_allocated(device))
