@@ -33,10 +33,13 @@ def find_device(name: str) -> torch.device:
                 raise ValueError("there is no such CUDA device")
         else:
             torch.zeros((), device=device).item()
+    except NotImplementedError:  # torch names every kind of device that it has code for
+        reason = f"it was built without code for {device.type}"
     except Exception as error:  # torch has no error of its own for this
         reason = str(error).partition("\n")[0] or repr(error)
-        raise FedhmError(f"engine.device = '{name}' cannot be used with this PyTorch: {reason}") from None
-    return device
+    else:
+        return device
+    raise FedhmError(f"engine.device = '{name}' cannot be used with this PyTorch: {reason}")
 
 
 def is_in_use(device: torch.device) -> bool:
