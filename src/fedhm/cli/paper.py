@@ -43,7 +43,7 @@ def add_paper(verbs: Verbs) -> None:
         "--jobs",
         type=whole_number("--jobs"),
         metavar="N",
-        help="runs side by side (default: one for each usable core)",
+        help="runs side by side (default: one on each accelerator, or without one, one for each usable core)",
     )
     parser.add_argument("--target", metavar="VALUE", help="of figure4: the accuracy to reach (default: what all reach)")
     parser.add_argument(
