@@ -5,7 +5,7 @@ of the CPU. What a real device refuses is refused: an operation on tensors of se
 counted: copies between host and device, and synchronisations, in which the host waits for a result.
 
 It has streams in so far as order goes: a tensor that was made on one stream is refused on another, unless that stream
-has waited for it and its memory is recorded there. Memory can be counted, and limited.
+has waited for it and its memory is recorded there. Memory can be counted, and limited: `memory_limit`.
 
 It shows placement, copies, synchronisations, order on streams and equality of numbers. It shows nothing of a real
 device's kernels, of work that overlaps, of how much memory its own libraries take, or of its number formats.
@@ -86,7 +86,8 @@ class Memory:
 
     most: float
     used: int = 0
-    peak: int = 0
+    peak: int = 0  # outside of backward passes: what `most` must be at least
+    highest: int = 0  # in backward passes, too, since this was last reset
     users: dict[int, int] = field(default_factory=dict)  # of a storage by its address: tensors that look into it
 
     def take(self, tensor: "DeviceTensor") -> None:
@@ -99,6 +100,7 @@ class Memory:
                 raise torch.OutOfMemoryError(f"pretended device out of memory. Tried to allocate {size} bytes.")
             self.used += size
             self.peak = self.peak if in_backward else max(self.peak, self.used)
+            self.highest = max(self.highest, self.used)
         self.users[address] = self.users.get(address, 0) + 1
         weakref.finalize(tensor, self.release, address, size)
 
@@ -120,6 +122,19 @@ def memory_limit(most: float = float("inf")) -> Iterator[Memory]:
         yield _memory[-1]
     finally:
         _memory.pop()
+
+
+def memory_allocated(_: object = None) -> int:
+    return _memory[-1].used if _memory else 0
+
+
+def max_memory_allocated(_: object = None) -> int:
+    return _memory[-1].highest if _memory else 0
+
+
+def reset_peak_memory_stats(_: object = None) -> None:
+    for memory in _memory[-1:]:
+        memory.highest = memory.used
 
 
 def _device(index: int | None) -> torch.device:
@@ -275,6 +290,8 @@ def register() -> None:
     module = torch.get_device_module(NAME)
     module.device_count = lambda: DEVICES
     module.Stream, module.stream, module.current_stream = Stream, on_stream, lambda _=None: _streams[-1]
+    module.memory_allocated, module.max_memory_allocated = memory_allocated, max_memory_allocated
+    module.reset_peak_memory_stats = reset_peak_memory_stats
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]  # autocast is there, but casts nothing
     operations = torch.library.Library("_", "IMPL", "PrivateUse1")
     operations.fallback(_fallback)
