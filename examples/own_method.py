@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 import fedhm
-from fedhm.networks.exchange import Tensors
 
 
 class FedMedian(fedhm.MethodConfig):
@@ -38,7 +37,7 @@ class Median(fedhm.Method[fedhm.ModelState]):
     def __init__(self, settings: FedMedian, model: nn.Module) -> None:
         self.settings, self.model = settings, model
 
-    def start(self, weights: Tensors) -> fedhm.ModelState:
+    def start(self, weights: fedhm.Tensors) -> fedhm.ModelState:
         return fedhm.ModelState(weights)
 
     def tasks(
@@ -56,7 +55,7 @@ class Median(fedhm.Method[fedhm.ModelState]):
     def network(self, spec: fedhm.NetworkSpec) -> nn.Module:
         return copy.deepcopy(self.model)
 
-    def weights(self, state: fedhm.ModelState, tier: str) -> Tensors:
+    def weights(self, state: fedhm.ModelState, tier: str) -> fedhm.Tensors:
         return state.weights
 
 

@@ -4,6 +4,7 @@ import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -99,14 +100,45 @@ def test_every_name_has_its_place_in_the_reference() -> None:
     assert {name for pair in named if pair not in own for name in pair[1:]} == set(fedhm.tracking.__all__)
 
 
-@pytest.mark.parametrize("name", ["run", "resume", "plan_ranks", "fit", "training_memory", "export"])
-def test_arguments_stand_in_a_table(name: str) -> None:
+def argument_rows(table: str) -> list[tuple[list[str], str]]:
+    """Return the names and the default of each row of a table of arguments."""
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line[:3] == "| `"]
+    head = next(line for line in table.splitlines() if line.startswith("| argument"))
+    column = [cell.strip() for cell in head.strip("|").split(" | ")].index("default")
+    return [(re.findall(r"`(\w+)`", row[0]), row[column]) for row in rows]
+
+
+def written_default(parameter: inspect.Parameter) -> str | None:
+    """Return how a table writes the default of an argument; None if it says in words what None stands for."""
+    default = parameter.default
+    if default is inspect.Parameter.empty:
+        return "required"
+    if default is None:
+        return None
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "none" if default == () else f'`"{default}"`' if isinstance(default, str) else str(default)
+
+
+def check_arguments(table: str, function: Callable[..., object]) -> None:
+    """Assert that a table has the arguments of a function, in their order and with their defaults."""
+    parameters = inspect.signature(function).parameters
+    rows = argument_rows(table)
+    assert [name for names, _ in rows for name in names] == list(parameters)
+    for names, cell in rows:
+        cells = cell.split(", ") if len(names) > 1 and ", " in cell else [cell] * len(names)
+        for name, default in zip(names, cells, strict=True):
+            expected = written_default(parameters[name])
+            literal = re.fullmatch(r"required|true|false|-?[\d.]+|`.*`", default)
+            assert (not literal) if expected is None else default == expected, f"{name}: {default}, not {expected}"
+
+
+@pytest.mark.parametrize("name", ["run", "resume", "prepare", "plan_ranks", "fit", "training_memory", "export"])
+def test_arguments_stand_in_a_table_with_their_defaults(name: str) -> None:
     text = (ROOT / "docs" / "reference.md").read_text()
     start = re.search(rf"^::: fedhm\S+\.{name}$", text, flags=re.MULTILINE)
     assert start is not None
-    table = text[start.end() : text.index("\n::: ", start.end())]
-    arguments = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
-    assert arguments == list(inspect.signature(getattr(fedhm, name)).parameters)
+    check_arguments(text[start.end() : text.index("\n::: ", start.end())], getattr(fedhm, name))
 
 
 def test_arguments_of_the_apps_stand_in_tables() -> None:
@@ -116,8 +148,7 @@ def test_arguments_of_the_apps_stand_in_tables() -> None:
     text = (ROOT / "docs" / "reference.md").read_text()
     for app in (client_app, server_app):
         table = text[text.index(f"| argument of `{app.__name__}`") :].partition("\n\n")[0]
-        first = "".join(re.findall(r"^\| (`[^|]+)\|", table, flags=re.MULTILINE))
-        assert re.findall(r"`(\w+)`", first) == list(inspect.signature(app).parameters)
+        check_arguments(table, app)
 
 
 def test_every_verb_has_its_line() -> None:
