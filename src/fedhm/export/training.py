@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedhm.assembly import design, read_federation
@@ -20,7 +21,7 @@ from fedhm.export.write import Exported, temporary_folder
 from fedhm.machine.files import file_name
 from fedhm.methods.method import AnyMethod
 from fedhm.models.own import OwnModel
-from fedhm.networks.exchange import exchanged_tensors, held_tensors, load
+from fedhm.networks.exchange import Tensors, exchanged_tensors, held_tensors, load
 from fedhm.networks.inputs import require_tensor
 from fedhm.ondevice.check import check_graph
 from fedhm.ondevice.executorch import require_executorch
@@ -31,7 +32,7 @@ from fedhm.ondevice.settings import check_train_settings
 from fedhm.runs.folder import read_run_facts
 from fedhm.runs.models import load_tier, tier_file
 from fedhm.work.messages import Participant, Task
-from fedhm.work.nested import nesting_of
+from fedhm.work.nested import BASIS, nesting_of
 
 CHECKED = 512  # samples at most, of the first clients, on which the steps are compared
 
@@ -48,6 +49,7 @@ class TrainingSource:
     random: bool = False  # the samples are random numbers
     kind: str = "train"  # of the tasks that the graph is for
     nesting: Nesting | None = None
+    bases: Mapping[str, Tensor] = field(default_factory=dict)  # that come with a task beside the network's tensors
     augmentation: Preprocessing | None = None
     facts: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,8 +72,9 @@ def write_training(source: TrainingSource, folder: Path) -> Exported:
         (beside / f"{name}.pte").write_bytes(graph.program)
         text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
         (beside / f"{name}.json").write_text(text, encoding="utf-8")
-        first = {key: tensor.contiguous() for key, tensor in held_tensors(source.network).items()}
-        save_file(first, beside / f"{name}.safetensors")
+        tensors = {**held_tensors(source.network), **source.bases}
+        first = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+        (beside / f"{name}.safetensors").write_bytes(save(first))  # save_file would hide it from other users
     manifest_path = folder / f"{name}.json"
     return Exported(
         folder / f"{name}.pte", "executorch", False, check.gradients, source.random, {}, manifest=manifest_path
@@ -91,6 +94,11 @@ def training_sources(
         run = finished_run(path, own)
         config, trained = run.config, path
     config = config.resolved()
+    if config.privacy.at_clients:
+        raise FedhmError(
+            "a client with a training graph does not clip its update or add noise to it: privacy.where = 'client' "
+            "needs clients with fedhm"
+        )
     federation = read_federation(config)
     model = full_model(config, federation, own)
     sample = Feed(federation.example, federation.preprocessing).one()[0]
@@ -98,15 +106,18 @@ def training_sources(
     for tier in tiers:
         if tier not in method.tiers:
             raise FedhmError(f"there is no tier '{tier}', only {', '.join(method.tiers)}")
-    state = method.start({name: tensor.clone() for name, tensor in exchanged_tensors(model).items()})
     example = _example(federation)
     found: list[TrainingSource] = []
     for tier in tiers or method.tiers:
-        (task,) = method.tasks(state, [Participant(0, tier)], config.train.rounds)
-        network, nesting = _training_network(method, task, config.train)
+        saved: Tensors = {}
         if trained is not None:
-            saved = load_tier(tier_file(trained / "models", tier), model, tier, read_run_facts(trained).run)
-            load(network, exchanged_tensors(saved))
+            file = tier_file(trained / "models", tier)
+            saved = exchanged_tensors(load_tier(file, model, tier, read_run_facts(trained).run))
+        (task,) = method.tasks(_state(method, model, saved), [Participant(0, tier)], config.train.rounds)
+        network, nesting = _training_network(method, task, config.train)
+        if saved:
+            load(network, saved)
+        bases = {name: tensor for name, tensor in task.tensors.items() if nesting and name.startswith(BASIS)}
         outputs = _outputs(network, example, config.objective)
         whole = Example(example.inputs, example.targets, outputs, example.preprocessing)
         found.append(
@@ -119,11 +130,22 @@ def training_sources(
                 False,
                 task.kind,
                 nesting,
+                bases,
                 federation.preprocessing,
                 model_origin(config),
             )
         )
     return found
+
+
+def _state(method: AnyMethod, model: nn.Module, saved: Tensors) -> Any:
+    """Return the method's state of a model before its run, with the saved tensors in it that it holds as they are.
+
+    The directions of dense layers, which come with a nested task, are then those of the saved tensors.
+    """
+    first = {name: tensor.clone() for name, tensor in exchanged_tensors(model).items()}
+    same = {name: saved[name] for name in first if name in saved and saved[name].shape == first[name].shape}
+    return method.start(first | {name: tensor.clone() for name, tensor in same.items()})
 
 
 def _training_network(method: AnyMethod, task: Task, train: TrainConfig) -> tuple[nn.Module, Nesting | None]:
