@@ -99,7 +99,7 @@ def test_statistics_are_outputs_with_their_names() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, momentum=0.3), nn.Flatten(), nn.Linear(50, 3))
     x = torch.randn(4, 1, 7, 7)
     graph, statistics, given = rewritten(network, x)
-    assert statistics == [Statistic("1.running_mean", "1.running_var", 0.3)]
+    assert statistics == [Statistic("1.running_mean", "1.running_var", 0.3, 25)]
     *_, mean, variance = graph(*given)
     seen = network[0](x)
     torch.testing.assert_close(mean, seen.mean((0, 2, 3)).detach())

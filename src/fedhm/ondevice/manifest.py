@@ -67,7 +67,7 @@ def make_manifest(
         "crop": augmentation.crop if augmentation else 0,
         "flip": bool(augmentation and augmentation.flip),
         "masked": bool(train.masked_loss and objective.has_labels),
-        "learning_rate": {"lr": train.lr, "milestones": list(train.milestones), "factor": train.lr_decay},
+        "learning_rate": schedule_of(train),
         "momentum": train.momentum,
         "dampening": train.dampening,
         "nesterov": train.nesterov,
@@ -77,14 +77,52 @@ def make_manifest(
             {"name": name, "shape": list(held[name].shape), "weight_decay": decays[name]} for name in graph.parameters
         ],
         "statistics": [
-            {"mean": s.mean, "variance": s.variance, "shape": list(held[s.mean].shape), "momentum": s.momentum}
+            {
+                "mean": s.mean,
+                "variance": s.variance,
+                "shape": list(held[s.mean].shape),
+                "momentum": s.momentum,
+                "values": s.values,
+            }
             for s in graph.statistics
         ],
         "bases": bases,
         "sends": list(graph.tensors),
+        "settings": settings_of(train, objective, kind),
         "checked": {"steps": check.steps, "gradients": check.gradients, "outputs": check.outputs},
         "facts": dict(facts),
     }
+
+
+def schedule_of(train: TrainConfig) -> dict[str, Any]:
+    """Return all that `TrainConfig.learning_rate` depends on."""
+    return {
+        "lr": train.lr,
+        "schedule": train.schedule,
+        "warmup_rounds": train.warmup_rounds,
+        "rounds": train.rounds,
+        "milestones": list(train.milestones),
+        "factor": train.lr_decay,
+    }
+
+
+# settings of [train] that the graph and the loop around it follow, or cannot follow
+FOLLOWED = (
+    *("batch", "epochs", "iterations", "lr", "schedule", "warmup_rounds", "milestones", "lr_decay", "optimizer"),
+    *("momentum", "dampening", "nesterov", "clip_norm", "weight_decay", "frobenius_decay", "decay_factors"),
+    *("masked_loss", "precision", "micro_batch", "checkpointing", "frozen_statistics", "head_factor"),
+)
+NESTED = ("nested", "nested_tier", "nested_form")  # of graphs with a smaller tier inside
+
+
+def settings_of(train: TrainConfig, objective: Objective, kind: str) -> dict[str, Any]:
+    """Return the settings that a run must share, by their dotted keys: a client compares them with its server's."""
+    names = [*FOLLOWED, *(NESTED if kind == "nested" else ())]
+    if train.schedule == "cosine":  # the others do not depend on the last round
+        names.append("rounds")
+    values = train.model_dump(mode="json") | {name: getattr(train, name) for name in ("schedule", "warmup_rounds")}
+    values["clip_norm"] = train.gradient_limit
+    return {"objective": objective.model_dump(mode="json")} | {f"train.{name}": values[name] for name in names}
 
 
 def _name(dtype: object) -> str:

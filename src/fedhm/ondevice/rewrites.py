@@ -36,6 +36,7 @@ class Statistic:
     mean: str  # the name of the tensor
     variance: str
     momentum: float  # the share
+    values: int  # how many values each sample gives a channel
 
 
 def rewrite(graph: GraphModule, sample_weights: str, prefix: str) -> list[Statistic]:
@@ -124,7 +125,9 @@ def _rewrite_batch_norm(
     if not isinstance(momentum, float):
         raise _refuse(node, "its running averages are means over all batches (momentum=None): give it a momentum")
     names = [str(each.target).removeprefix(prefix) for each in (mean, variance)]
-    return Statistic(names[0], names[1], momentum), parts[1:]
+    assert isinstance(x, Node)
+    values = math.prod(int(size) for size in x.meta["val"].shape[2:])
+    return Statistic(names[0], names[1], momentum, values), parts[1:]
 
 
 def _part(found: Sequence[Tensor], number: int) -> Tensor:
