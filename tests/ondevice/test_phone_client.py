@@ -340,5 +340,8 @@ def test_a_network_of_ones_own_needs_samples(tmp_path: Path) -> None:
     network = torch.nn.Linear(6, 3)
     with pytest.raises(FedhmError, match="is checked on samples"):
         fedhm.export(network, (6,), to="executorch", train=True, out=tmp_path)
+    samples = torch.randn(20, 6), torch.arange(20) % 5
+    with pytest.raises(FedhmError, match=r"labels outside 0…2"):
+        fedhm.export(network, (6,), to="executorch", train=True, out=tmp_path, samples=samples)
     with pytest.raises(FedhmError, match="goes with to='executorch'"):
         fedhm.export(network, (6,), train=True, out=tmp_path)

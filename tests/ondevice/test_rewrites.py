@@ -142,6 +142,11 @@ class Counting(nn.Module):
         (nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16, 3)), (1, 6, 6),
          r"^layer '0' .*\(6, 6\) to \(4, 4\) by windows of unequal size"),
         (nn.Sequential(nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(4, 3)), (1, 6, 6), "^layer '0' .*places"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.ConvTranspose2d(2, 1, 3), nn.Flatten(), nn.Linear(36, 3)),
+         (1, 6, 6), "^layer '2' .*conv_transpose2d has no backward operator"),
+        (nn.Sequential(nn.Conv1d(1, 2, 3), nn.ConvTranspose1d(2, 1, 3), nn.Flatten(), nn.Linear(6, 3)), (1, 6),
+         "^layer '1' .*conv_transpose1d"),
+        (nn.Sequential(nn.Conv3d(1, 2, 3), nn.Flatten(), nn.Linear(2, 3)), (1, 3, 3, 3), "^layer '0' .*conv3d"),
         (Counting(), (6,), "changes 'seen' itself"),
     ],
 )  # fmt: skip

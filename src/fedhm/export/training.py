@@ -59,6 +59,7 @@ def write_training(source: TrainingSource, folder: Path) -> Exported:
     require_executorch("a training graph")
     check_train_settings(source.train, "a training graph")
     given = (source.network, source.objective, source.train)
+    source.objective.check(source.example.targets, source.example.outputs, "a training graph")
     try:
         graph = build_graph(*given, source.example, source.nesting)
         check = check_graph(*given, graph, source.example, source.nesting)

@@ -238,6 +238,13 @@ def _check_gradients(step: TrainingStep, given: tuple[Tensor, ...]) -> None:
 
 def _check_network(network: nn.Module) -> None:
     """Refuse tensors that a task brings and the graph would not take from it."""
+    seen: dict[Tensor, str] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if parameter in seen:
+            raise FedhmError(
+                f"'{name}' is the same tensor as '{seen[parameter]}': a training graph needs one of its own for each"
+            )
+        seen[parameter] = name
     info = info_of(network)
     if info.packing is not None or info.shared or info.frozen_base:
         raise FedhmError("adapters of a frozen base cannot be trained by ExecuTorch: the base would be in the graph")

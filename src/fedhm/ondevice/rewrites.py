@@ -361,13 +361,14 @@ def _rewrite_attention(graph: GraphModule, node: Node) -> Node:
     return graph.graph.call_function(attention, (given["query"], given["key"], given["value"], *settings))
 
 
-def _refuse_pool(why: str) -> Rewrite:
-    def refused(_: GraphModule, node: Node) -> Node:
+def _refused(why: str) -> Rewrite:
+    def refuse(_: GraphModule, node: Node) -> Node:
         raise _refuse(node, f"{operator_name(node)} {why}")
 
-    return refused
+    return refuse
 
 
+NO_BACKWARD = "has no backward operator in its runtime"
 WITH_INDICES = "also gives the places of the largest values: pool without them"
 REWRITES: dict[Any, Rewrite] = {
     aten.max_pool1d.default: _rewrite_max_pool(1),
@@ -381,12 +382,17 @@ REWRITES: dict[Any, Rewrite] = {
     aten.pad.default: _rewrite_pad,
     aten.constant_pad_nd.default: _rewrite_constant_pad,
     aten.scaled_dot_product_attention.default: _rewrite_attention,
-    aten.max_pool1d_with_indices.default: _refuse_pool(WITH_INDICES),
-    aten.max_pool2d_with_indices.default: _refuse_pool(WITH_INDICES),
-    aten.adaptive_max_pool1d.default: _refuse_pool(WITH_INDICES),
-    aten.adaptive_max_pool2d.default: _refuse_pool(WITH_INDICES),
-    aten.max_pool3d.default: _refuse_pool("has no exact form here"),
-    aten.avg_pool3d.default: _refuse_pool("has no exact form here"),
+    aten.conv_transpose1d.default: _refused(NO_BACKWARD),
+    aten.conv_transpose2d.input: _refused(NO_BACKWARD),
+    aten.conv_transpose3d.input: _refused(NO_BACKWARD),
+    aten.conv3d.default: _refused(NO_BACKWARD),
+    aten.conv3d.padding: _refused(NO_BACKWARD),
+    aten.max_pool1d_with_indices.default: _refused(WITH_INDICES),
+    aten.max_pool2d_with_indices.default: _refused(WITH_INDICES),
+    aten.adaptive_max_pool1d.default: _refused(WITH_INDICES),
+    aten.adaptive_max_pool2d.default: _refused(WITH_INDICES),
+    aten.max_pool3d.default: _refused("has no exact form here"),
+    aten.avg_pool3d.default: _refused("has no exact form here"),
 }
 
 
