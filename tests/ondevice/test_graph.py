@@ -13,8 +13,8 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.hybrid import to_hybrid
 from fedhm.lowrank.plan import plan_ranks
 from fedhm.models.images import cnn, mlp, resnet10, resnet18, resnet34, vit
-from fedhm.ondevice import rewrites
-from fedhm.ondevice.check import GraphCheck, check_graph
+from fedhm.ondevice import check, rewrites
+from fedhm.ondevice.check import DifferenceError, GraphCheck, check_graph
 from fedhm.ondevice.graph import Example, build_graph
 
 pytest.importorskip("executorch")
@@ -71,6 +71,29 @@ class Separable(nn.Module):
         return self.out(F.avg_pool2d(x, 4).flatten(1))
 
 
+class Mixer(nn.Module):
+    """Patches as tokens, mixed among themselves and by their channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norms = nn.Conv2d(3, 8, 2, 2), nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.tokens = nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 16))
+        self.channels = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.scale, self.out = nn.Parameter(torch.full((8,), 0.5)), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = x + self.tokens(self.norms[0](x).transpose(1, 2)).transpose(1, 2)
+        x = x + self.scale * self.channels(self.norms[1](x))
+        return self.out(x.mean(1))
+
+
+def tied() -> nn.Module:
+    network = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 10))
+    network[1].weight = network[0].weight
+    return network
+
+
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 16), nn.ELU(), nn.BatchNorm1d(16), nn.Linear(16, 10))
 
@@ -79,15 +102,19 @@ MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "cnn": (lambda: cnn(10, 1, 0.5), (1, 8, 8)),
     "mlp": (lambda: mlp(10, 12, 0.5), (12,)),
     "resnet10": (lambda: resnet10(10, 3, 0.15), (3, 8, 8)),
+    "resnet18": (lambda: resnet18(10, 3, 0.15), (3, 8, 8)),
+    "resnet34": (lambda: resnet34(10, 3, 0.15), (3, 8, 8)),
     "vit": (lambda: vit(10, 3, 0.25, 1, 4, (8, 8)), (3, 8, 8)),
     "foreign": (Foreign, (3, 9, 9)),
     "signals": (Signals, (2, 20)),
     "separable": (Separable, (1, 8, 8)),
     "perceptron": (perceptron, (12,)),
+    "mixer": (Mixer, (3, 8, 8)),
 }
-CASES = [("cnn", "1/8"), ("cnn", "1/4"), ("cnn", "1/2"), ("cnn", ""), ("mlp", "1/8"), ("mlp", "1/2"), ("mlp", "")]
-CASES += [("resnet10", "1/8"), ("resnet10", "")]
-CASES += [(name, "") for name in ("vit", "foreign", "signals", "separable", "perceptron")]
+TIERS = ("", "1/2", "1/4", "1/8")
+CASES = [(name, tier) for name in ("cnn", "mlp", "resnet10", "vit") for tier in TIERS]
+CASES += [("resnet18", "1/8"), ("resnet34", "")]  # `benchmarks/on_device.py` checks their other tiers
+CASES += [(name, "") for name in ("foreign", "signals", "separable", "perceptron", "mixer")]
 
 
 @pytest.mark.parametrize(("name", "tier"), CASES)
@@ -98,7 +125,8 @@ def test_gradients_statistics_and_outputs_are_pytorchs(name: str, tier: str) -> 
     if tier:
         network = to_hybrid(network, plan_ranks(network, tier))
     found = checked(network, shape)
-    assert found.gradients < 1e-4
+    # the last of many layers normalise few values here: PyTorch's own gradients round as much
+    assert found.gradients < (1e-2 if name in ("resnet18", "resnet34") else 1e-4)
     assert found.statistics < 1e-5
     assert found.outputs < 1e-5
 
@@ -153,6 +181,7 @@ def frozen() -> nn.Module:
         (Unused(), "'spare.weight' gets no gradient"),
         (frozen(), "'0.weight' is frozen"),
         (nn.Linear(6, 10).double(), "is torch.float64"),
+        (tied(), r"'1.weight' is the same tensor as '0.weight'"),
     ],
 )
 def test_networks_that_would_train_otherwise_are_refused(network: nn.Module, sentence: str) -> None:
@@ -160,7 +189,15 @@ def test_networks_that_would_train_otherwise_are_refused(network: nn.Module, sen
         checked(network, (6,))
 
 
-def test_large_resnets_are_built_of_the_same_blocks() -> None:
-    """Their graphs take minutes: `benchmarks/on_device.py` checks them. No operator is in them that is not above."""
-    kinds = {type(m) for m in resnet10().modules()}
-    assert {type(m) for make_network in (resnet18, resnet34) for m in make_network().modules()} == kinds
+def test_a_kink_that_rounding_decides_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that differs with some weights, but not with others, computes right."""
+    answers = iter([DifferenceError("a kink"), DifferenceError("a kink"), check.GraphCheck(0.0, 0.0, 0.0, 3)])
+
+    def compared(*_: object) -> GraphCheck:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(check, "_compare_steps", compared)
+    assert checked(nn.Linear(6, 10), (6,)).gradients == 0.0
