@@ -107,6 +107,7 @@ def test_a_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> No
             "data.partition: input should be 'iid', 'dirichlet', 'dirichlet-unequal', 'dirichlet-feddf' or 'by-tier'",
         ),
         ("evaluation.static_from=soon", "evaluation.static_from"),
+        ("engine.data_on_device=lots", "with --set: engine.data_on_device: 'lots' is no size"),
         ("train=3", "train: input should be a valid dictionary"),
         ("train.lr.x=3", "'lr' is not a section"),
         ("train.lr", "--set takes KEY=VALUE"),
@@ -118,6 +119,13 @@ def test_wrong_settings_are_one_sentence(change: str, sentence: str) -> None:
         load_config("digits", [change])
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("true", True), ("false", False), ("auto", "auto"), ("4GB", 4 * 10**9)])
+def test_samples_on_a_device_are_all_none_or_a_size(given: str, kept: object) -> None:
+    found = load_config("digits", [f"engine.data_on_device={given}"]).engine.data_on_device
+    assert found == kept
+    assert type(found) is type(kept)
 
 
 def test_unknown_presets_and_files(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def add_compare(verbs: Verbs) -> None:
         "--jobs",
         type=whole_number("--jobs"),
         metavar="N",
-        help="runs side by side (default: one for each usable core)",
+        help="runs side by side (default: one for each usable core, or for each accelerator)",
     )
     parser.add_argument(
         "--tune",

@@ -29,6 +29,14 @@ Rate = Annotated[float, BeforeValidator(parse_rate)]  # written as plain bytes a
 Link = Annotated[Rate, Field(ge=1e-3, le=1e15)]  # of a device that was measured
 
 
+def _parse_on_device(value: object) -> object:
+    """Read a budget for samples on a device, so that a wrong one is one sentence and not one for each type."""
+    return value if isinstance(value, bool) or value == "auto" else parse_size(value)
+
+
+OnDevice = Annotated[bool | Literal["auto"] | int, BeforeValidator(_parse_on_device)]
+
+
 OptimizerName = Literal["sgd", "adamw"]  # of the clients: torch's own optimizers
 
 
@@ -554,7 +562,7 @@ class EngineConfig(Section):
     device: str = "auto"
     devices: tuple[str, ...] = ()  # several of one kind, which share a round's tasks; empty: `device` alone
     # samples stay on a device while they fit into this memory; auto: half of what is free at the start
-    data_on_device: bool | Literal["auto"] | Size = "auto"
+    data_on_device: OnDevice = "auto"
     deterministic: bool = False  # torch's deterministic algorithms: a resumed run is bit-exact on a device, too
     compile: bool = False  # the clients' networks, by torch.compile
     superlink: str = ""  # of Flower: a connection's name, or the folder of `fedhm flower up`; empty: a simulation here

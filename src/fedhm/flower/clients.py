@@ -26,6 +26,7 @@ from fedhm.data.federation import Federation, public_feed, split_client_test
 from fedhm.data.input_spec import InputSpec
 from fedhm.data.samples import Feed, Preprocessing, Samples
 from fedhm.data.text import TextLimits, text_limits
+from fedhm.engines.masks import masks_without_waiting
 from fedhm.errors import FedhmError
 from fedhm.flower.nodes import Node
 from fedhm.flower.wire import RunInfo, decode_tasks, encode_replies
@@ -168,7 +169,8 @@ def _reply(client: Client, number: int, task: Task) -> Reply:
     if task.client != number:
         return Failure(task.client, f"its task came to client {number}")
     try:
-        return client.reply(task)
+        with masks_without_waiting(client.networks.device):  # as the local engine does
+            return client.reply(task)
     except NotEnoughMemoryError as error:
         return Failure(task.client, str(error))
 
