@@ -29,7 +29,7 @@ Rate = Annotated[float, BeforeValidator(parse_rate)]  # written as plain bytes a
 Link = Annotated[Rate, Field(ge=1e-3, le=1e15)]  # of a device that was measured
 
 
-def _parse_on_device(value: object) -> object:
+def _parse_on_device(value: Any) -> bool | str | int:
     """Read a budget for samples on a device, so that a wrong one is one sentence and not one for each type."""
     return value if isinstance(value, bool) or value == "auto" else parse_size(value)
 
