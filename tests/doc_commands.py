@@ -33,7 +33,8 @@ SHORT = ["train.rounds=1", "train.epochs=1", "train.milestones=[]", "model.width
 SHORT += ["data.train_samples=200", "evaluation.every=1", "checkpoints.keep=all", "engine.threads=1"]
 ALWAYS_SHORT = ("train.rounds", "train.epochs", "train.milestones", "data.train_samples")  # whatever a command says
 NARROW = ["model.width=0.125"]
-FILLED = {  # options that some of a verb's commands have: with them, all are the same
+FILLED = {  # options that some of a verb's commands have: with them, more are the same
+    "export": {"--tier": ["1/8"], "--to": ["torch"]},
     "fit": {"--memory": ["128MB"], "--bytes": ["5MB"]},
     "profile": {"--out": ["board.json"], "--memory": ["64MB"], "--up": ["2Mbit"], "--down": ["10Mbit"]},
 }
@@ -85,6 +86,7 @@ EXCEPTIONS = {
     "pip install -c constraints.txt torch --index-url *": "needs the network",
     "python -m pytest *": "these are tests of the same suite",
     "PYTHONPATH=tests python -m torture *": "minutes: tests/torture/test_torture.py",
+    "PYTHONPATH=src:tests python tests/engines/device_counts.py": "its counts are tests/engines/on_device.py's, too",
     "python examples/phone_client.py *": "needs files of a server: tests/ondevice/test_phone_client.py",
     "python benchmarks/agreement.py *": QUICK,
     "python benchmarks/architectures.py *": "needs EfficientNet's weights: tests/benchmarks/test_architectures.py",
@@ -320,6 +322,7 @@ class Form:
     words: tuple[str, ...]
     code: int = 0
     folder: Path | None = None  # None: the empty one
+    trained_only: bool = False  # without a folder and its report, which takes longer than a short run
 
     def __str__(self) -> str:
         return shlex.join(self.words)
@@ -341,8 +344,6 @@ def short_form(command: Command, root: Path) -> Form | None:
             return Form(("python3", "-m", "venv", "--without-pip", ".venv"))
         case "python", ["benchmarks/phases.py"]:
             return Form(("python", str(root / words[0]), "runs/mine"))
-        case "python", ["tests/engines/device_counts.py"]:
-            return Form(("sh", "-c", command.text), folder=root)
         case "tensorboard", _:
             return Form(("tensorboard", *words, "--inspect"))  # instead of serving
         case program, _ if program in AS_THEY_STAND:
@@ -354,6 +355,7 @@ def _short_fedhm(words: Sequence[str]) -> Form | None:
     options = _options(["runs/mine" if word == "DIR" else word for word in words])
     verb, *named = options[""]
     settings = options.pop("--set", [])
+    trained_only = False
     match verb:
         case "presets" | "init" | "plan" | "verify" | "report" | "watch":
             pass
@@ -363,10 +365,13 @@ def _short_fedhm(words: Sequence[str]) -> Form | None:
             options[""] = [verb, _at_hand(named[0])]
             resumed = options.get("--out") == ["runs/mine"]
             settings = _shortened(settings, *(["train.rounds=2"] if resumed else []))
+            # without --out, other commands read only the folder of plain `fedhm run digits`, and what a tracker writes
+            unread = settings != SHORT and not any(setting.startswith("tracking.") for setting in settings)
+            trained_only = unread and options[""] == ["run", "digits"] and "--out" not in options
         case "resume":
             options |= {name: ["3" if name == "--rounds" else "1"] for name in options} | {"": [verb, "runs/mine"]}
         case "compare" if "--runs" not in options:
-            _shorten_comparison(options, shared=all(_key(setting) in ALWAYS_SHORT for setting in settings))
+            _shorten_comparison(options, settings)
             settings = _shortened(settings)
         case "paper":
             options |= {"--scale": ["small"], "--methods": ["fedhm-paper"]} if "--estimate" in options else {}
@@ -380,7 +385,7 @@ def _short_fedhm(words: Sequence[str]) -> Form | None:
             settings = [*settings, *NARROW, "train.batch=2", 'method.tiers=["1/8"]']
         case "export":
             is_run = named[0].startswith("runs/")
-            options |= {"": [verb, "runs/mine" if is_run else named[0]], "--tier": options.get("--tier", ["1/8"])}
+            options = FILLED[verb] | options | {"": [verb, "runs/mine" if is_run else named[0]]}
             options |= {"--to": ["onnx"]} if "--card" in options else {}  # the others take seconds more
             settings = [] if is_run else [*settings, *NARROW]
         case "compare":  # with --runs
@@ -388,23 +393,20 @@ def _short_fedhm(words: Sequence[str]) -> Form | None:
         case _:
             return None
     options |= {"--set": settings} if settings else {}
-    return Form(("fedhm", *(word for name in sorted(options) for word in (name, *options[name]) if word)))
+    found = ("fedhm", *(word for name in sorted(options) for word in (name, *options[name]) if word))
+    return Form(found, trained_only=trained_only)
 
 
-def _shorten_comparison(options: dict[str, list[str]], shared: bool) -> None:
-    """Compare two methods by a run each. A comparison that shares no runs with others has one method."""
-    verb, config = options[""]
-    methods = ",".join(options.get("--methods", ["fedhm,heterofl"])).split(",")
+def _shorten_comparison(options: dict[str, list[str]], settings: Sequence[str]) -> None:
+    """Compare two methods by a run each, which are shared; or one method, if a command sets anything else."""
+    special = ["--set"] if any(_key(setting) not in ALWAYS_SHORT for setting in settings) else []
+    special += [name for name in ("--tune", "--model", "--data", "--setting") if name in options]
+    methods = ",".join(options.get("--methods", ["fedhm"])).split(",")
     if tuned := options.get("--tune"):
         options["--tune"] = [",".join(tuned[0].split(",")[:2])]
-    own = "".join(name.replace("--", "-") for name in ("--tune", "--model") if name in options)
-    alone = own or "--data" in options or "--setting" in options or config.endswith(".toml")
-    options |= {"--methods": [",".join(methods[: 1 if alone else 2])], "--seeds": ["1"], "--jobs": ["1"]}
-    options[""] = [verb, _at_hand(config)]
-    if own:
-        options["--out"] = [f"runs/compared{own}"]
-    elif shared:
-        options.pop("--out", None)
+    options |= {"": ["compare", "digits"], "--seeds": ["1"], "--jobs": ["1"]}
+    options |= {"--methods": methods[:1] if special else ["fedhm,heterofl"]}
+    options |= {"--out": ["runs/compared" + "".join(name.removeprefix("-") for name in special)]}
 
 
 def _options(words: Iterable[str]) -> dict[str, list[str]]:
@@ -425,9 +427,9 @@ def _at_hand(config: str) -> str:
 
 def _shortened(settings: Sequence[str], *more: str) -> list[str]:
     """Return the settings, without those that make a run long, and with SHORT."""
-    own = [setting for setting in settings if setting not in SHORT and _key(setting) not in ALWAYS_SHORT] + [*more]
+    own = {setting for setting in settings if setting not in SHORT and _key(setting) not in ALWAYS_SHORT} | {*more}
     fixed = {_key(setting) for setting in own}
-    return [*own, *(setting for setting in SHORT if _key(setting) not in fixed)]
+    return [*sorted(own), *(setting for setting in SHORT if _key(setting) not in fixed)]
 
 
 def _key(setting: str) -> str:
@@ -529,8 +531,16 @@ def _run(form: Form) -> str:
 
 def _run_here(form: Form) -> str:
     """Run `fedhm` in this process, which has imported PyTorch already."""
+    from fedhm import load_config, prepare
     from fedhm.cli import main
+    from fedhm.errors import FedhmError
 
+    if form.trained_only:
+        options = _options(form.words[2:])
+        try:
+            return "" if prepare(load_config(options[""][0], options["--set"])).run().metrics else "it has no metrics"
+        except FedhmError as error:
+            return str(error)
     words = [str(each) for word in form.words[1:] for each in (sorted(Path().glob(word)) if "*" in word else [word])]
     if words[0] == "watch":  # Ctrl-C, once its page is there
         threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()

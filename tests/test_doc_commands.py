@@ -49,19 +49,14 @@ def test_a_wrong_command_is_found(tmp_path: Path) -> None:
 
 
 def test_a_right_command_is_found_to_be_so(tmp_path: Path) -> None:
-    lines = [
-        "fedhm run digits \\\n  --set train.lr=0.5 && fedhm report runs/*",
-        "openssl x509 -in ca.crt",
-        "tensorboard --logdir a",
-    ]
+    lines = ["fedhm run digits \\\n  --set train.lr=0.5 && fedhm report runs/*"]
+    lines += ["openssl x509 -in ca.crt", "tensorboard --logdir a"]
     lines += ["FLWR_HOME=a/b flwr run examples/flower-app ours --stream", "flower-superlink --port 80 \\\n  --insecure"]
     lines += ["python benchmarks/scale.py --clients 3", "PYTHONPATH=tests python -m torture --minutes 1"]
-    text = (
-        "```\n"
-        + "\n".join(lines)
-        + "\n```\n`fedhm resume DIR --from ROUND`, of `fedhm run` with `--set`, or `make docs`\n"
-    )
-    found = found_in(text + "\n```\nconfig ─► fedhm run\n```\n", tmp_path)
+    block = "```\n" + "\n".join(lines) + "\n```\n"
+    sentence = "`fedhm resume DIR --from ROUND`, of `fedhm run` with `--set`, or `make docs`\n"
+    drawing = "```\nconfig ─► fedhm run\n```\n"
+    found = found_in(f"{block}\n{sentence}\n{drawing}", tmp_path)
     assert [command.arguments[0] for command in found[:2]] == ["run", "report"]
     assert [command.program for command in found[2:5]] == ["openssl", "tensorboard", "flwr"]
     assert [" ".join(command.words) for command in found[-2:]] == ["fedhm resume DIR --from 1", "make docs"]
