@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -18,6 +19,7 @@ from fedhm.config.registry import find
 from fedhm.data.federation import Federation
 from fedhm.engines.engine import LocalEngine
 from fedhm.errors import FedhmError
+from fedhm.machine.device import CPU
 from fedhm.machine.memory import (
     LEAST_FOR_TORCH,
     NotEnoughMemoryError,
@@ -199,6 +201,8 @@ def test_a_node_of_flower_loses_its_own_updates_only() -> None:
     from fedhm.work.messages import Task
 
     class Starved:
+        networks = SimpleNamespace(device=CPU)
+
         def reply(self, _: Task) -> NoReturn:
             raise NotEnoughMemoryError("there is not enough memory for client 3")
 
