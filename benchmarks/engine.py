@@ -38,6 +38,8 @@ from peers.workload import CLIENTS, SAMPLES, cnn
 TIERS = ("full", "1/2", "1/4", "1/8")
 KEEP = 3  # layers of a ResNet that stay dense at the start, as in the presets of CIFAR-10
 PAPER = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+OURS = "fedhm, 2 workers"  # what the other libraries are measured against
+PARTS = "training nesting rounds"
 PFL = {"batch": 10, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}  # its CIFAR-10 benchmark's
 
 Case = Callable[[], object]
@@ -177,12 +179,15 @@ def in_two_passes(case: Case) -> Case:
     return unshared
 
 
-def rounds(quick: bool, repeats: int, environment: Path, device: torch.device) -> dict[str, Ratio]:
-    """Measure part 3: whole rounds, each library in a process of its own that waits for its turn."""
+def rounds(quick: bool, repeats: int, environment: Path, device: torch.device, only: str) -> dict[str, Ratio]:
+    """Measure part 3: whole rounds, each library in a process of its own that waits for its turn.
+
+    only  the names of the libraries that are measured; empty: all
+    """
     ours = [sys.executable, "-m", "peers.fedhm_rounds"]
     clients = "4" if quick else str(CLIENTS)
     executor = [sys.executable, "-m", "peers.executor_rounds", "2", clients]
-    commands = {"fedhm, 2 workers": [*ours, "2", clients], "fedhm, 1 worker": [*ours, "1", clients]}
+    commands = {OURS: [*ours, "2", clients], "fedhm, 1 worker": [*ours, "1", clients]}
     commands["fedhm, ProcessPoolExecutor"] = executor  # its own pool replaced by that of the standard library
     python = str(environment.absolute() / "bin" / "python")
     if quick:
@@ -196,6 +201,11 @@ def rounds(quick: bool, repeats: int, environment: Path, device: torch.device) -
             commands["pfl, 2 threads"] = [python, "-m", "peers.pfl_rounds", "2"]
         commands["pfl, 1 thread"] = [python, "-m", "peers.pfl_rounds", "1"]
         commands["Flower, 2 actors"] = [python, "-m", "peers.flower_rounds"]
+    if only:
+        wanted = {OURS, *(name.strip() for name in only.split(";"))}
+        if unknown := sorted(wanted - commands.keys()):
+            sys.exit(f"--only: there is no {unknown[0]}, there are {'; '.join(commands)}")
+        commands = {name: command for name, command in commands.items() if name in wanted}
     with ExitStack() as stack:
         peers = {name: stack.enter_context(Peer(command, str(device))) for name, command in commands.items()}
         used: dict[str, list[float]] = {name: [] for name in peers}
@@ -208,10 +218,10 @@ def rounds(quick: bool, repeats: int, environment: Path, device: torch.device) -
         times = interleaved({name: partial(turn, name) for name in peers}, repeats, warmup=1 if quick else 2)
     ours_of = {"by the clock": times, "in CPU seconds": {name: each[-repeats:] for name, each in used.items()}}
     ratios = {
-        f"{name}, {how}": ratio(seconds["fedhm, 2 workers"], seconds[name])
+        f"{name}, {how}": ratio(seconds[OURS], seconds[name])
         for how, seconds in ours_of.items()
         for name in seconds
-        if name != "fedhm, 2 workers" and all(seconds["fedhm, 2 workers"])
+        if name != OURS and all(seconds[OURS])
     }
     rows = [
         (
@@ -234,7 +244,11 @@ def main() -> None:
         batch=(64, "of the ResNets"),
         device=("cpu", "where all networks train, such as cuda"),
         peers=(Path(".venv-peers"), "the environment with pfl-research and Flower"),
+        parts=(PARTS, "what is measured, some of these words"),
+        only=("", "of the last part: names of libraries as its table has them, with ';' between them; empty: all"),
     )
+    if unknown := sorted(set(options.parts.split()) - set(PARTS.split())):
+        sys.exit(f"--parts: there is no '{unknown[0]}', there are {PARTS}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that peers are ended then too
     torch.set_num_threads(1)
     try:
@@ -243,10 +257,14 @@ def main() -> None:
         sys.exit(str(error))
     repeats = 1 if options.quick else options.repeats
     print(machine() if device == CPU else f"{machine()}, {device}")
-    training = local_training(options.quick, repeats, options.samples, options.batch, device)
-    prices = nesting(options.quick, repeats, options.samples, options.batch, device)
-    turns = rounds(options.quick, repeats, options.peers, device)
-    results = {"of_bare": training, "price_of_nesting": prices, "two_workers_against": turns}
+    sizes = options.quick, repeats, options.samples, options.batch, device
+    results: dict[str, object] = {}
+    if "training" in options.parts:
+        results["of_bare"] = local_training(*sizes)
+    if "nesting" in options.parts:
+        results["price_of_nesting"] = nesting(*sizes)
+    if "rounds" in options.parts:
+        results["two_workers_against"] = rounds(options.quick, repeats, options.peers, device, options.only)
     save_json(options.json, {"quick": options.quick, "device": str(device), **results})
 
 
