@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from conftest import example
@@ -15,7 +17,7 @@ from fedhm.networks.spec import NetworkSpec
 from fedhm.server.filters.admission import reason_to_refuse
 from fedhm.work.messages import Task, Update
 from fedhm.work.statistics import Statistics, gather
-from fedhm.work.work import Expected
+from fedhm.work.work import Expected, validate_change
 
 OWN = {"own": torch.zeros(3)}
 TASK = Task("train", 3, 5, "1/2", NetworkSpec("1/2"), {"a": torch.ones(2, 3), "b": torch.ones(2)}, OWN)
@@ -181,6 +183,25 @@ def test_the_change_is_bounded_by_what_was_sent_whatever_the_type(dtype: torch.d
         update = replace(UPDATE, tensors={"a": (sent.double() + moved).to(dtype)}, kept={})
         if update.tensors["a"].isfinite().all():
             assert (reason_to_refuse(update, task, replace(KNOWN, tensors=task.tensors)) is None) == admitted
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 10**6), st.floats(0.01, 100), st.floats(1e-3, 1e3), st.floats(1e-3, 3), st.booleans())
+def test_norms_that_spare_the_difference_decide_as_the_difference_does(
+    seed: int, limit: float, size: float, moved: float, opposite: bool
+) -> None:
+    """An update is refused exactly if ‖update − sent‖ > limit · max(‖sent‖, 1), computed plainly in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    sent = {name: size * torch.randn(count, generator=generator) for name, count in (("a", 300), ("b", 5))}
+    update = {
+        name: (-each if opposite else each) + moved * limit * size * torch.randn(each.shape, generator=generator)
+        for name, each in sent.items()
+    }
+    far = math.hypot(*((update[name].double() - each.double()).norm().item() for name, each in sent.items()))
+    most = limit * max(1.0, math.hypot(*(each.double().norm().item() for each in sent.values())))
+    if not math.isclose(far, most, rel_tol=1e-5):
+        expected = Expected(sent, samples=10, classes=4, max_change=limit)
+        assert (validate_change(update, sent, expected) is not None) == (far > most)
 
 
 def test_a_change_beyond_float64_is_refused() -> None:

@@ -8,7 +8,7 @@ The server computes with an answer only after `validate`: a single 1e38 destroys
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -48,7 +48,7 @@ class Expected:
 
 def validate_change(tensors: Tensors, sent: Tensors, expected: Expected) -> str | None:
     """Return why weights must not be used: not finite, or too far from the weights that were sent; None if they may."""
-    squares = 0.0
+    norm = 0.0
     for name, tensor in tensors.items():
         if name in expected.running:
             if reason := validate_bounds(name, tensor, *moment_bounds(name.endswith("running_var"))):
@@ -57,15 +57,20 @@ def validate_change(tensors: Tensors, sent: Tensors, expected: Expected) -> str 
             if not _same(tensor, sent[name], expected.halved and tensor.ndim > 1):
                 return f"'{name}' is not trained, but did not come back as it was sent"
         else:
-            distance = _distance(tensor, sent[name])
-            if math.isnan(distance):
+            norm = math.hypot(norm, found := _norm(tensor))
+            if math.isnan(found):
                 return f"'{name}' holds NaN or infinite values"
-            squares += distance * distance
-    norm, limit = math.sqrt(squares), expected.max_change
-    # The norm of the tensors sent costs time. It is computed only if the change is not small anyway.
+    limit = expected.max_change
+    # ‖tensors − sent‖ ≤ ‖tensors‖ + ‖sent‖. Norms take a quarter of the time of a difference, and mostly they suffice.
+    if not limit or norm + 1 <= ROUNDING * limit:
+        return None
     untrained = expected.running | expected.fixed
-    if limit and norm > limit and norm > limit * _norm(t for name, t in sent.items() if name not in untrained):
-        return f"its change has norm {norm:.1e}, over {limit:g} × that of what was sent"
+    base = math.hypot(*(_norm(tensor) for name, tensor in sent.items() if name not in untrained))
+    if norm + base <= ROUNDING * limit * max(base, 1.0):
+        return None
+    change = math.hypot(*(_distance(tensor, sent[name]) for name, tensor in tensors.items() if name not in untrained))
+    if change > limit * max(base, 1.0):
+        return f"its change has norm {change:.1e}, over {limit:g} × that of what was sent"
     return None
 
 
@@ -75,17 +80,24 @@ def _same(tensor: Tensor, sent: Tensor, halved: bool) -> bool:
     return torch.equal(tensor.flatten().view(torch.uint8), sent.flatten().view(torch.uint8))
 
 
+ROUNDING = 0.99  # sums of float32 are closer than that to the exact ones
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return ‖tensor‖; NaN if it is not finite. It is computed in float64 if the type overflows."""
+    tensor = _as_real(tensor)
+    norm: float = torch.linalg.vector_norm(tensor).item() if tensor.element_size() > 2 else math.inf
+    if not math.isfinite(norm):
+        norm = torch.linalg.vector_norm(tensor.double()).item() if bool(tensor.isfinite().all()) else math.nan
+    return norm
+
+
 def _distance(tensor: Tensor, sent: Tensor) -> float:
-    """Return ‖tensor − sent‖; NaN if `tensor` is not finite. It is computed in float64 if the type overflows."""
+    """Return ‖tensor − sent‖ of finite tensors, in float64 if the type overflows."""
     tensor, sent = _as_real(tensor), _as_real(sent)
     if tensor.element_size() > 2 and math.isfinite(distance := torch.dist(tensor, sent).item()):
         return distance
-    return torch.dist(tensor.double(), sent.double()).item() if bool(tensor.isfinite().all()) else math.nan
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    """Return the norm of all tensors together."""
-    return math.hypot(*(torch.linalg.vector_norm(_as_real(each), dtype=torch.float64).item() for each in tensors))
+    return torch.dist(tensor.double(), sent.double()).item()
 
 
 def _as_real(tensor: Tensor) -> Tensor:
