@@ -1,4 +1,7 @@
-"""Narrow shortcuts survive training on channels-last images: in processes of their own, since a fault kills them."""
+"""Networks train on channels-last images as on others, and their gradients keep that format."""
+
+import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import forked
 from fedhm.networks.structure import channels_last
 from fedhm.widths.wrappers import OrderedDropout
 
+# narrow shortcuts train in processes of their own, since a fault of oneDNN's kills them
 TRAIN = """
 import torch
 from torch import nn
@@ -51,3 +55,45 @@ def test_ordered_dropout_is_prepared_for_its_narrowest_network() -> None:
     x = torch.randn(2, 32, 5, 5).to(memory_format=torch.channels_last)
     assert wide(x).is_contiguous()
     assert wide[0].weight.stride() != wide[0].weight.to(memory_format=torch.channels_last).stride()
+
+
+class Flattened(nn.Module):
+    """A network that flattens its image in one of the ways that people write."""
+
+    def __init__(self, flatten: Callable[[torch.Tensor], torch.Tensor], pool: nn.Module) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), pool)
+        self.flatten, self.classifier = flatten, nn.Linear(8 * 9, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.classifier(self.flatten(self.features(x)))
+        return y
+
+
+FLATTEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "module": nn.Flatten(),
+    "module by name": lambda x: nn.Flatten()(input=x),
+    "function": lambda x: torch.flatten(x, 1),
+}
+POOLS = {"disjoint": nn.MaxPool2d(2), "overlapping": nn.MaxPool2d(4, 1), "average": nn.AvgPool2d(2)}
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("flatten", FLATTEN)
+def test_gradients_stay_channels_last_before_an_image_is_flattened(flatten: str, pool: str) -> None:
+    torch.manual_seed(0)
+    plain = Flattened(FLATTEN[flatten], POOLS[pool]).to(memory_format=torch.channels_last)
+    ours = channels_last(copy.deepcopy(plain))
+    assert isinstance(ours, Flattened)
+    arrived: list[bool] = []
+    ours.features[1].register_full_backward_hook(
+        lambda _, __, gradients: arrived.append(gradients[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    x = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    for network in (plain, ours):
+        network(x).square().sum().backward()
+    assert arrived == [True]
+    for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert its.grad is not None
+        assert torch.equal(mine.grad, its.grad), "speed never changes results"

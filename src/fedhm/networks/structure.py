@@ -3,7 +3,7 @@
 import copy
 import copyreg
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import is_dataclass
 from fractions import Fraction
 from functools import cache
@@ -27,10 +27,12 @@ ATOMIC = {
 COLLECTIONS = {dict, OrderedDict, set}
 
 
-def copy_network(model: nn.Module) -> nn.Module:
+def copy_network(model: nn.Module, without_values: Collection[str] = ()) -> nn.Module:
     """Return a copy of a network that may be changed. Parameters of a shared base (`NetworkInfo`) are not copied.
 
     Tensors that share the memory of a parameter share it in the copy too.
+
+    without_values  parameters whose values are loaded afterwards, so that copying them would take time for nothing
     """
     memo: Memo = {}
     shared = info_of(model).shared
@@ -39,7 +41,8 @@ def copy_network(model: nn.Module) -> nn.Module:
             if name in shared:
                 memo[id(parameter)] = parameter
             elif type(parameter) is nn.Parameter:  # torch would copy the values alone
-                memo[id(parameter)] = nn.Parameter(_copy_tensor(parameter.data, memo), parameter.requires_grad)
+                copy_of = _empty_like if name in without_values else _copy_tensor
+                memo[id(parameter)] = nn.Parameter(copy_of(parameter.data, memo), parameter.requires_grad)
         copied: nn.Module = deep_copy(model, memo)
         return copied
     except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
@@ -126,9 +129,14 @@ def _copy_entries(collection: Any, memo: Memo) -> Any:
     return entries
 
 
-def _copy_tensor(tensor: Tensor, memo: Memo) -> Tensor:
+def _empty_like(tensor: Tensor, memo: Memo) -> Tensor:
+    """Return a tensor that equals a copy in everything but its values."""
+    return _copy_tensor(tensor, memo, values=False)
+
+
+def _copy_tensor(tensor: Tensor, memo: Memo, values: bool = True) -> Tensor:
     """Return a copy of a tensor. Tensors that share their memory share it in the copy too."""
-    new = _clone(tensor, memo)
+    new = _clone(tensor, memo, values)
     if new is None:
         slowly: Tensor = copy.deepcopy(tensor, memo)
         return slowly
@@ -136,8 +144,11 @@ def _copy_tensor(tensor: Tensor, memo: Memo) -> Tensor:
     return new
 
 
-def _clone(tensor: Tensor, memo: Memo) -> Tensor | None:
-    """Return a clone that equals torch's deep copy, or None if only torch can make one."""
+def _clone(tensor: Tensor, memo: Memo, values: bool) -> Tensor | None:
+    """Return a clone that equals torch's deep copy, or None if only torch can make one.
+
+    values  false: the clone's values do not matter
+    """
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.is_leaf:
         return None
     if vars(tensor) or tensor.grad is not None or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -145,7 +156,8 @@ def _clone(tensor: Tensor, memo: Memo) -> Tensor | None:
     memory, shared = tensor.untyped_storage(), memo.setdefault("torch", {})
     if memory._cdata in shared or not memory.nbytes() == tensor.numel() * tensor.element_size() > 0:
         return None  # the memory is shared with other tensors, or may be
-    new = tensor.detach().clone(memory_format=torch.preserve_format)
+    plain = tensor.detach()
+    new = plain.clone(memory_format=torch.preserve_format) if values else torch.empty_like(plain)
     if new.stride() != tensor.stride():
         return None
     shared[memory._cdata] = new.untyped_storage()
@@ -169,9 +181,20 @@ def weight_owners(model: nn.Module) -> Counter[int]:
     return Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
 
+NORMALISATION = _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm
+
+
 def has_normalisation(network: nn.Module) -> bool:
     """Tell whether a network has one of torch's normalisation layers."""
-    return any(isinstance(m, _NormBase | nn.GroupNorm | nn.LayerNorm | nn.RMSNorm) for m in network.modules())
+    return any(isinstance(module, NORMALISATION) for module in network.modules())
+
+
+def after_normalisation(network: nn.Module) -> Sequence[str]:
+    """Return the names of the modules that the network lists after its last normalisation layer."""
+    names: list[str] = []
+    for name, module in network.named_modules():
+        names = [] if isinstance(module, NORMALISATION) else [*names, name]
+    return names
 
 
 class TrainsSeveral(nn.Module):
@@ -246,12 +269,20 @@ def channels_last(network: nn.Module) -> nn.Module:
     oneDNN, by which torch convolves on CPUs, has a bug for such images (issue 6035). It writes past its workspace in
     the weight gradient of a strided 1×1 convolution with fewer input channels than a vector register holds. The process
     dies, or the gradient is wrong. Narrow networks have such layers in their shortcuts: they get channels-first inputs.
+
+    An image is flattened channels-first, so its gradient comes back channels-first. On CPUs, the pooling and activation
+    layers before it would then take five times as long, converting between the formats. So it is converted once.
     """
     variants = [dict(each.named_modules()) for each, _ in networks_in_training(network)]
     endangered = {name for layers in variants for name, layer in layers.items() if _is_endangered(layer)}
     for layers in variants:
         for name in endangered:
             layers[name].register_forward_pre_hook(_to_channels_first)
+        for layer in layers.values():
+            if isinstance(layer, nn.Flatten):
+                layer.register_forward_pre_hook(_keep_format_of_input)
+            elif isinstance(layer, nn.MaxPool2d | nn.AvgPool2d):  # it may be flattened by a function
+                layer.register_forward_hook(_keep_format_of_output)
     # torch takes the format of a weight for that of the image
     kept = {id(p) for name in endangered for p in variants[0][name].parameters()}
     for parameter in network.parameters():
@@ -269,3 +300,24 @@ def _is_endangered(layer: nn.Module) -> bool:
 def _to_channels_first(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     # `contiguous()` would keep the strides of an image with one channel, which is in both formats at once
     return (arguments[0].clone(memory_format=torch.contiguous_format), *arguments[1:])
+
+
+def _keep_format_of_input(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    for image in arguments[:1]:  # none, if it was named
+        _keep_format(image)
+
+
+def _keep_format_of_output(_: nn.Module, __: tuple[Tensor, ...], image: Tensor) -> None:
+    _keep_format(image)
+
+
+def _keep_format(image: Tensor) -> None:
+    """Have the gradient of a channels-last image on the CPU in the same format."""
+    if torch.compiler.is_compiling() or not image.requires_grad or image.ndim != 4 or image.device.type != "cpu":
+        return
+    if image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous():
+        image.register_hook(_to_channels_last)
+
+
+def _to_channels_last(gradient: Tensor) -> Tensor:
+    return gradient.contiguous(memory_format=torch.channels_last)
