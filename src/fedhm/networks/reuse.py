@@ -22,6 +22,7 @@ from fedhm.networks.exchange import (
     shared_parameters,
     unpack_tensors,
 )
+from fedhm.networks.info import info_of
 from fedhm.networks.spec import NetworkSpec
 from fedhm.networks.structure import channels_last, copy_network
 
@@ -107,7 +108,12 @@ class NetworkPool:
     def loaded(self, spec: NetworkSpec, tensors: Tensors) -> Iterator[PreparedNetwork]:
         """Yield the network of a spec with `tensors` in it. All other values are those of a new network."""
         prepared = self._network(spec)
-        ready = self._compiled_once(spec, prepared) if self._compiled else _ready(copy_network(prepared))
+        if self._compiled:
+            ready = self._compiled_once(spec, prepared)
+        else:
+            loaded = () if info_of(prepared).packing else tensors.keys()  # a packing may not give all values
+            network = copy_network(prepared, without_values=loaded)
+            ready = PreparedNetwork(network, network)
         load_from_host(ready.network, tensors, self.device)
         yield ready
 
@@ -136,10 +142,6 @@ class NetworkPool:
                 used.requires_grad_(new.requires_grad)
                 used.grad = None
         return self._used[spec]
-
-
-def _ready(network: nn.Module) -> PreparedNetwork:
-    return PreparedNetwork(network, network)
 
 
 def _tensors(network: nn.Module) -> list[Tensor]:
