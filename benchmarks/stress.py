@@ -107,14 +107,13 @@ def unusual(presets: Sequence[str]) -> Iterator[Row]:
         yield Row(preset, "no normalisation, 5 rounds of warm-up", Setting(warm), without_normalisation)
 
 
-def run(row: Row, column: Column, held_out: bool = False) -> list[float] | None:
+def run(row: Row, column: Column, held_out: bool = False, settings: Sequence[str] = ()) -> list[float] | None:
     """Return the accuracy of every tier in percent, the largest first; None if training diverged."""
-    common = ["train.milestones=[]", "evaluation.every=1000", "engine.workers=1", "server.robust=none"]
+    common = ["train.milestones=[]", "evaluation.every=1000", "engine.workers=1", "server.robust=none", *settings]
     common += [f"data.validation={HELD_OUT}"] if held_out else []
-    config = load_config(row.preset, [*PRESETS[row.preset], *common, *row.setting.changes])
-    config = load_config(
-        row.preset, [*PRESETS[row.preset], *common, *row.setting.changes, *column.changes(config.train.lr)]
-    )
+    changes = [*PRESETS[row.preset], *common, *row.setting.changes]
+    config = load_config(row.preset, changes)
+    config = load_config(row.preset, [*changes, *column.changes(config.train.lr)])
     (entry,) = resolve_entries([column.method], Reference(config))
     own = config_of(config.model_dump(mode="json", exclude={"compare"}), entry, config.seed)
     federation = dealt_out(read_federation(own), row.setting.deal, config.seed)
@@ -185,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", nargs="*", type=float, default=[], help="FedHM's longest steps to compare; 0: no limit"
     )
+    parser.add_argument("--set", nargs="*", default=[], help="settings of all runs, such as method.start=whole")
     parser.add_argument("--held-out", action="store_true", help="evaluate on held-out training samples")
     parser.add_argument(
         "--no-unusual", action="store_true", help="leave out the rows with unusual clients and networks"
@@ -202,7 +202,7 @@ def main() -> None:
     for row, column in product(rows, columns):
         of_row, name = found.setdefault(row.key, {}), str(column)
         if name not in of_row:
-            of_row[name] = run(row, column, options.held_out)
+            of_row[name] = run(row, column, options.held_out, options.set)
             print(f"{row.key}, {name}: {cell(of_row[name])}", flush=True)
             write_atomically(options.json, json.dumps(found, indent=1))
             if options.markdown:

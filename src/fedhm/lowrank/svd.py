@@ -95,11 +95,15 @@ class Factors(NamedTuple):
         right[rank:], spectrum[rank:] = 0, 0
         return Factors(self.left, right, spectrum)
 
-    def scaled_to(self, norm: float) -> "Factors":
-        """Return the factors of a multiple of the product, whose Frobenius norm is `norm`; zeros stay zeros."""
-        own = float(torch.linalg.vector_norm(self.spectrum.double()))
+    def raised(self, rank: int, norm: float) -> "Factors":
+        """Return the decomposition with its leading `rank` directions scaled to the Frobenius norm `norm`."""
+        own = float(torch.linalg.vector_norm(self.spectrum[:rank].double()))
         factor = norm / own if own else 1.0
-        return Factors(self.left * math.sqrt(factor), self.right * math.sqrt(factor), self.spectrum * factor)
+        left, right, spectrum = self.left.clone(), self.right.clone(), self.spectrum.clone()
+        left[:, :rank] *= math.sqrt(factor)
+        right[:rank] *= math.sqrt(factor)
+        spectrum[:rank] *= factor
+        return Factors(left, right, spectrum)
 
 
 def product_spectrum(left: Tensor, right: Tensor) -> Tensor:

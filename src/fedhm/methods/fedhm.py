@@ -27,7 +27,7 @@ anything is cut off.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal, Protocol, Self
@@ -58,7 +58,7 @@ from fedhm.methods.method import Method, Setup, State
 from fedhm.methods.plans import FULL, TierPlan, TierPlanner, has_budgets
 from fedhm.networks.exchange import Tensors
 from fedhm.networks.spec import NetworkSpec
-from fedhm.networks.structure import has_normalisation
+from fedhm.networks.structure import after_normalisation
 from fedhm.work.messages import Participant, Task, TaskOptions, Update
 from fedhm.work.nested import BASIS
 
@@ -77,9 +77,9 @@ class FedHMConfig(MethodConfig):
     aggregate: Literal[Aggregate, "factors"] = "bands"  # the paper: models; factors: if all clients have one tier
     absent_labels: AbsentLabels = "leave-out"  # classifier rows of labels that a client lacks; published code: zero
     band_speed: Annotated[float, Field(ge=0, le=1)] = 0.5  # of the directions beyond the smallest rank
-    # factorized layers: as they are, at the smallest tier's rank, or also scaled to the norm that they had; auto: as
-    # they are, but scaled if the model is untrained, has no normalisation layers and is averaged by bands
-    start: Literal["auto", "whole", "smallest", "scaled"] = "auto"
+    # factorized layers: as they are, cut to the smallest tier's rank, or with the directions of that rank raised to
+    # the norm of the layer; auto: raised behind the last normalisation layer, in untrained models averaged by bands
+    start: Literal["auto", "whole", "smallest", "raised"] = "auto"
     form: Literal["spatial", "pufferfish"] = "spatial"  # k×1 and 1×k convolutions, or k×k and 1×1
     warmup: Annotated[int, Field(ge=0)] = 0  # rounds in which everybody trains the full model
 
@@ -180,28 +180,37 @@ class FedHM(Method[FedHMState]):
     def start(self, weights: Tensors) -> FedHMState:
         plans = self.planner.first
         factors, _ = factorized(weights, _ranks(plans), self.config.form)
-        start = self._start(weights, factors)
-        if start != "whole" and not self.config.warmup:  # a warm-up is to find the best directions
-            for layer, rank in plans[self.tiers[-1]].ranks.items():
-                name, cut = dense_weight_name(layer), factors[layer].cut(rank)
-                factors[layer] = cut.scaled_to(math.sqrt(squared_norm(weights[name]))) if start == "scaled" else cut
-                product = factors[layer].left @ factors[layer].right
-                weights = {**weights, name: roll(product, weights[name].shape)}
+        start, changed = self._start(weights, factors)
+        smallest = plans[self.tiers[-1]].ranks
+        for layer in changed & smallest.keys():
+            name, before, rank = dense_weight_name(layer), factors[layer], smallest[layer]
+            weight = weights[name]
+            if start == "smallest":
+                factors[layer] = before.cut(rank)
+                weight = roll(factors[layer].left @ factors[layer].right, weight.shape)
+            else:
+                factors[layer] = before.raised(rank, math.sqrt(squared_norm(weight)))
+                (left, right), (old_left, old_right) = factors[layer].prefix(rank), before.prefix(rank)
+                weight = weight + roll(left @ right - old_left @ old_right, weight.shape)
+            weights = {**weights, name: weight}
         return FedHMState(weights, factors, plans)
 
-    def _start(self, weights: Tensors, factors: Mapping[str, Factors]) -> Literal["whole", "smallest", "scaled"]:
-        """Return how the factorized layers start, if the settings leave it open.
+    def _start(self, weights: Tensors, factors: Mapping[str, Factors]) -> tuple[str, Set[str]]:
+        """Return how the factorized layers start that do not start whole, and which these are.
 
-        Truncated random weights are smaller than whole ones. Normalisation layers make up for that. Without them, a
-        small tier's signals fade from layer to layer, and it learns slowly. Trained weights are never cut.
+        Truncated random weights are smaller than whole ones. A normalisation layer behind them makes up for that.
+        Without one, a small tier's signals fade from layer to layer, and it learns slowly. Trained weights are only
+        changed if the settings say so.
         """
-        if self.config.start != "auto":
-            return self.config.start
-        if self.config.aggregate != "bands" or has_normalisation(self._model):
-            return "whole"
-        form = self.config.form
+        start, form = self.config.start, self.config.form
+        if start == "whole" or self.config.warmup:  # a warm-up is to find the best directions
+            return start, set()
+        if start != "auto":
+            return start, factors.keys()
         untrained = all(looks_untrained(weights[dense_weight_name(n)], f.spectrum, form) for n, f in factors.items())
-        return "scaled" if untrained else "whole"
+        if not untrained or self.config.aggregate != "bands":
+            return "whole", set()
+        return "raised", factors.keys() & set(after_normalisation(self._model))
 
     def tasks(self, state: FedHMState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         warm = round_number <= self.config.warmup
