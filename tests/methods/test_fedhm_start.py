@@ -131,3 +131,18 @@ def test_convolutions_look_untrained(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     weight = torch.randn(shape)
     assert looks_untrained(weight, factorize(unroll(weight), 1).spectrum)
+
+
+def test_recurrent_layers_are_raised_and_frozen_ones_are_not() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"lstm": nn.LSTM(32, 64, 2), "frozen": nn.Linear(64, 64), "hidden": nn.Linear(64, 64)})
+    model["fc"] = nn.Linear(64, 5)
+    model["frozen"].requires_grad_(False)
+    state = begun(model)
+    recurrent = [name for name in state.factors if name.startswith("lstm.")]
+    assert len(recurrent) == 4
+    for layer in [*recurrent, "hidden"]:
+        weight = model.get_parameter(layer if layer != "hidden" else "hidden.weight").detach()
+        left, right = state.factors[layer].prefix(state.plans["1/8"].ranks[layer])
+        torch.testing.assert_close((left @ right).norm(), weight.norm())
+    assert torch.equal(state.weights["frozen.weight"], model["frozen"].weight)

@@ -97,3 +97,63 @@ def test_gradients_stay_channels_last_before_an_image_is_flattened(flatten: str,
         assert mine.grad is not None
         assert its.grad is not None
         assert torch.equal(mine.grad, its.grad), "speed never changes results"
+
+
+def test_pools_that_return_indices_are_left_alone() -> None:
+    class Unpooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.unpool = nn.Conv2d(3, 8, 3), nn.MaxUnpool2d(2)
+            self.pool = nn.MaxPool2d(2, return_indices=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pooled, indices = self.pool(self.conv(x))
+            y: torch.Tensor = self.unpool(pooled, indices)
+            return y
+
+    channels_last(Unpooled())(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)).sum().backward()
+
+
+def test_gradients_of_functorch_pass() -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 2)]
+    network = channels_last(nn.Sequential(*layers))
+    plain = nn.Sequential(*(copy.deepcopy(layer) for layer in network))
+    for layer in plain:
+        layer._forward_hooks.clear()
+        layer._forward_pre_hooks.clear()
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    torch.testing.assert_close(torch.func.jacrev(network)(x), torch.func.jacrev(plain)(x))
+    x.requires_grad_()
+    (batch,) = torch.autograd.grad(network(x), x, torch.eye(4).view(4, 2, 2), is_grads_batched=True)
+    torch.testing.assert_close(batch, torch.func.jacrev(plain)(x).flatten(0, 1))
+
+
+def test_gradients_that_are_left_out_pass() -> None:
+    class Blocked(torch.autograd.Function):
+        @staticmethod
+        def forward(_: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: object, *__: torch.Tensor) -> None:
+            return None
+
+    network = channels_last(nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2)))
+    y = network(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
+    Blocked.apply(y).sum().backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in network.parameters())
+
+
+def test_a_flattened_parameter_gathers_no_hooks() -> None:
+    class Position(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position, self.flatten = nn.Parameter(torch.randn(1, 3, 4, 4)), nn.Flatten()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = x + self.flatten(self.position)
+            return y
+
+    network = channels_last(Position())
+    network(torch.randn(2, 48)).sum().backward()
+    assert not network.position._backward_hooks

@@ -20,6 +20,7 @@ from fedhm.config.registry import known
 from fedhm.data.federation import Federation
 from fedhm.networks.exchange import Tensors, exchanged_tensors
 from fedhm.networks.reuse import NetworkPool
+from fedhm.networks.spec import NetworkSpec
 from fedhm.report.result import Result
 
 
@@ -232,3 +233,33 @@ def test_a_machine_without_compiler_is_told(tmp_path: Path) -> None:
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=True)
     assert "engine.compile = true, but torch.compile does not work here" in done.stdout
+
+
+class Skips(nn.Module):
+    """Does not take its scale from a state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        state.pop(prefix + "scale")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class SkipsByHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_load_state_dict_pre_hook(lambda _, state, prefix, *__: state.pop(prefix + "scale", None))
+
+
+@pytest.mark.parametrize("build", [Skips, SkipsByHook])
+def test_values_that_a_network_does_not_load_are_those_of_a_new_one(build: Callable[[], nn.Module]) -> None:
+    torch.use_deterministic_algorithms(True)  # fills memory without values with NaN
+    try:
+        pool = NetworkPool(lambda _: build())
+        with pool.loaded(NetworkSpec("full"), {"scale": torch.zeros(3)}) as ready:
+            assert ready.network.get_parameter("scale").tolist() == [1, 1, 1]
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -204,6 +204,11 @@ def test_norms_that_spare_the_difference_decide_as_the_difference_does(
         assert (validate_change(update, sent, expected) is not None) == (far > most)
 
 
+def test_nothing_is_admitted_if_what_was_sent_is_not_finite() -> None:
+    sent = {"a": torch.full((10,), math.nan)}
+    assert validate_change({"a": torch.full((10,), 1e9)}, sent, Expected(sent, 1, 2, max_change=10.0)) is not None
+
+
 def test_a_change_beyond_float64_is_refused() -> None:
     task = replace(TASK, tensors={"a": torch.zeros(3).double()}, kept={})
     update = replace(UPDATE, tensors={"a": torch.full((3,), 1.7e308, dtype=torch.float64)}, kept={})

@@ -42,7 +42,7 @@ from fedhm.errors import FedhmError
 from fedhm.lowrank.average import Aggregate, singular_directions
 from fedhm.lowrank.diagnostics import largest_norm, layer_constants, tier_energies
 from fedhm.lowrank.hybrid import NestedTiers, nest_tiers, to_hybrid
-from fedhm.lowrank.layers import dense_weight_name
+from fedhm.lowrank.layers import dense_weight_name, module_of
 from fedhm.lowrank.plan import RankPlan
 from fedhm.lowrank.svd import (
     Factors,
@@ -210,7 +210,9 @@ class FedHM(Method[FedHMState]):
         untrained = all(looks_untrained(weights[dense_weight_name(n)], f.spectrum, form) for n, f in factors.items())
         if not untrained or self.config.aggregate != "bands":
             return "whole", set()
-        return "raised", factors.keys() & set(after_normalisation(self._model))
+        behind = set(after_normalisation(self._model))
+        frozen = {name for name, parameter in self._model.named_parameters() if not parameter.requires_grad}
+        return "raised", {n for n in factors if module_of(n) in behind and dense_weight_name(n) not in frozen}
 
     def tasks(self, state: FedHMState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         warm = round_number <= self.config.warmup

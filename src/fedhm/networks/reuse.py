@@ -87,6 +87,14 @@ def _place(network: nn.Module, device: torch.device, base: dict[int, nn.Paramete
     return network
 
 
+def _loads_all(network: nn.Module) -> bool:
+    """Tell whether a network surely takes all values that it is told to load."""
+    if info_of(network).packing:  # it may not give all values
+        return False
+    torchs = all(type(each)._load_from_state_dict.__module__.startswith("torch.") for each in network.modules())
+    return torchs and not any(each._load_state_dict_pre_hooks for each in network.modules())
+
+
 class NetworkPool:
     """Networks by spec, for one task at a time. `build` makes a new network, whose weights are loaded afterwards."""
 
@@ -111,8 +119,7 @@ class NetworkPool:
         if self._compiled:
             ready = self._compiled_once(spec, prepared)
         else:
-            loaded = () if info_of(prepared).packing else tensors.keys()  # a packing may not give all values
-            network = copy_network(prepared, without_values=loaded)
+            network = copy_network(prepared, without_values=tensors.keys() if _loads_all(prepared) else ())
             ready = PreparedNetwork(network, network)
         load_from_host(ready.network, tensors, self.device)
         yield ready

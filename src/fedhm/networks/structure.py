@@ -307,17 +307,26 @@ def _keep_format_of_input(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         _keep_format(image)
 
 
-def _keep_format_of_output(_: nn.Module, __: tuple[Tensor, ...], image: Tensor) -> None:
+def _keep_format_of_output(_: nn.Module, __: tuple[Tensor, ...], image: object) -> None:
     _keep_format(image)
 
 
-def _keep_format(image: Tensor) -> None:
+def _keep_format(image: object) -> None:
     """Have the gradient of a channels-last image on the CPU in the same format."""
-    if torch.compiler.is_compiling() or not image.requires_grad or image.ndim != 4 or image.device.type != "cpu":
+    if torch.compiler.is_compiling() or not isinstance(image, Tensor) or image.grad_fn is None:
+        return  # pools may return indices, too; a hook would stay on a parameter
+    if image.ndim != 4 or image.device.type != "cpu":
         return
-    if image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous():
+    try:
+        is_channels_last = image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
+    except RuntimeError:  # functorch does not tell formats apart
+        return
+    if is_channels_last:
         image.register_hook(_to_channels_last)
 
 
-def _to_channels_last(gradient: Tensor) -> Tensor:
-    return gradient.contiguous(memory_format=torch.channels_last)
+def _to_channels_last(gradient: Tensor | None) -> Tensor | None:
+    try:
+        return None if gradient is None else gradient.contiguous(memory_format=torch.channels_last)
+    except RuntimeError:  # a batch of gradients, by functorch
+        return None  # the gradient stays as it is
