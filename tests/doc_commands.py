@@ -65,7 +65,8 @@ EXCEPTIONS = {
     'fedhm run cifar10-resnet18 --set engine.devices=["cuda:0","cuda:1"]': "needs two GPUs",
     "fedhm export digits --tier 1/8 --to executorch --train": "as that of a run: tests/ondevice/test_phone_client.py",
     "fedhm run digits --set engine.client=executorch": CLIENTS,
-    "fedhm run digits --set train.rounds=10 evaluation.every=1 engine.workers=1 engine.client=executorch": CLIENTS,
+    "fedhm run digits --set method.start=whole train.rounds=10 evaluation.every=1 engine.workers=1 "
+    "engine.client=executorch": CLIENTS,
     "fedhm flower up *": "runs until Ctrl-C, in a terminal of its own: tests/flower/test_up.py",
     "fedhm run digits --set engine.name=flower engine.superlink=federation *": FEDERATION,
     "fedhm run digits --set engine.name=flower": SIMULATION,
