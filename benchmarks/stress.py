@@ -91,7 +91,8 @@ def sweep(
             f"train.rounds={max(3, WORK // local // 2)}",
         ]
         skew = alpha if alpha == "iid" else f"α {alpha}"
-        yield Row(preset, f"{skew}, {local} epochs, lr {rate:g}", Setting(changes))
+        epochs_each = "1 epoch" if local == 1 else f"{local} epochs"
+        yield Row(preset, f"{skew}, {epochs_each}, lr {rate:g}", Setting(changes))
 
 
 def unusual(presets: Sequence[str]) -> Iterator[Row]:
