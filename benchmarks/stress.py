@@ -91,8 +91,8 @@ def sweep(
             f"train.rounds={max(3, WORK // local // 2)}",
         ]
         skew = alpha if alpha == "iid" else f"α {alpha}"
-        epochs_each = "1 epoch" if local == 1 else f"{local} epochs"
-        yield Row(preset, f"{skew}, {epochs_each}, lr {rate:g}", Setting(changes))
+        epochs_text = "1 epoch" if local == 1 else f"{local} epochs"
+        yield Row(preset, f"{skew}, {epochs_text}, lr {rate:g}", Setting(changes))
 
 
 def unusual(presets: Sequence[str]) -> Iterator[Row]:
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", nargs="*", type=float, default=[], help="FedHM's longest steps to compare; 0: no limit"
     )
-    parser.add_argument("--set", nargs="*", default=[], help="settings of all runs, such as method.start=whole")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of all runs")
     parser.add_argument("--held-out", action="store_true", help="evaluate on held-out training samples")
     parser.add_argument(
         "--no-unusual", action="store_true", help="leave out the rows with unusual clients and networks"

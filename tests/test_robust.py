@@ -88,20 +88,22 @@ def test_the_default_bounds_what_one_client_can_do(federation: Federation, hones
     assert {entry["client"] for record in bounded.records for entry in record.clipped} == set(HOSTILE)
 
 
-@pytest.mark.parametrize(("attack", "at_most", "rounds"), [("flip", 0, 3), ("ipm", 1, 3), ("labels", 6, 9)])
+@pytest.mark.parametrize(
+    ("start", "attack", "before", "rounds"),
+    [
+        *(("whole", "flip", 0, 3), ("whole", "ipm", 0, 3), ("whole", "labels", 6, 9)),
+        *(("auto", "flip", 0, 3), ("auto", "ipm", 1, 3), ("auto", "labels", 3, 9)),
+    ],
+)
 def test_who_goes_against_the_others_is_not_merged(
-    federation: Federation, attack: str, at_most: int, rounds: int
+    federation: Federation, start: str, attack: str, before: int, rounds: int
 ) -> None:
-    """Wrong labels take some rounds to tell: an honest client with few samples may be as far off, but not always.
-
-    at_most  how many rounds it may take
-    """
-    records = ready(federation, attack, rounds, train={"clip_norm": 0.0}).run().records
+    """Wrong labels take some rounds to tell: an honest client with few samples may be as far off, but not always."""
+    method = {"name": "fedhm", "start": start}
+    records = ready(federation, attack, rounds, method=method, train={"clip_norm": 0.0}).run().records
     dropped = [[entry["client"] for entry in record.dropped] for record in records]
-    merged = dropped.count([])
-    assert merged <= at_most
-    assert dropped == [[]] * merged + [list(HOSTILE)] * (rounds - merged)
-    records = records[merged:]
+    assert dropped == [[]] * before + [list(HOSTILE)] * (rounds - before)
+    records = records[before:]
     assert all(record.agreement[0].agreement < 0 < record.agreement[0].median for record in records)
     assert all(HOSTILE[0] not in record.norms["weights"]["full"] for record in records)
 

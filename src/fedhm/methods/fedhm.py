@@ -180,12 +180,11 @@ class FedHM(Method[FedHMState]):
     def start(self, weights: Tensors) -> FedHMState:
         plans = self.planner.first
         factors, _ = factorized(weights, _ranks(plans), self.config.form)
-        start, changed = self._start(weights, factors)
         smallest = plans[self.tiers[-1]].ranks
-        for layer in changed & smallest.keys():
+        for layer in self._changed_at_start(weights, factors) & smallest.keys():
             name, before, rank = dense_weight_name(layer), factors[layer], smallest[layer]
             weight = weights[name]
-            if start == "smallest":
+            if self.config.start == "smallest":
                 factors[layer] = before.cut(rank)
                 weight = roll(factors[layer].left @ factors[layer].right, weight.shape)
             else:
@@ -195,8 +194,8 @@ class FedHM(Method[FedHMState]):
             weights = {**weights, name: weight}
         return FedHMState(weights, factors, plans)
 
-    def _start(self, weights: Tensors, factors: Mapping[str, Factors]) -> tuple[str, Set[str]]:
-        """Return how the factorized layers start that do not start whole, and which these are.
+    def _changed_at_start(self, weights: Tensors, factors: Mapping[str, Factors]) -> Set[str]:
+        """Return the factorized layers that are cut or raised before the first round.
 
         Truncated random weights are smaller than whole ones. A normalisation layer behind them makes up for that.
         Without one, a small tier's signals fade from layer to layer, and it learns slowly. Trained weights are only
@@ -204,15 +203,15 @@ class FedHM(Method[FedHMState]):
         """
         start, form = self.config.start, self.config.form
         if start == "whole" or self.config.warmup:  # a warm-up is to find the best directions
-            return start, set()
+            return set()
         if start != "auto":
-            return start, factors.keys()
+            return factors.keys()
         untrained = all(looks_untrained(weights[dense_weight_name(n)], f.spectrum, form) for n, f in factors.items())
         if not untrained or self.config.aggregate != "bands":
-            return "whole", set()
+            return set()
         behind = set(after_normalisation(self._model))
         frozen = {name for name, parameter in self._model.named_parameters() if not parameter.requires_grad}
-        return "raised", {n for n in factors if module_of(n) in behind and dense_weight_name(n) not in frozen}
+        return {n for n in factors if module_of(n) in behind and dense_weight_name(n) not in frozen}
 
     def tasks(self, state: FedHMState, participants: Sequence[Participant], round_number: int) -> Iterator[Task]:
         warm = round_number <= self.config.warmup

@@ -41,8 +41,8 @@ def copy_network(model: nn.Module, without_values: Collection[str] = ()) -> nn.M
             if name in shared:
                 memo[id(parameter)] = parameter
             elif type(parameter) is nn.Parameter:  # torch would copy the values alone
-                copy_of = _empty_like if name in without_values else _copy_tensor
-                memo[id(parameter)] = nn.Parameter(copy_of(parameter.data, memo), parameter.requires_grad)
+                data = _copy_tensor(parameter.data, memo, values=name not in without_values)
+                memo[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
         copied: nn.Module = deep_copy(model, memo)
         return copied
     except RuntimeError as error:  # torch cannot copy a weight that hooks have computed, such as old weight_norm's
@@ -129,13 +129,11 @@ def _copy_entries(collection: Any, memo: Memo) -> Any:
     return entries
 
 
-def _empty_like(tensor: Tensor, memo: Memo) -> Tensor:
-    """Return a tensor that equals a copy in everything but its values."""
-    return _copy_tensor(tensor, memo, values=False)
-
-
 def _copy_tensor(tensor: Tensor, memo: Memo, values: bool = True) -> Tensor:
-    """Return a copy of a tensor. Tensors that share their memory share it in the copy too."""
+    """Return a copy of a tensor. Tensors that share their memory share it in the copy too.
+
+    values  false: the copy's values do not matter
+    """
     new = _clone(tensor, memo, values)
     if new is None:
         slowly: Tensor = copy.deepcopy(tensor, memo)
@@ -145,10 +143,7 @@ def _copy_tensor(tensor: Tensor, memo: Memo, values: bool = True) -> Tensor:
 
 
 def _clone(tensor: Tensor, memo: Memo, values: bool) -> Tensor | None:
-    """Return a clone that equals torch's deep copy, or None if only torch can make one.
-
-    values  false: the clone's values do not matter
-    """
+    """Return a clone that equals torch's deep copy, or None if only torch can make one."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.is_leaf:
         return None
     if vars(tensor) or tensor.grad is not None or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -271,7 +266,7 @@ def channels_last(network: nn.Module) -> nn.Module:
     dies, or the gradient is wrong. Narrow networks have such layers in their shortcuts: they get channels-first inputs.
 
     An image is flattened channels-first, so its gradient comes back channels-first. On CPUs, the pooling and activation
-    layers before it would then take five times as long, converting between the formats. So it is converted once.
+    layers before it would then convert between the formats, which takes longer. So it is converted once.
     """
     variants = [dict(each.named_modules()) for each, _ in networks_in_training(network)]
     endangered = {name for layers in variants for name, layer in layers.items() if _is_endangered(layer)}

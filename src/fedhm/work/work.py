@@ -66,7 +66,7 @@ def validate_change(tensors: Tensors, sent: Tensors, expected: Expected) -> str 
         return None
     untrained = expected.running | expected.fixed
     base = 0.0
-    # norm + base ≤ limit · base holds for every larger base, so a part of the tensors may suffice: the small ones
+    # If norm + base ≤ limit · base holds for some of the tensors, it holds for all. So large tensors are rarely read.
     for tensor in sorted((t for name, t in sent.items() if name not in untrained), key=Tensor.numel):
         base = math.hypot(base, _norm(tensor))
         if norm + base <= ROUNDING * limit * base:
